@@ -1,0 +1,139 @@
+// The operators. Each runs on the device of its tensors: CPU, or CUDA (sm_90a) on `stream`.
+//
+// Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the caller
+// gives, allocates nothing on the device and never synchronizes with it. Outputs are the arguments
+// after the inputs; a default-constructed Tensor leaves an optional one out.
+// Letters: plan.h. docs/numerics.md states what each op guarantees bit by bit.
+#pragma once
+
+#include "fp8moe/error.h"
+#include "fp8moe/plan.h"
+#include "fp8moe/tensor.h"
+
+namespace fp8moe {
+
+// How a tile's scale follows from its largest magnitude (docs/numerics.md, "Scale rule").
+struct ScaleRule {
+  bool pow2 = true;    // power-of-two scales; false: float32 scales
+  float eps = 1e-10f;  // floor of the magnitude
+};
+
+// ---- quantization -------------------------------------------------------------------------------
+
+// q = Q(x). x [M, K] f32/f16/bf16; q.layout row or gemm: 1x128 tiles; block: 128x128 tiles.
+FP8MOE_API void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream = {});
+
+// rows = Q(x) by 1x128 tiles (gemm or row layout) and columns = Q(x^T) per expert, in one pass over x.
+// x [R, C]; rows.data [R, C]; columns.data [C, Kcap], columns.layout block (128x128 tiles) or gemm
+// (1x128 tiles along tokens, scales [Kcap/128, pad4(C)]). Both are single quantizations of x.
+FP8MOE_API void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& rows,
+                              const Fp8Tensor& columns, ScaleRule rule, Stream stream = {});
+
+// q = Q(w) by 128x128 tiles of w [E, N, K], and q_t [E, K, N], its exact transpose, scales included.
+// interleave g > 0 stores the rows of q as g rows of the first half (gate), g of the second (up), and
+// so on; the scales stay those of the original rows. Needs N % 256 == 0 and 128 % g == 0.
+// q or q_t may be left out.
+FP8MOE_API void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t,
+                                ScaleRule rule, int64_t interleave = 0, Stream stream = {});
+
+// x = q * scale_inv, rounded once to x's dtype. q [M, K] in any layout, or [E, M, K] in block layout.
+FP8MOE_API void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream = {});
+
+// ---- routing ------------------------------------------------------------------------------------
+
+FP8MOE_API int64_t route_workspace(const RoutingPlan& plan);  // bytes
+
+// Fills the plan from topk_idx [T, S] i32/i64 (-1: dropped), or from routing_map [T, E]
+// bool/u8/i32/i64 with S == E and slot e standing for expert e. Exactly one of the two is given.
+// Assignments whose expert-major rank is not below plan.capacity are dropped and counted.
+// workspace: u8, at least route_workspace(plan) bytes, zero before the first use and left at zero.
+FP8MOE_API void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
+                      const Tensor& workspace, Stream stream = {});
+
+// Fills the plan for rows that arrive grouped: tokens_per_expert [E] i32/i64, token i of the plan
+// (T == capacity, S == 1) being the i-th row of the packed groups.
+FP8MOE_API void plan_from_counts(const Tensor& tokens_per_expert, const RoutingPlan& plan,
+                                 Stream stream = {});
+
+// ---- movement -----------------------------------------------------------------------------------
+
+// y[row_of[t,s]] = x[t]; padding rows are zero (data, scale, prob).
+// x [T, C] f32/f16/bf16 or FP8 (x_scale in row or gemm layout); y [R, C] likewise (y_scale too).
+// probs [T, S] f32 -> permuted_probs [R] f32, both or neither.
+FP8MOE_API void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs,
+                            const Tensor& y, const Tensor& permuted_probs, Stream stream = {});
+FP8MOE_API void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
+                            const Fp8Tensor& y, const Tensor& permuted_probs, Stream stream = {});
+
+// dx[t] = sum over slots ascending of dy[row_of[t,s]] (f32, rounded once); dprobs[t,s] is
+// permuted_dprobs[row_of[t,s]], 0 for a dropped slot. dy [R, C], dx [T, C].
+FP8MOE_API void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan,
+                                     const Tensor& permuted_dprobs, const Tensor& dx,
+                                     const Tensor& dprobs, Stream stream = {});
+
+// out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
+FP8MOE_API void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
+                                const Tensor& out, Stream stream = {});
+
+// dy[row] = (probs[t,s] *) dout[t], padding rows zero; dprobs[t,s] = <y[row], dout[t]> in the pinned
+// order of common/reduce.h, 0 for a dropped slot. y, probs and dprobs: all or none.
+// The backward of an FP8 gradient without probs is permute_pad.
+FP8MOE_API void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
+                                         const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
+                                         Stream stream = {});
+
+// ---- transposes in the FP8 domain ---------------------------------------------------------------
+
+// columns = the rows of q as the contracted dimension, shifted to one scale a tile: code RNE(code 2^-k).
+// q [R, C] with 1x128 power-of-two scales; columns [C, Kcap], layout block or gemm (quantize_dual).
+// requantize: dequantize and quantize again by `rule` instead (any scales; a second rounding).
+FP8MOE_API void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
+                              bool requantize = false, ScaleRule rule = {}, Stream stream = {});
+
+// transpose_fp8(permute_pad(q)) without the intermediate; q [T, C], bit-equal to the two ops.
+FP8MOE_API void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan,
+                                      const Fp8Tensor& columns, Stream stream = {});
+
+// ---- activation ---------------------------------------------------------------------------------
+
+// h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.
+// clamp > 0: gate at most clamp, up within [-clamp, clamp]; 0: none. `plan` may be undefined: all R
+// rows are then ordinary (and no columns). Outputs: h [R, I] (row or gemm); optional h_columns
+// [I, Kcap] as in quantize_dual; optional z_q [R, 2I] = Q(z), the FP8 pre-activation.
+FP8MOE_API void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
+                                float clamp, const Fp8Tensor& h, const Fp8Tensor& h_columns,
+                                const Fp8Tensor& z_q, ScaleRule rule, Stream stream = {});
+
+// The gradient: dh [R, I] f32/f16/bf16, z as given forward, or its FP8 form (z_q, z then undefined; it
+// is dequantized to bf16 first). dz [R, 2I] = Q([dgate | dup]); dprobs [R] f32 = sum of silu*up*dh in
+// the pinned order; optional dz_columns [2I, Kcap] and h_columns [I, Kcap], h recomputed.
+FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
+                                         const RoutingPlan& plan, const Tensor& probs, float clamp,
+                                         const Fp8Tensor& dz, const Tensor& dprobs,
+                                         const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
+                                         ScaleRule rule, Stream stream = {});
+
+// ---- grouped GEMM -------------------------------------------------------------------------------
+
+// d[rows of e] = a[rows of e] w[e]^T. a [R, K] gemm layout; w [E, N, K] block layout; d [R, N] bf16/f32.
+FP8MOE_API void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
+                             const Tensor& d, Stream stream = {});
+
+// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap], x_t [K, Kcap], both block or
+// both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's dw is zero.
+FP8MOE_API void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t,
+                                   const RoutingPlan& plan, const Tensor& dw, bool accumulate,
+                                   Stream stream = {});
+
+// ---- what is here -------------------------------------------------------------------------------
+
+struct BuildInfo {
+  const char* version;
+  bool cuda;                // built with the CUDA backend
+  const char* cuda_toolkit; // "13.0", or "" without CUDA
+  const char* cutlass;      // "4.2.0", or ""
+  const char* cpu_isa;      // the clone this machine runs: "x86-64-v3" or "baseline"
+};
+FP8MOE_API BuildInfo build_info();
+
+}  // namespace fp8moe

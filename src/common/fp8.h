@@ -1,0 +1,91 @@
+// FP8 codes (OCP E4M3 without infinities, E5M2): encode, decode, and the shift by a power of two that
+// the scaling-aware transpose is made of. Branch-free where a loop over them should vectorize.
+#pragma once
+
+#include <cstdint>
+
+#include "common/bits.h"
+#include "common/hd.h"
+
+namespace fp8moe {
+
+struct E4M3 {
+  static constexpr int kMantissa = 3;
+  static constexpr int kBias = 7;
+  static constexpr uint32_t kMaxCode = 0x7E;  // 448
+  static constexpr uint32_t kFirstNan = 0x7F;  // codes from here on are copied, never shifted
+  static constexpr float kMax = 448.0f;
+};
+
+struct E5M2 {
+  static constexpr int kMantissa = 2;
+  static constexpr int kBias = 15;
+  static constexpr uint32_t kMaxCode = 0x7B;  // 57344
+  static constexpr uint32_t kFirstNan = 0x7C;  // infinity, then NaNs
+  static constexpr float kMax = 57344.0f;
+};
+
+// Round to nearest even, saturating: |x| over the maximum and Inf become it, NaN becomes 0x7F.
+template <typename F>
+FP8MOE_HD uint8_t fp8_encode(float x) {
+  constexpr int kDrop = 23 - F::kMantissa;
+  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - F::kBias) << F::kMantissa;
+  constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 - F::kBias + 1) << 23;
+  // A float whose ulp is the subnormal unit 2^(1 - bias - mantissa): adding it rounds there.
+  constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 1 - F::kBias - F::kMantissa + 23) << 23;
+
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t round = (1u << (kDrop - 1)) - 1u + ((magnitude >> kDrop) & 1u);
+  const uint32_t normal = ((magnitude + round) >> kDrop) - kRebias;
+  const uint32_t subnormal =
+      bit_cast<uint32_t>(bit_cast<float>(magnitude) + bit_cast<float>(kMagic)) - kMagic;
+  uint32_t code = magnitude < kMinNormal ? subnormal : normal;
+  code = code > F::kMaxCode ? F::kMaxCode : code;
+  const uint32_t nan = magnitude > 0x7F800000u;
+  return static_cast<uint8_t>(nan ? 0x7Fu : (code | sign));
+}
+
+template <typename F>
+FP8MOE_HD float fp8_decode(uint8_t code) {
+  constexpr int kDrop = 23 - F::kMantissa;
+  constexpr float kUnit = F::kMantissa == 3 ? 0x1p-9f : 0x1p-16f;
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  const uint32_t magnitude = code & 0x7Fu;
+  const uint32_t normal = (magnitude << kDrop) + (static_cast<uint32_t>(127 - F::kBias) << 23);
+  const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(magnitude) * kUnit);
+  uint32_t bits = magnitude < (1u << F::kMantissa) ? subnormal : normal;
+  // E4M3 has the one NaN 0x7F; E5M2 Inf 0x7C and NaN 0x7D..0x7F.
+  if (F::kMantissa == 3) {
+    bits = magnitude == 0x7Fu ? 0x7FC00000u : bits;
+  } else {
+    bits = magnitude == 0x7Cu ? 0x7F800000u : magnitude > 0x7Cu ? 0x7FC00000u : bits;
+  }
+  return bit_cast<float>(bits | sign);
+}
+
+// The code nearest (ties to even) to decode(code) * 2^-k, k >= 0; the sign is kept, NaN and Inf too.
+template <typename F>
+FP8MOE_HD uint8_t fp8_shift_down(uint8_t code, int k) {
+  constexpr int kM = F::kMantissa;
+  const int sign = code & 0x80;
+  const int magnitude = code & 0x7F;
+  const int exponent = magnitude >> kM;
+  const int exact = magnitude - (k << kM);  // still normal: the exponent field takes it all
+  // Otherwise shift the significand: a normal one has its leading 1 and one step less to go.
+  const int normal = exponent > 0;
+  const int significand = normal ? (1 << kM) | (magnitude & ((1 << kM) - 1)) : magnitude;
+  int h = normal ? k + 1 - exponent : k;
+  h = h < 1 ? 1 : h > kM + 2 ? kM + 2 : h;  // from kM+2 on everything rounds to zero
+  const int rounded = (significand + (1 << (h - 1)) - 1 + ((significand >> h) & 1)) >> h;
+  const bool stays_normal = exponent - k >= 1;
+  const bool kept = k == 0 || magnitude >= static_cast<int>(F::kFirstNan);
+  return static_cast<uint8_t>(kept ? code : (sign | (stays_normal ? exact : rounded)));
+}
+
+// Every finite code is zero after a shift by this much.
+template <typename F>
+constexpr int kFp8ShiftToZero = (1 << (7 - F::kMantissa)) + F::kMantissa + 1;
+
+}  // namespace fp8moe

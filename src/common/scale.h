@@ -1,0 +1,41 @@
+// The scale rule: from the largest magnitude of a tile to the scale of its codes.
+// TransformerEngine's blockwise quantizers have the same rule but for the cap at 2^126, which keeps
+// scale_inv a normal number (theirs may be 2^-127, a subnormal that flush-to-zero code loses).
+#pragma once
+
+#include <cstdint>
+
+#include "common/bits.h"
+#include "common/hd.h"
+
+namespace fp8moe {
+
+struct TileScale {
+  float scale;      // codes are encode(x * scale)
+  float scale_inv;  // what is stored: x is about decode(code) * scale_inv
+};
+
+// amax: fmax over |x| of the tile, NaNs ignored. fp8_max: F::kMax. overflow: the largest finite value
+// of x's dtype, taken when fp8_max / amax overflows.
+FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, bool pow2, float eps, float overflow) {
+  float a = amax < eps ? eps : amax;
+  if (!(a > 0.0f) || a > 0x1.fffffep127f) return {1.0f, 1.0f};  // 0, NaN or Inf
+  float scale = fp8_max / a;
+  if (scale > 0x1.fffffep127f) scale = overflow;
+  if (pow2) {
+    scale = bit_cast<float>(bit_cast<uint32_t>(scale) & 0x7F800000u);
+    scale = scale > 0x1p126f ? 0x1p126f : scale;
+  }
+  return {scale, 1.0f / scale};
+}
+
+// A positive normal power of two: what the FP8-domain transposes accept.
+FP8MOE_HD bool is_pow2_scale(float s) {
+  const uint32_t bits = bit_cast<uint32_t>(s);
+  return (bits & 0x807FFFFFu) == 0 && bits != 0 && bits != 0x7F800000u;
+}
+
+// log2(s) + 127 of such a scale.
+FP8MOE_HD int exponent_field(float s) { return static_cast<int>(bit_cast<uint32_t>(s) >> 23); }
+
+}  // namespace fp8moe

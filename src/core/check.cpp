@@ -1,0 +1,127 @@
+#include "core/check.h"
+
+namespace fp8moe {
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32: return "float32";
+    case DType::f16: return "float16";
+    case DType::bf16: return "bfloat16";
+    case DType::e4m3: return "float8_e4m3fn";
+    case DType::e5m2: return "float8_e5m2";
+    case DType::i32: return "int32";
+    case DType::i64: return "int64";
+    case DType::u8: return "uint8";
+    case DType::boolean: return "bool";
+  }
+  return "unknown";
+}
+
+const char* name_of(ScaleLayout layout) {
+  switch (layout) {
+    case ScaleLayout::row: return "row";
+    case ScaleLayout::gemm: return "gemm";
+    case ScaleLayout::block: return "block";
+  }
+  return "unknown";
+}
+
+std::string name_of(Device device) {
+  return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+namespace {
+
+template <typename Range>
+std::string brackets(const Range& sizes) {
+  std::string text = "[";
+  for (int64_t n : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + "]";
+}
+
+}  // namespace
+
+std::string shape_of(const Tensor& t) {
+  return brackets(std::vector<int64_t>(t.shape.begin(), t.shape.begin() + std::max(t.ndim, 0)));
+}
+
+void Checker::ndim(const Tensor& t, const char* name, int ndim) const {
+  FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, " is required; got none");
+  FP8MOE_CHECK(t.ndim == ndim, "[", op_, "] ", name, " must have ", ndim, " dimensions; got ",
+               shape_of(t));
+}
+
+void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) const {
+  FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, " is required; got none");
+  FP8MOE_CHECK(t.device == device_, "[", op_, "] ", name, " must be on ", name_of(device_), "; got ",
+               name_of(t.device));
+  FP8MOE_CHECK(t.ndim == static_cast<int>(shape.size()) &&
+                   std::equal(shape.begin(), shape.end(), t.shape.begin()),
+               "[", op_, "] ", name, " must be ", brackets(shape), "; got ", shape_of(t));
+  FP8MOE_CHECK(t.data != nullptr || t.numel() == 0, "[", op_, "] ", name,
+               " has no memory behind it (a meta or fake tensor); got a null pointer");
+}
+
+void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const {
+  for (DType d : allowed)
+    if (t.dtype == d) return;
+  std::string names;
+  for (DType d : allowed) names += (names.empty() ? "" : ", ") + std::string(name_of(d));
+  fail("[", op_, "] ", name, " must be one of ", names, "; got ", name_of(t.dtype));
+}
+
+void Checker::multiple(int64_t value, const char* name, int64_t of) const {
+  FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ", value);
+}
+
+void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                  std::initializer_list<ScaleLayout> layouts) const {
+  const std::string scale_name = std::string(name) + ".scale_inv";
+  tensor(t.data, name, shape);
+  dtype(t.data, name, {DType::e4m3, DType::e5m2});
+  std::string names;
+  bool known = false;
+  for (ScaleLayout l : layouts) {
+    known = known || l == t.layout;
+    names += (names.empty() ? "" : ", ") + std::string(name_of(l));
+  }
+  FP8MOE_CHECK(known, "[", op_, "] ", name, " must have scale layout ", names, "; got ",
+               name_of(t.layout));
+  const int64_t m = *(shape.end() - 2);
+  const int64_t k = *(shape.end() - 1);
+  if (t.layout == ScaleLayout::row) {
+    tensor(t.scale_inv, scale_name.c_str(), {m, cdiv(k, kTile)});
+  } else if (t.layout == ScaleLayout::gemm) {
+    tensor(t.scale_inv, scale_name.c_str(), {cdiv(k, kTile), pad4(m)});
+  } else if (shape.size() == 3) {
+    tensor(t.scale_inv, scale_name.c_str(), {*shape.begin(), cdiv(m, kTile), cdiv(k, kTile)});
+  } else {
+    tensor(t.scale_inv, scale_name.c_str(), {cdiv(m, kTile), cdiv(k, kTile)});
+  }
+  dtype(t.scale_inv, scale_name.c_str(), {DType::f32});
+}
+
+void Checker::plan(const RoutingPlan& plan) const {
+  FP8MOE_CHECK(plan.align == 1 || plan.align == 16 || plan.align == 32 || plan.align == 128, "[", op_,
+               "] plan.align must be 1, 16, 32 or 128; got ", plan.align);
+  FP8MOE_CHECK(plan.tokens >= 0 && plan.slots >= 1 && plan.experts >= 1 && plan.capacity >= 0, "[",
+               op_, "] plan needs tokens >= 0, slots >= 1, experts >= 1, capacity >= 0; got ",
+               plan.tokens, ", ", plan.slots, ", ", plan.experts, ", ", plan.capacity);
+  constexpr int64_t kMaxRows = (int64_t{1} << 31) - 256;
+  FP8MOE_CHECK(plan.columns() <= kMaxRows && plan.tokens * plan.slots <= kMaxRows, "[", op_,
+               "] plan must have at most 2^31 - 256 rows; got ", plan.columns(), " and ",
+               plan.tokens * plan.slots, " assignments");
+  tensor(plan.slab, "plan", {plan.slab_size()});
+  dtype(plan.slab, "plan", {DType::i32});
+}
+
+void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const {
+  fp8(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm});
+}
+
+void Checker::distinct(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) const {
+  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return;
+  FP8MOE_CHECK(a.data != b.data, "[", op_, "] ", a_name, " and ", b_name, " must not share memory");
+}
+
+}  // namespace fp8moe

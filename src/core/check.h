@@ -1,0 +1,63 @@
+// Argument checks of the one door: "[op] rule; got value", in the order ndim, device, dtype, shape.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "fp8moe/error.h"
+#include "fp8moe/plan.h"
+#include "fp8moe/tensor.h"
+
+namespace fp8moe {
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw InvalidArgument(message.str());
+}
+
+#define FP8MOE_CHECK(condition, ...)                \
+  do {                                              \
+    if (!(condition)) ::fp8moe::fail(__VA_ARGS__);  \
+  } while (false)
+
+const char* name_of(DType dtype);
+const char* name_of(ScaleLayout layout);
+std::string name_of(Device device);
+std::string shape_of(const Tensor& t);  // "[4, 128]"
+
+inline bool is_fp8(DType d) { return d == DType::e4m3 || d == DType::e5m2; }
+inline bool is_float(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
+
+// The checks of one op. Names are the argument names of ops.h.
+class Checker {
+ public:
+  Checker(const char* op, Device device) : op_(op), device_(device) {}
+
+  // Defined, on the op's device, of this exact shape, and not null where it has elements.
+  void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) const;
+  void ndim(const Tensor& t, const char* name, int ndim) const;
+  void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const;
+  void multiple(int64_t value, const char* name, int64_t of) const;
+  // FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
+  void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+           std::initializer_list<ScaleLayout> layouts) const;
+  // A whole plan: sizes in range, align one of 1, 16, 32, 128, slab of the right size.
+  void plan(const RoutingPlan& plan) const;
+  // A transposed operand [C, Kcap] of `plan`, layout block or gemm.
+  void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
+  // No output may overlap an input or another output (same data pointer is what callers get wrong).
+  void distinct(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) const;
+
+  const char* op() const { return op_; }
+
+ private:
+  const char* op_;
+  Device device_;
+};
+
+}  // namespace fp8moe
