@@ -1,0 +1,70 @@
+// The ops that have no CUDA kernel yet. Whoever adds a kernel deletes its entry here.
+#include <string>
+
+#include "core/backends.h"
+#include "fp8moe/error.h"
+
+namespace fp8moe::cuda {
+namespace {
+
+[[noreturn]] void pending(const char* op) {
+  throw UnsupportedDevice("[" + std::string(op) + "] has no CUDA kernel yet; pass CPU tensors");
+}
+
+}  // namespace
+
+void quantize(const Tensor&, const Fp8Tensor&, ScaleRule, Stream) { pending("quantize"); }
+void quantize_dual(const Tensor&, const RoutingPlan&, const Fp8Tensor&, const Fp8Tensor&, ScaleRule,
+                   Stream) {
+  pending("quantize_dual");
+}
+void quantize_weight(const Tensor&, const Fp8Tensor&, const Fp8Tensor&, ScaleRule, int64_t,
+                     Stream) {
+  pending("quantize_weight");
+}
+void dequantize(const Fp8Tensor&, const Tensor&, Stream) { pending("dequantize"); }
+int64_t route_workspace(const RoutingPlan&) { pending("route_workspace"); }
+void route(const Tensor&, const Tensor&, const RoutingPlan&, const Tensor&, Stream) {
+  pending("route");
+}
+void plan_from_counts(const Tensor&, const RoutingPlan&, Stream) { pending("plan_from_counts"); }
+void permute_pad(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
+                 const Tensor&, Stream) {
+  pending("permute_pad");
+}
+void permute_pad_backward(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
+                          const Tensor&, Stream) {
+  pending("permute_pad_backward");
+}
+void unpermute_unpad(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&, Stream) {
+  pending("unpermute_unpad");
+}
+void unpermute_unpad_backward(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
+                              const Tensor&, const Tensor&, Stream) {
+  pending("unpermute_unpad_backward");
+}
+void transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, bool, ScaleRule,
+                   Stream) {
+  pending("transpose_fp8");
+}
+void permute_transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, Stream) {
+  pending("permute_transpose_fp8");
+}
+void swiglu_quantize(const Tensor&, const RoutingPlan&, const Tensor&, float, const Fp8Tensor&,
+                     const Fp8Tensor&, const Fp8Tensor&, ScaleRule, Stream) {
+  pending("swiglu_quantize");
+}
+void swiglu_quantize_backward(const Tensor&, const Tensor&, const Fp8Tensor&, const RoutingPlan&,
+                              const Tensor&, float, const Fp8Tensor&, const Tensor&,
+                              const Fp8Tensor&, const Fp8Tensor&, ScaleRule, Stream) {
+  pending("swiglu_quantize_backward");
+}
+void grouped_gemm(const Fp8Tensor&, const Fp8Tensor&, const RoutingPlan&, const Tensor&, Stream) {
+  pending("grouped_gemm");
+}
+void grouped_gemm_wgrad(const Fp8Tensor&, const Fp8Tensor&, const RoutingPlan&, const Tensor&, bool,
+                        Stream) {
+  pending("grouped_gemm_wgrad");
+}
+
+}  // namespace fp8moe::cuda

@@ -1,0 +1,115 @@
+#include "cuda/runtime.h"
+
+#include <cutlass/version.h>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <string>
+
+#include "core/backends.h"
+
+static_assert(CUTLASS_MAJOR > 4 || (CUTLASS_MAJOR == 4 && CUTLASS_MINOR >= 2),
+              "the grouped GEMMs need CUTLASS 4.2 or newer");
+
+namespace fp8moe::cuda {
+
+void throw_cuda_error(cudaError_t error, const char* expression) {
+  cudaGetLastError();  // a failure reported once is not reported again by the next op
+  throw CudaError(std::string(expression) + ": " + cudaGetErrorName(error) + ": " +
+                  cudaGetErrorString(error));
+}
+
+DeviceGuard::DeviceGuard(Device device) {
+  int current = 0;
+  FP8MOE_CUDA_CHECK(cudaGetDevice(&current));
+  if (current == device.index) return;
+  FP8MOE_CUDA_CHECK(cudaSetDevice(device.index));
+  previous_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  FP8MOE_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+DeviceInfo read_info(int device) {
+  return {.capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                        attribute(cudaDevAttrComputeCapabilityMinor, device),
+          .sm_count = attribute(cudaDevAttrMultiProcessorCount, device),
+          .l2_bytes = attribute(cudaDevAttrL2CacheSize, device),
+          .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
+}
+
+}  // namespace
+
+const DeviceInfo& device_info(Device device) {
+  static std::array<DeviceInfo, kMaxDevices> infos;
+  static std::array<std::once_flag, kMaxDevices> once;
+  if (device.index < 0 || device.index >= kMaxDevices)
+    throw DeviceUnavailable("device indices up to " + std::to_string(kMaxDevices - 1) +
+                            " are supported; got cuda:" + std::to_string(device.index));
+  const auto index = static_cast<size_t>(device.index);
+  std::call_once(once[index], [&] { infos[index] = read_info(device.index); });
+  return infos[index];
+}
+
+unsigned persistent_grid(Device device, int64_t work, int per_sm) {
+  const int64_t slots = int64_t{per_sm} * device_info(device).sm_count;
+  return static_cast<unsigned>(std::clamp<int64_t>(work, 1, slots));
+}
+
+namespace {
+
+// Reads the number of devices, or says in the user's words why there is none.
+int device_count(const std::string& tag) {
+  int count = 0;  // some failures leave it untouched
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess) return count;
+  cudaGetLastError();
+  if (error == cudaErrorInsufficientDriver || error == cudaErrorStubLibrary)
+    throw DeviceUnavailable(tag +
+                            "no usable NVIDIA driver for CUDA " FP8MOE_CUDA_TOOLKIT
+                            "; install or update the driver, or pass CPU tensors; got " +
+                            cudaGetErrorName(error));
+  if (error == cudaErrorNoDevice)
+    throw DeviceUnavailable(tag +
+                            "no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES?); pass CPU "
+                            "tensors; got " +
+                            cudaGetErrorName(error));
+  throw_cuda_error(error, "cudaGetDeviceCount(&count)");
+}
+
+}  // namespace
+
+void require_device(Device device, const char* op) {
+  static std::array<std::once_flag, kMaxDevices> accepted;
+  const std::string tag = "[" + std::string(op) + "] ";
+  const int index = std::clamp(device.index, 0, kMaxDevices - 1);
+  // A failed check throws out of call_once, so the next op asks again.
+  std::call_once(accepted[static_cast<size_t>(index)], [&] {
+    const int count = device_count(tag);
+    if (device.index < 0 || device.index >= std::min(count, kMaxDevices))
+      throw DeviceUnavailable(tag + "tensors must be on one of the " + std::to_string(count) +
+                              " visible GPUs; got cuda:" + std::to_string(device.index));
+    const int capability = device_info(device).capability;
+    if (capability == 90) return;
+    cudaDeviceProp properties{};
+    FP8MOE_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
+    throw UnsupportedDevice(
+        tag + "the kernels are built for compute capability 9.0 (Hopper); got " + properties.name +
+        ", compute capability " + std::to_string(capability / 10) + "." +
+        std::to_string(capability % 10) + "; pass CPU tensors");
+  });
+}
+
+}  // namespace fp8moe::cuda

@@ -1,0 +1,67 @@
+// What every CUDA op needs from the runtime: errors that name the failed call, the device and its
+// sizes, launches. Nothing here allocates, synchronizes or runs before the first op with CUDA
+// tensors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "fp8moe/error.h"
+#include "fp8moe/tensor.h"
+
+namespace fp8moe::cuda {
+
+// Throws CudaError "cudaFoo(...): <CUDA's text>"; the runtime's error state is left clear.
+[[noreturn]] void throw_cuda_error(cudaError_t error, const char* expression);
+
+#define FP8MOE_CUDA_CHECK(expression)                                                 \
+  do {                                                                                \
+    const cudaError_t error_ = (expression);                                          \
+    if (error_ != cudaSuccess) ::fp8moe::cuda::throw_cuda_error(error_, #expression); \
+  } while (false)
+
+// Makes `device` current for a scope: tensors decide where an op runs, not the caller's device.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;  // -1: it was current already
+};
+
+struct DeviceInfo {
+  int capability = 0;  // 10 major + minor
+  int sm_count = 0;
+  int64_t l2_bytes = 0;
+  int shared_per_block = 0;  // bytes, after opting in
+};
+
+// Read once per device and kept.
+const DeviceInfo& device_info(Device device);
+
+inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+// Enough blocks for `work` items, at most `per_sm` for each SM: the grid of a loop over items.
+unsigned persistent_grid(Device device, int64_t work, int per_sm);
+
+#if defined(__CUDACC__)
+// One launch, checked. `op` names the caller in the error. Above 48 KB of shared memory the kernel
+// is opted in first.
+template <typename... Params, typename... Args>
+void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, Args&&... args) {
+  constexpr size_t kWithoutOptIn = 48 * 1024;
+  if (shared_bytes > kWithoutOptIn)
+    FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(shared_bytes)));
+  kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Args&&>(args)...);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) throw_cuda_error(error, op);
+}
+#endif
+
+}  // namespace fp8moe::cuda
