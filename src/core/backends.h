@@ -14,14 +14,15 @@ namespace fp8moe::cuda {
 void require_device(Device device, const char* op);
 }  // namespace fp8moe::cuda
 
-// FP8MOE_DISPATCH("op", device, op(arguments)): runs the backend of `device`.
+// FP8MOE_DISPATCH("op", device, op(arguments)): returns what the backend of `device` returns. The last
+// statement of an op.
 #define FP8MOE_DISPATCH(op, device, ...)             \
   do {                                               \
     if ((device).type == DeviceType::cpu) {          \
-      cpu::__VA_ARGS__;                              \
+      return cpu::__VA_ARGS__;                       \
     } else {                                         \
       cuda::require_device(device, op);              \
-      cuda::__VA_ARGS__;                             \
+      return cuda::__VA_ARGS__;                      \
     }                                                \
   } while (false)
 #else
@@ -30,6 +31,6 @@ void require_device(Device device, const char* op);
     if ((device).type != DeviceType::cpu)                                                         \
       throw DeviceUnavailable("[" op "] this build has no CUDA backend; pass CPU tensors, or "    \
                               "reinstall with FP8MOE_CUDA=ON");                                   \
-    cpu::__VA_ARGS__;                                                                             \
+    return cpu::__VA_ARGS__;                                                                      \
   } while (false)
 #endif

@@ -119,6 +119,12 @@ void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c, const Rou
   fp8(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm});
 }
 
+void Checker::aligned(const Tensor& t, const char* name) const {
+  const auto address = reinterpret_cast<uintptr_t>(t.data);
+  FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name, " must start at a multiple of 16 bytes; got ",
+               address % 16, " bytes past one");
+}
+
 void Checker::distinct(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) const {
   if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return;
   FP8MOE_CHECK(a.data != b.data, "[", op_, "] ", a_name, " and ", b_name, " must not share memory");

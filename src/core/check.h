@@ -50,6 +50,8 @@ class Checker {
   void plan(const RoutingPlan& plan) const;
   // A transposed operand [C, Kcap] of `plan`, layout block or gemm.
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
+  // Data rows move in 16-byte pieces: the data starts at a multiple of 16 bytes.
+  void aligned(const Tensor& t, const char* name) const;
   // No output may overlap an input or another output (same data pointer is what callers get wrong).
   void distinct(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) const;
 

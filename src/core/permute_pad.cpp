@@ -1,0 +1,59 @@
+#include "core/backends.h"
+#include "core/check.h"
+
+namespace fp8moe {
+
+namespace {
+
+// x [T, C] -> y [R, C] of one dtype; probs [T, S] -> permuted_probs [R].
+void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& plan,
+                    const Tensor& probs, const Tensor& y, const Tensor& permuted_probs) {
+  check.plan(plan);
+  check.ndim(x, "x", 2);
+  const int64_t c = x.shape[1];
+  check.tensor(x, "x", {plan.tokens, c});
+  check.multiple(c, "x.shape[1]", 16);
+  check.tensor(y, "y", {plan.rows(), c});
+  check.dtype(y, "y", {x.dtype});
+  check.aligned(x, "x");
+  check.aligned(y, "y");
+  FP8MOE_CHECK(probs.defined() == permuted_probs.defined(),
+               "[permute_pad] probs and permuted_probs are given together; got only ",
+               probs.defined() ? "probs" : "permuted_probs");
+  if (probs.defined()) {
+    check.tensor(probs, "probs", {plan.tokens, plan.slots});
+    check.dtype(probs, "probs", {DType::f32});
+    check.tensor(permuted_probs, "permuted_probs", {plan.rows()});
+    check.dtype(permuted_probs, "permuted_probs", {DType::f32});
+  }
+  check.distinct(x, "x", y, "y");
+  check.distinct(probs, "probs", permuted_probs, "permuted_probs");
+}
+
+}  // namespace
+
+void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, const Tensor& y,
+                 const Tensor& permuted_probs, Stream stream) {
+  const Checker check("permute_pad", plan.slab.device);
+  check_movement(check, x, plan, probs, y, permuted_probs);
+  check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
+  if (plan.rows() == 0) return;
+  FP8MOE_DISPATCH("permute_pad", plan.slab.device,
+                  permute_pad({.data = x, .scale_inv = {}}, plan, probs,
+                              {.data = y, .scale_inv = {}}, permuted_probs, stream));
+}
+
+void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
+                 const Fp8Tensor& y, const Tensor& permuted_probs, Stream stream) {
+  const Checker check("permute_pad", plan.slab.device);
+  check_movement(check, x.data, plan, probs, y.data, permuted_probs);
+  const int64_t c = x.data.shape[1];
+  check.fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.fp8(y, "y", {plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.distinct(x.scale_inv, "x.scale_inv", y.scale_inv, "y.scale_inv");
+  if (plan.rows() == 0) return;
+  FP8MOE_DISPATCH("permute_pad", plan.slab.device,
+                  permute_pad(x, plan, probs, y, permuted_probs, stream));
+}
+
+}  // namespace fp8moe

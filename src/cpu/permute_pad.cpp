@@ -1,0 +1,62 @@
+// permute_pad: rows, scales and probs of tokens to the rows of the plan; padding rows are zero.
+#include <cstring>
+
+#include "core/backends.h"
+
+namespace fp8moe::cpu {
+
+namespace {
+
+constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layout scale row
+
+// Scales of one FP8 tensor: tile j of row r is at data[r * row + j * tile].
+struct Scales {
+  float* data;
+  int64_t row;
+  int64_t tile;
+
+  explicit Scales(const Fp8Tensor& t)
+      : data(t.scale_inv.as<float>()),
+        row(t.layout == ScaleLayout::row ? t.scale_inv.shape[1] : 1),
+        tile(t.layout == ScaleLayout::row ? 1 : t.scale_inv.shape[1]) {}
+};
+
+}  // namespace
+
+void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
+                 const Fp8Tensor& y, const Tensor& permuted_probs, Stream) {
+  const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
+  const int64_t rows = plan.row_offsets()[plan.experts];
+  const int32_t* token_of_row = plan.token_of_row();
+  const int32_t* slot_of_row = plan.slot_of_row();
+  const char* from = x.data.as<const char>();
+  char* to = y.data.as<char>();
+
+#pragma omp parallel for schedule(static)
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t last = std::min(first + kRows, rows);
+    for (int64_t row = first; row < last; ++row) {
+      const int64_t token = token_of_row[row];
+      if (token < 0) {
+        std::memset(to + row * row_bytes, 0, row_bytes);
+      } else {
+        std::memcpy(to + row * row_bytes, from + token * row_bytes, row_bytes);
+      }
+      if (probs.defined())
+        permuted_probs.as<float>()[row] =
+            token < 0 ? 0.0f : probs.as<const float>()[token * plan.slots + slot_of_row[row]];
+    }
+    if (!x.scale_inv.defined()) continue;
+    const Scales source(x);
+    const Scales target(y);
+    const int64_t tiles = cdiv(x.data.shape[1], kTile);
+    for (int64_t j = 0; j < tiles; ++j)
+      for (int64_t row = first; row < last; ++row) {
+        const int64_t token = token_of_row[row];
+        target.data[row * target.row + j * target.tile] =
+            token < 0 ? 0.0f : source.data[token * source.row + j * source.tile];
+      }
+  }
+}
+
+}  // namespace fp8moe::cpu

@@ -1,0 +1,41 @@
+// From the number of assignments of each expert to everything of a plan but the assignments' rows.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "fp8moe/plan.h"
+
+namespace fp8moe::cpu {
+
+// counts [E]: kept ids of each expert, before the capacity. Writes status, tokens_per_expert,
+// row_offsets, col_offsets, and -1 in token_of_row and slot_of_row of the padding rows.
+// The rank of expert e's i-th assignment is counts[0] + ... + counts[e-1] + i; it has a row when
+// that is below the capacity, that is when i < tokens_per_expert[e].
+inline void lay_out(const std::vector<int64_t>& counts, const RoutingPlan& plan) {
+  constexpr int64_t kMaxInt = 0x7FFFFFFF;
+  int64_t rank = 0;
+  int64_t kept = 0;
+  int32_t row = 0;
+  int32_t column = 0;
+  for (int64_t e = 0; e < plan.experts; ++e) {
+    const auto tokens =
+        static_cast<int32_t>(std::clamp<int64_t>(plan.capacity - rank, 0, counts[e]));
+    const auto rows = static_cast<int32_t>(round_up(tokens, plan.align));
+    plan.tokens_per_expert()[e] = tokens;
+    plan.row_offsets()[e] = row;
+    plan.col_offsets()[e] = column;
+    std::fill_n(plan.token_of_row() + row + tokens, rows - tokens, -1);
+    std::fill_n(plan.slot_of_row() + row + tokens, rows - tokens, -1);
+    row += rows;
+    column += static_cast<int32_t>(round_up(tokens, kTile));
+    rank += counts[e];
+    kept += tokens;
+  }
+  plan.row_offsets()[plan.experts] = row;
+  plan.col_offsets()[plan.experts] = column;
+  std::fill_n(plan.status(), RoutingPlan::kStatusWords, 0);
+  plan.status()[kOverflow] = static_cast<int32_t>(std::min(rank - kept, kMaxInt));
+}
+
+}  // namespace fp8moe::cpu

@@ -1,0 +1,11 @@
+#include "core/backends.h"
+#include "cpu/gather_sum.h"
+
+namespace fp8moe::cpu {
+
+void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
+                     const Tensor& out, Stream) {
+  gather_sum(y, plan, probs, out);
+}
+
+}  // namespace fp8moe::cpu
