@@ -20,12 +20,16 @@ struct TileScale {
 FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, bool pow2, float eps, float overflow) {
   float a = amax < eps ? eps : amax;
   if (!(a > 0.0f) || a > 0x1.fffffep127f) return {1.0f, 1.0f};  // 0, NaN or Inf
+  if (pow2) {
+    // Both formats' maxima are 1.75 2^n, so 2^floor(log2(RN(fp8_max / a))) needs no division: a's
+    // exponent, one more where its significand is over 1.75. At most 2^126.
+    const uint32_t exponent = (bit_cast<uint32_t>(a) + 0x1FFFFFu) >> 23;
+    const uint32_t field = (bit_cast<uint32_t>(fp8_max) >> 23) + 127u - exponent;
+    const uint32_t capped = field > 253u ? 253u : field;
+    return {bit_cast<float>(capped << 23), bit_cast<float>((254u - capped) << 23)};
+  }
   float scale = fp8_max / a;
   if (scale > 0x1.fffffep127f) scale = overflow;
-  if (pow2) {
-    scale = bit_cast<float>(bit_cast<uint32_t>(scale) & 0x7F800000u);
-    scale = scale > 0x1p126f ? 0x1p126f : scale;
-  }
   return {scale, 1.0f / scale};
 }
 
