@@ -1,0 +1,202 @@
+/* The C ABI: every operator of ops.h, under the same name and contract, for C and for any language
+ * that calls C. Memory belongs to the caller; nothing here allocates or throws.
+ *
+ * An argument marked "optional" may be NULL. A function returns FP8MOE_OK, or the kind of error,
+ * whose message ("[op] rule; got value") fp8moe_last_error() gives; an invalid argument writes
+ * nothing. `stream` is the cudaStream_t of CUDA tensors and is ignored (NULL) on the CPU. */
+#ifndef FP8MOE_C_API_H_
+#define FP8MOE_C_API_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define FP8MOE_C_API
+#else
+#define FP8MOE_C_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum fp8moe_status {
+  FP8MOE_OK = 0,
+  FP8MOE_INVALID_ARGUMENT = 1,
+  FP8MOE_DEVICE_UNAVAILABLE = 2, /* no CUDA backend in this build, or no usable driver or GPU */
+  FP8MOE_UNSUPPORTED_DEVICE = 3, /* a GPU that is not compute capability 9.0 */
+  FP8MOE_CUDA_ERROR = 4,         /* a CUDA call failed */
+  FP8MOE_OUT_OF_MEMORY = 5,      /* host memory */
+  FP8MOE_INTERNAL_ERROR = 6
+} fp8moe_status;
+
+/* Values of fp8moe_tensor.dtype. */
+enum {
+  FP8MOE_F32 = 0,
+  FP8MOE_F16 = 1,
+  FP8MOE_BF16 = 2,
+  FP8MOE_E4M3 = 3,
+  FP8MOE_E5M2 = 4,
+  FP8MOE_I32 = 5,
+  FP8MOE_I64 = 6,
+  FP8MOE_U8 = 7,
+  FP8MOE_BOOL = 8
+};
+
+/* Values of fp8moe_tensor.device_type. */
+enum { FP8MOE_CPU = 0, FP8MOE_CUDA = 1 };
+
+/* Values of fp8moe_fp8_tensor.layout: where the scales are (tensor.h, ScaleLayout). */
+enum { FP8MOE_LAYOUT_ROW = 0, FP8MOE_LAYOUT_GEMM = 1, FP8MOE_LAYOUT_BLOCK = 2 };
+
+/* A dense row-major view of at most 4 dimensions. */
+typedef struct fp8moe_tensor {
+  void* data;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+  int32_t ndim;
+  int64_t shape[4];
+} fp8moe_tensor;
+
+/* value = decode(data) * scale_inv */
+typedef struct fp8moe_fp8_tensor {
+  fp8moe_tensor data;      /* e4m3 or e5m2 */
+  fp8moe_tensor scale_inv; /* f32 */
+  int32_t layout;
+} fp8moe_fp8_tensor;
+
+/* plan.h's RoutingPlan: T tokens, S slots, E experts, A capacity; R = fp8moe_plan_rows. */
+typedef struct fp8moe_plan {
+  fp8moe_tensor slab; /* i32 [fp8moe_plan_slab_size] */
+  int64_t tokens;
+  int64_t slots;
+  int64_t experts;
+  int64_t align; /* 1, 16, 32 or 128 */
+  int64_t capacity;
+} fp8moe_plan;
+
+typedef struct fp8moe_scale_rule {
+  int32_t pow2; /* 1: power-of-two scales; 0: float32 scales */
+  float eps;    /* floor of a tile's largest magnitude; the C++ default is 1e-10 */
+} fp8moe_scale_rule;
+
+typedef struct fp8moe_build_info {
+  const char* version;
+  int32_t cuda;             /* built with the CUDA backend */
+  const char* cuda_toolkit; /* "" without */
+  const char* cutlass;      /* "" without */
+  const char* cpu_isa;
+} fp8moe_build_info;
+
+/* The message of this thread's last error; "" before the first. Valid until the next error. */
+FP8MOE_C_API const char* fp8moe_last_error(void);
+FP8MOE_C_API fp8moe_build_info fp8moe_get_build_info(void);
+
+/* Sizes and sections of a plan; they follow from its numbers alone, the slab may be missing. All in
+ * elements: rows R, columns Kcap, and offsets into the int32 slab. */
+FP8MOE_C_API int64_t fp8moe_plan_rows(const fp8moe_plan* plan);
+FP8MOE_C_API int64_t fp8moe_plan_columns(const fp8moe_plan* plan);
+FP8MOE_C_API int64_t fp8moe_plan_slab_size(const fp8moe_plan* plan);
+FP8MOE_C_API int64_t fp8moe_plan_tokens_per_expert_at(const fp8moe_plan* plan); /* [E] */
+FP8MOE_C_API int64_t fp8moe_plan_row_offsets_at(const fp8moe_plan* plan);       /* [E+1] */
+FP8MOE_C_API int64_t fp8moe_plan_col_offsets_at(const fp8moe_plan* plan);       /* [E+1] */
+FP8MOE_C_API int64_t fp8moe_plan_token_of_row_at(const fp8moe_plan* plan);      /* [R] */
+FP8MOE_C_API int64_t fp8moe_plan_slot_of_row_at(const fp8moe_plan* plan);       /* [R] */
+FP8MOE_C_API int64_t fp8moe_plan_row_of_at(const fp8moe_plan* plan);            /* [T, S] */
+
+/* ---- quantization ---- */
+
+FP8MOE_C_API fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
+                                           fp8moe_scale_rule rule, void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_quantize_dual(const fp8moe_tensor* x, const fp8moe_plan* plan,
+                                                const fp8moe_fp8_tensor* rows,
+                                                const fp8moe_fp8_tensor* columns,
+                                                fp8moe_scale_rule rule, void* stream);
+/* q, q_t: either is optional. */
+FP8MOE_C_API fp8moe_status fp8moe_quantize_weight(const fp8moe_tensor* w,
+                                                  const fp8moe_fp8_tensor* q,
+                                                  const fp8moe_fp8_tensor* q_t,
+                                                  fp8moe_scale_rule rule, int64_t interleave,
+                                                  void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_dequantize(const fp8moe_fp8_tensor* q, const fp8moe_tensor* x,
+                                             void* stream);
+
+/* ---- routing ---- */
+
+/* *bytes: what fp8moe_route needs as workspace (0 is possible). */
+FP8MOE_C_API fp8moe_status fp8moe_route_workspace(const fp8moe_plan* plan, int64_t* bytes);
+/* One of topk_idx and routing_map is NULL; workspace is optional where it needs 0 bytes. */
+FP8MOE_C_API fp8moe_status fp8moe_route(const fp8moe_tensor* topk_idx,
+                                        const fp8moe_tensor* routing_map, const fp8moe_plan* plan,
+                                        const fp8moe_tensor* workspace, void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_plan_from_counts(const fp8moe_tensor* tokens_per_expert,
+                                                   const fp8moe_plan* plan, void* stream);
+
+/* ---- movement ---- */
+
+/* probs and permuted_probs: both or neither. */
+FP8MOE_C_API fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* plan,
+                                              const fp8moe_tensor* probs, const fp8moe_tensor* y,
+                                              const fp8moe_tensor* permuted_probs, void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_permute_pad_fp8(
+    const fp8moe_fp8_tensor* x, const fp8moe_plan* plan, const fp8moe_tensor* probs,
+    const fp8moe_fp8_tensor* y, const fp8moe_tensor* permuted_probs, void* stream);
+/* permuted_dprobs and dprobs: both or neither. */
+FP8MOE_C_API fp8moe_status fp8moe_permute_pad_backward(const fp8moe_tensor* dy,
+                                                       const fp8moe_plan* plan,
+                                                       const fp8moe_tensor* permuted_dprobs,
+                                                       const fp8moe_tensor* dx,
+                                                       const fp8moe_tensor* dprobs, void* stream);
+/* probs: optional. */
+FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad(const fp8moe_tensor* y, const fp8moe_plan* plan,
+                                                  const fp8moe_tensor* probs,
+                                                  const fp8moe_tensor* out, void* stream);
+/* y, probs and dprobs: all or none. */
+FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad_backward(
+    const fp8moe_tensor* dout, const fp8moe_plan* plan, const fp8moe_tensor* y,
+    const fp8moe_tensor* probs, const fp8moe_tensor* dy, const fp8moe_tensor* dprobs, void* stream);
+
+/* ---- transposes in the FP8 domain ---- */
+
+FP8MOE_C_API fp8moe_status fp8moe_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* plan,
+                                                const fp8moe_fp8_tensor* columns,
+                                                int32_t requantize, fp8moe_scale_rule rule,
+                                                void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_fp8_tensor* q,
+                                                        const fp8moe_plan* plan,
+                                                        const fp8moe_fp8_tensor* columns,
+                                                        void* stream);
+
+/* ---- activation ---- */
+
+/* plan, probs, h_columns, z_q: optional. */
+FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* plan,
+                                                  const fp8moe_tensor* probs, float clamp,
+                                                  const fp8moe_fp8_tensor* h,
+                                                  const fp8moe_fp8_tensor* h_columns,
+                                                  const fp8moe_fp8_tensor* z_q,
+                                                  fp8moe_scale_rule rule, void* stream);
+/* One of z and z_q is NULL; plan, probs, dprobs, dz_columns, h_columns: optional. */
+FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize_backward(
+    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_fp8_tensor* z_q,
+    const fp8moe_plan* plan, const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
+    const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
+    const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule rule, void* stream);
+
+/* ---- grouped GEMM ---- */
+
+FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm(const fp8moe_fp8_tensor* a,
+                                               const fp8moe_fp8_tensor* w, const fp8moe_plan* plan,
+                                               const fp8moe_tensor* d, void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_fp8_tensor* dy_t,
+                                                     const fp8moe_fp8_tensor* x_t,
+                                                     const fp8moe_plan* plan,
+                                                     const fp8moe_tensor* dw, int32_t accumulate,
+                                                     void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FP8MOE_C_API_H_ */

@@ -1,0 +1,261 @@
+// The C ABI: converts the plain structs, calls the C++ operator, turns exceptions into statuses.
+#include "fp8moe/c_api.h"
+
+#include <new>
+#include <string>
+
+#include "core/check.h"
+#include "fp8moe/ops.h"
+
+namespace fp8moe {
+namespace {
+
+static_assert(FP8MOE_F32 == static_cast<int>(DType::f32));
+static_assert(FP8MOE_BF16 == static_cast<int>(DType::bf16));
+static_assert(FP8MOE_E5M2 == static_cast<int>(DType::e5m2));
+static_assert(FP8MOE_BOOL == static_cast<int>(DType::boolean));
+static_assert(FP8MOE_CUDA == static_cast<int>(DeviceType::cuda));
+static_assert(FP8MOE_LAYOUT_BLOCK == static_cast<int>(ScaleLayout::block));
+
+thread_local std::string last_error;
+
+fp8moe_status failed(fp8moe_status status, const char* message) noexcept {
+  try {
+    last_error = message;
+  } catch (...) {  // no memory for the text: the status must do
+    last_error.clear();
+  }
+  return status;
+}
+
+template <typename Body>
+fp8moe_status guarded(Body&& body) noexcept {
+  try {
+    body();
+    return FP8MOE_OK;
+  } catch (const std::invalid_argument& e) {
+    return failed(FP8MOE_INVALID_ARGUMENT, e.what());
+  } catch (const DeviceUnavailable& e) {
+    return failed(FP8MOE_DEVICE_UNAVAILABLE, e.what());
+  } catch (const UnsupportedDevice& e) {
+    return failed(FP8MOE_UNSUPPORTED_DEVICE, e.what());
+  } catch (const CudaError& e) {
+    return failed(FP8MOE_CUDA_ERROR, e.what());
+  } catch (const std::bad_alloc&) {
+    return failed(FP8MOE_OUT_OF_MEMORY, "out of host memory");
+  } catch (const std::exception& e) {
+    return failed(FP8MOE_INTERNAL_ERROR, e.what());
+  } catch (...) {
+    return failed(FP8MOE_INTERNAL_ERROR, "unknown error");
+  }
+}
+
+// A number from C that must name a member of an enum whose last member is `last`.
+template <typename Enum>
+Enum to_enum(int32_t value, Enum last, const char* what) {
+  FP8MOE_CHECK(value >= 0 && value <= static_cast<int32_t>(last), "[c_api] ", what,
+               " must be between 0 and ", static_cast<int32_t>(last), "; got ", value);
+  return static_cast<Enum>(value);
+}
+
+Tensor tensor(const fp8moe_tensor* c) {
+  Tensor t;
+  if (c == nullptr) return t;
+  FP8MOE_CHECK(c->ndim >= 0 && c->ndim <= Tensor::kMaxDims, "[c_api] ndim must be between 0 and ",
+               Tensor::kMaxDims, "; got ", c->ndim);
+  t.data = c->data;
+  t.dtype = to_enum(c->dtype, DType::boolean, "dtype");
+  t.device = {to_enum(c->device_type, DeviceType::cuda, "device_type"), c->device_index};
+  t.ndim = c->ndim;
+  for (int i = 0; i < c->ndim; ++i) {
+    FP8MOE_CHECK(c->shape[i] >= 0, "[c_api] shape must not be negative; got ", c->shape[i]);
+    t.shape[i] = c->shape[i];
+  }
+  return t;
+}
+
+Fp8Tensor fp8(const fp8moe_fp8_tensor* c) {
+  if (c == nullptr) return {};
+  return {.data = tensor(&c->data),
+          .scale_inv = tensor(&c->scale_inv),
+          .layout = to_enum(c->layout, ScaleLayout::block, "layout")};
+}
+
+RoutingPlan sizes(const fp8moe_plan& c) {
+  RoutingPlan plan;
+  plan.tokens = c.tokens;
+  plan.slots = c.slots;
+  plan.experts = c.experts;
+  plan.align = c.align;
+  plan.capacity = c.capacity;
+  return plan;
+}
+
+RoutingPlan plan(const fp8moe_plan* c) {
+  if (c == nullptr) return {};
+  RoutingPlan plan = sizes(*c);
+  plan.slab = tensor(&c->slab);
+  return plan;
+}
+
+ScaleRule rule(fp8moe_scale_rule c) { return {.pow2 = c.pow2 != 0, .eps = c.eps}; }
+
+}  // namespace
+}  // namespace fp8moe
+
+using namespace fp8moe;
+
+extern "C" {
+
+const char* fp8moe_last_error(void) { return last_error.c_str(); }
+
+fp8moe_build_info fp8moe_get_build_info(void) {
+  const BuildInfo info = build_info();
+  return {info.version, info.cuda, info.cuda_toolkit, info.cutlass, info.cpu_isa};
+}
+
+int64_t fp8moe_plan_rows(const fp8moe_plan* p) { return sizes(*p).rows(); }
+int64_t fp8moe_plan_columns(const fp8moe_plan* p) { return sizes(*p).columns(); }
+int64_t fp8moe_plan_slab_size(const fp8moe_plan* p) { return sizes(*p).slab_size(); }
+int64_t fp8moe_plan_tokens_per_expert_at(const fp8moe_plan* p) {
+  return sizes(*p).tokens_per_expert_at();
+}
+int64_t fp8moe_plan_row_offsets_at(const fp8moe_plan* p) { return sizes(*p).row_offsets_at(); }
+int64_t fp8moe_plan_col_offsets_at(const fp8moe_plan* p) { return sizes(*p).col_offsets_at(); }
+int64_t fp8moe_plan_token_of_row_at(const fp8moe_plan* p) { return sizes(*p).token_of_row_at(); }
+int64_t fp8moe_plan_slot_of_row_at(const fp8moe_plan* p) { return sizes(*p).slot_of_row_at(); }
+int64_t fp8moe_plan_row_of_at(const fp8moe_plan* p) { return sizes(*p).row_of_at(); }
+
+fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
+                              fp8moe_scale_rule r, void* stream) {
+  return guarded([&] { quantize(tensor(x), fp8(q), rule(r), {stream}); });
+}
+
+fp8moe_status fp8moe_quantize_dual(const fp8moe_tensor* x, const fp8moe_plan* p,
+                                   const fp8moe_fp8_tensor* rows, const fp8moe_fp8_tensor* columns,
+                                   fp8moe_scale_rule r, void* stream) {
+  return guarded(
+      [&] { quantize_dual(tensor(x), plan(p), fp8(rows), fp8(columns), rule(r), {stream}); });
+}
+
+fp8moe_status fp8moe_quantize_weight(const fp8moe_tensor* w, const fp8moe_fp8_tensor* q,
+                                     const fp8moe_fp8_tensor* q_t, fp8moe_scale_rule r,
+                                     int64_t interleave, void* stream) {
+  return guarded(
+      [&] { quantize_weight(tensor(w), fp8(q), fp8(q_t), rule(r), interleave, {stream}); });
+}
+
+fp8moe_status fp8moe_dequantize(const fp8moe_fp8_tensor* q, const fp8moe_tensor* x, void* stream) {
+  return guarded([&] { dequantize(fp8(q), tensor(x), {stream}); });
+}
+
+fp8moe_status fp8moe_route_workspace(const fp8moe_plan* p, int64_t* bytes) {
+  return guarded([&] {
+    FP8MOE_CHECK(bytes != nullptr, "[route_workspace] bytes must be given; got NULL");
+    *bytes = route_workspace(plan(p));
+  });
+}
+
+fp8moe_status fp8moe_route(const fp8moe_tensor* topk_idx, const fp8moe_tensor* routing_map,
+                           const fp8moe_plan* p, const fp8moe_tensor* workspace, void* stream) {
+  return guarded(
+      [&] { route(tensor(topk_idx), tensor(routing_map), plan(p), tensor(workspace), {stream}); });
+}
+
+fp8moe_status fp8moe_plan_from_counts(const fp8moe_tensor* tokens_per_expert, const fp8moe_plan* p,
+                                      void* stream) {
+  return guarded([&] { plan_from_counts(tensor(tokens_per_expert), plan(p), {stream}); });
+}
+
+fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* p,
+                                 const fp8moe_tensor* probs, const fp8moe_tensor* y,
+                                 const fp8moe_tensor* permuted_probs, void* stream) {
+  return guarded([&] {
+    permute_pad(tensor(x), plan(p), tensor(probs), tensor(y), tensor(permuted_probs), {stream});
+  });
+}
+
+fp8moe_status fp8moe_permute_pad_fp8(const fp8moe_fp8_tensor* x, const fp8moe_plan* p,
+                                     const fp8moe_tensor* probs, const fp8moe_fp8_tensor* y,
+                                     const fp8moe_tensor* permuted_probs, void* stream) {
+  return guarded([&] {
+    permute_pad(fp8(x), plan(p), tensor(probs), fp8(y), tensor(permuted_probs), {stream});
+  });
+}
+
+fp8moe_status fp8moe_permute_pad_backward(const fp8moe_tensor* dy, const fp8moe_plan* p,
+                                          const fp8moe_tensor* permuted_dprobs,
+                                          const fp8moe_tensor* dx, const fp8moe_tensor* dprobs,
+                                          void* stream) {
+  return guarded([&] {
+    permute_pad_backward(tensor(dy), plan(p), tensor(permuted_dprobs), tensor(dx), tensor(dprobs),
+                         {stream});
+  });
+}
+
+fp8moe_status fp8moe_unpermute_unpad(const fp8moe_tensor* y, const fp8moe_plan* p,
+                                     const fp8moe_tensor* probs, const fp8moe_tensor* out,
+                                     void* stream) {
+  return guarded(
+      [&] { unpermute_unpad(tensor(y), plan(p), tensor(probs), tensor(out), {stream}); });
+}
+
+fp8moe_status fp8moe_unpermute_unpad_backward(const fp8moe_tensor* dout, const fp8moe_plan* p,
+                                              const fp8moe_tensor* y, const fp8moe_tensor* probs,
+                                              const fp8moe_tensor* dy, const fp8moe_tensor* dprobs,
+                                              void* stream) {
+  return guarded([&] {
+    unpermute_unpad_backward(tensor(dout), plan(p), tensor(y), tensor(probs), tensor(dy),
+                             tensor(dprobs), {stream});
+  });
+}
+
+fp8moe_status fp8moe_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,
+                                   const fp8moe_fp8_tensor* columns, int32_t requantize,
+                                   fp8moe_scale_rule r, void* stream) {
+  return guarded(
+      [&] { transpose_fp8(fp8(q), plan(p), fp8(columns), requantize != 0, rule(r), {stream}); });
+}
+
+fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,
+                                           const fp8moe_fp8_tensor* columns, void* stream) {
+  return guarded([&] { permute_transpose_fp8(fp8(q), plan(p), fp8(columns), {stream}); });
+}
+
+fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
+                                     const fp8moe_tensor* probs, float clamp,
+                                     const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* h_columns,
+                                     const fp8moe_fp8_tensor* z_q, fp8moe_scale_rule r,
+                                     void* stream) {
+  return guarded([&] {
+    swiglu_quantize(tensor(z), plan(p), tensor(probs), clamp, fp8(h), fp8(h_columns), fp8(z_q),
+                    rule(r), {stream});
+  });
+}
+
+fp8moe_status fp8moe_swiglu_quantize_backward(
+    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_fp8_tensor* z_q,
+    const fp8moe_plan* p, const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
+    const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
+    const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule r, void* stream) {
+  return guarded([&] {
+    swiglu_quantize_backward(tensor(dh), tensor(z), fp8(z_q), plan(p), tensor(probs), clamp,
+                             fp8(dz), tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r),
+                             {stream});
+  });
+}
+
+fp8moe_status fp8moe_grouped_gemm(const fp8moe_fp8_tensor* a, const fp8moe_fp8_tensor* w,
+                                  const fp8moe_plan* p, const fp8moe_tensor* d, void* stream) {
+  return guarded([&] { grouped_gemm(fp8(a), fp8(w), plan(p), tensor(d), {stream}); });
+}
+
+fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_fp8_tensor* dy_t, const fp8moe_fp8_tensor* x_t,
+                                        const fp8moe_plan* p, const fp8moe_tensor* dw,
+                                        int32_t accumulate, void* stream) {
+  return guarded([&] {
+    grouped_gemm_wgrad(fp8(dy_t), fp8(x_t), plan(p), tensor(dw), accumulate != 0, {stream});
+  });
+}
+
+}  // extern "C"
