@@ -1,0 +1,216 @@
+#include "call.h"
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace fp8moe {
+namespace {
+
+namespace nb = nanobind;
+using Code = nb::dlpack::dtype_code;
+
+thread_local int64_t thread_stream = 0;
+
+// DLPack device types: CPU memory (pinned or not) and CUDA memory (managed or not).
+constexpr int32_t kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13;
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* op, const char* name, const char* part, const Parts&... parts) {
+  std::ostringstream text;
+  text << "[" << op << "] " << name << part << " ";
+  (text << ... << parts);
+  throw InvalidArgument(text.str());
+}
+
+std::string brackets(const int64_t* values, int32_t count) {
+  std::string text = "[";
+  for (int32_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
+
+std::string name_of(nb::dlpack::dtype dtype) {
+  static constexpr const char* kNames[] = {"int",    "uint",    "float", "code3_",
+                                           "bfloat", "complex", "bool"};
+  const std::string stem = dtype.code < std::size(kNames)
+                               ? kNames[dtype.code]
+                               : "code" + std::to_string(dtype.code) + "_";
+  return stem + std::to_string(dtype.bits) +
+         (dtype.lanes > 1 ? "x" + std::to_string(dtype.lanes) : "");
+}
+
+std::optional<DType> known(nb::dlpack::dtype dtype) {
+  if (dtype.lanes != 1) return std::nullopt;
+  switch (dtype.bits | dtype.code << 8) {
+    case 32 | static_cast<int>(Code::Float) << 8: return DType::f32;
+    case 16 | static_cast<int>(Code::Float) << 8: return DType::f16;
+    case 16 | static_cast<int>(Code::Bfloat) << 8: return DType::bf16;
+    case 8 | static_cast<int>(Code::Float8_E4M3FN) << 8: return DType::e4m3;
+    case 8 | static_cast<int>(Code::Float8_E5M2) << 8: return DType::e5m2;
+    case 32 | static_cast<int>(Code::Int) << 8: return DType::i32;
+    case 64 | static_cast<int>(Code::Int) << 8: return DType::i64;
+    case 8 | static_cast<int>(Code::UInt) << 8: return DType::u8;
+    case 8 | static_cast<int>(Code::Bool) << 8: return DType::boolean;
+    default: return std::nullopt;
+  }
+}
+
+bool contiguous(const nb::dlpack::dltensor& view) {
+  if (!view.strides) return true;
+  int64_t expected = 1;
+  bool dense = true;
+  for (int32_t i = view.ndim - 1; i >= 0; --i) {
+    if (view.shape[i] == 0) return true;
+    if (view.shape[i] != 1) dense = dense && view.strides[i] == expected;
+    expected *= view.shape[i];
+  }
+  return dense;
+}
+
+}  // namespace
+
+template <bool kWritable>
+Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char* part) {
+  if (!arg.given) return {};
+  if (arg.problem == Problem::no_memory)
+    fail(op_, name, part,
+         "must be a dense tensor with memory; got a meta, sparse or wrapped tensor");
+  if (arg.problem == Problem::read_only)
+    fail(op_, name, part, "is written, so it must be writable; got a read-only array");
+  const auto& view = arg.view;
+  const auto dtype = known(view.dtype);
+  if (!dtype)
+    fail(op_, name, part,
+         "must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int32, int64, uint8 or "
+         "bool; "
+         "got ",
+         name_of(view.dtype));
+  if (view.ndim > Tensor::kMaxDims)
+    fail(op_, name, part, "must have at most ", Tensor::kMaxDims, " dimensions; got ",
+         brackets(view.shape, view.ndim));
+  if (!contiguous(view))
+    fail(op_, name, part, "must be contiguous; got shape ", brackets(view.shape, view.ndim),
+         " with strides ", brackets(view.strides, view.ndim));
+
+  Tensor t;
+  t.dtype = *dtype;
+  t.ndim = view.ndim;
+  for (int32_t i = 0; i < view.ndim; ++i) t.shape[i] = view.shape[i];
+  const int32_t type = view.device.device_type;
+  if (type == kCuda || type == kCudaManaged) {
+    t.device = {DeviceType::cuda, view.device.device_id};
+    if (!api_ && arg.api) {
+      api_ = arg.api;
+      device_ = view.device.device_id;
+    }
+  } else if (type != kCpu && type != kCudaHost) {
+    fail(op_, name, part, "must be on the CPU or a CUDA device; got DLPack device type ", type);
+  }
+  if (view.data) {
+    t.data = static_cast<char*>(view.data) + view.byte_offset;
+  } else if (t.numel() > 0) {
+    fail(op_, name, part, "must have memory behind it; got a fake or meta tensor of shape ",
+         brackets(view.shape, view.ndim));
+  }
+  return t;
+}
+
+template <bool kWritable>
+Fp8Tensor Call::fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& scale,
+                    const char* layout, const char* name) {
+  Fp8Tensor q{.data = tensor(data, name), .scale_inv = tensor(scale, name, ".scale_inv")};
+  if (!q.defined()) return q;
+  const std::string_view text = layout;
+  const auto colon = text.find(':');
+  const auto layout_name = text.substr(0, colon);
+  if (layout_name == "row") {
+    q.layout = ScaleLayout::row;
+  } else if (layout_name == "gemm") {
+    q.layout = ScaleLayout::gemm;
+  } else if (layout_name == "block") {
+    q.layout = ScaleLayout::block;
+  } else {
+    fail(op_, name, ".scale_layout", "must be 'row', 'gemm' or 'block'; got '", layout_name, "'");
+  }
+  if (colon == std::string_view::npos) return q;
+  const auto format = text.substr(colon + 1);
+  if (format != "e4m3" && format != "e5m2")
+    fail(op_, name, "", "has fp8_dtype 'e4m3' or 'e5m2'; got '", format, "'");
+  const DType named = format == "e4m3" ? DType::e4m3 : DType::e5m2;
+  if (q.data.dtype == DType::u8) q.data.dtype = named;
+  if (q.data.dtype != named)
+    fail(op_, name, "", "must hold ", format, " or uint8; got ", name_of(data.view.dtype));
+  return q;
+}
+
+RoutingPlan plan_of(const PlanShape& shape) {
+  RoutingPlan plan;
+  if (!shape.given) return plan;
+  const auto [tokens, slots, experts, align, capacity] = shape.sizes;
+  plan.tokens = tokens;
+  plan.slots = slots;
+  plan.experts = experts;
+  plan.align = align;
+  plan.capacity = capacity;
+  return plan;
+}
+
+template <bool kWritable>
+RoutingPlan Call::plan(const ArrayArg<kWritable>& slab, const PlanShape& shape) {
+  if (slab.given != shape.given)
+    fail(op_, "plan", "", "and plan_shape go together; got only one of them");
+  RoutingPlan plan = plan_of(shape);
+  plan.slab = tensor(slab, "plan");
+  return plan;
+}
+
+Stream Call::stream() const {
+  if (!api_) return {reinterpret_cast<void*>(static_cast<intptr_t>(thread_stream))};
+  Stream stream;
+  if (api_->current_stream(kCuda, device_, &stream.handle) != 0) nb::raise_python_error();
+  return stream;
+}
+
+int64_t set_stream(int64_t handle) { return std::exchange(thread_stream, handle); }
+
+const ExchangeApi* exchange_api(PyTypeObject* type) {
+  // The few types of one program (Tensor, Parameter): each is looked up once. Guarded by the GIL.
+  struct Entry {
+    PyTypeObject* type = nullptr;
+    const ExchangeApi* api = nullptr;
+  };
+  static Entry cache[4];
+  static unsigned next = 0;
+  for (const Entry& entry : cache)
+    if (entry.type == type) return entry.api;
+
+  const ExchangeApi* api = nullptr;
+  PyObject* object = reinterpret_cast<PyObject*>(type);
+  if (PyObject* capsule = PyObject_GetAttrString(object, "__dlpack_c_exchange_api__")) {
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+      auto* header =
+          static_cast<const ExchangeHeader*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+      while (header && header->major != 1) header = header->previous;
+      api = reinterpret_cast<const ExchangeApi*>(header);
+      if (api && !api->view) api = nullptr;  // the standard lets a producer leave it out
+    }
+    Py_DECREF(capsule);
+  }
+  PyErr_Clear();
+  Entry& entry = cache[next++ % std::size(cache)];
+  Py_INCREF(object);  // a freed type's address must not be mistaken for another's
+  Py_XDECREF(reinterpret_cast<PyObject*>(entry.type));
+  entry = {type, api};
+  return api;
+}
+
+template Tensor Call::tensor(const TensorArg&, const char*, const char*);
+template Tensor Call::tensor(const OutArg&, const char*, const char*);
+template Fp8Tensor Call::fp8(const TensorArg&, const TensorArg&, const char*, const char*);
+template Fp8Tensor Call::fp8(const OutArg&, const OutArg&, const char*, const char*);
+template RoutingPlan Call::plan(const TensorArg&, const PlanShape&);
+template RoutingPlan Call::plan(const OutArg&, const PlanShape&);
+
+}  // namespace fp8moe
