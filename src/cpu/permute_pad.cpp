@@ -2,24 +2,13 @@
 #include <cstring>
 
 #include "core/backends.h"
+#include "cpu/row_scales.h"
 
 namespace fp8moe::cpu {
 
 namespace {
 
 constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layout scale row
-
-// Scales of one FP8 tensor: tile j of row r is at data[r * row + j * tile].
-struct Scales {
-  float* data;
-  int64_t row;
-  int64_t tile;
-
-  explicit Scales(const Fp8Tensor& t)
-      : data(t.scale_inv.as<float>()),
-        row(t.layout == ScaleLayout::row ? t.scale_inv.shape[1] : 1),
-        tile(t.layout == ScaleLayout::row ? 1 : t.scale_inv.shape[1]) {}
-};
 
 }  // namespace
 
@@ -47,14 +36,13 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
             token < 0 ? 0.0f : probs.as<const float>()[token * plan.slots + slot_of_row[row]];
     }
     if (!x.scale_inv.defined()) continue;
-    const Scales source(x);
-    const Scales target(y);
+    const RowScales source(x);
+    const RowScales target(y);
     const int64_t tiles = cdiv(x.data.shape[1], kTile);
     for (int64_t j = 0; j < tiles; ++j)
       for (int64_t row = first; row < last; ++row) {
         const int64_t token = token_of_row[row];
-        target.data[row * target.row + j * target.tile] =
-            token < 0 ? 0.0f : source.data[token * source.row + j * source.tile];
+        target.of(row)[j * target.tile] = token < 0 ? 0.0f : source.of(token)[j * source.tile];
       }
   }
 }

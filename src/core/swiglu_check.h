@@ -1,0 +1,36 @@
+// The checks swiglu_quantize and its backward share.
+#pragma once
+
+#include "core/backends.h"
+#include "core/check.h"
+
+namespace fp8moe {
+
+// [rows, width] of z = [gate | up], the plan if any, probs [rows] if any.
+inline void check_swiglu(const Checker& check, int64_t rows, int64_t width, const RoutingPlan& plan,
+                         const Tensor& probs, float clamp) {
+  FP8MOE_CHECK(width % 32 == 0, "[", check.op(),
+               "] z.shape[1] must be twice a multiple of 16; got ", width);
+  if (plan.defined()) {
+    check.plan(plan);
+    FP8MOE_CHECK(rows == plan.rows(), "[", check.op(), "] z must have the plan's ", plan.rows(),
+                 " rows; got ", rows);
+  }
+  if (probs.defined()) {
+    check.tensor(probs, "probs", {rows});
+    check.dtype(probs, "probs", {DType::f32});
+  }
+  FP8MOE_CHECK(clamp >= 0.0f, "[", check.op(), "] clamp must be positive, or 0 for none; got ",
+               clamp);
+}
+
+// An optional transposed operand [c, Kcap]: it needs the plan.
+inline void check_swiglu_columns(const Checker& check, const Fp8Tensor& columns, const char* name,
+                                 int64_t c, const RoutingPlan& plan) {
+  if (!columns.defined()) return;
+  FP8MOE_CHECK(plan.defined(), "[", check.op(), "] ", name, " needs a plan; got none");
+  check.columns(columns, name, c, plan);
+  check.aligned(columns.data, name);
+}
+
+}  // namespace fp8moe

@@ -1,0 +1,29 @@
+#include "core/swiglu_check.h"
+
+namespace fp8moe {
+
+void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+                     const Fp8Tensor& h, const Fp8Tensor& h_columns, const Fp8Tensor& z_q,
+                     ScaleRule rule, Stream stream) {
+  const Checker check("swiglu_quantize", z.device);
+  check.ndim(z, "z", 2);
+  check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
+  const int64_t rows = z.shape[0];
+  const int64_t inner = z.shape[1] / 2;
+  check_swiglu(check, rows, z.shape[1], plan, probs, clamp);
+  check.tensor(z, "z", {rows, 2 * inner});
+  check.aligned(z, "z");
+  check.fp8(h, "h", {rows, inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.aligned(h.data, "h");
+  check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
+  if (z_q.defined()) {
+    check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.aligned(z_q.data, "z_q");
+  }
+  check.distinct(h.data, "h", h_columns.data, "h_columns");
+  if (z.numel() == 0) return;
+  FP8MOE_DISPATCH("swiglu_quantize", z.device,
+                  swiglu_quantize(z, plan, probs, clamp, h, h_columns, z_q, rule, stream));
+}
+
+}  // namespace fp8moe

@@ -1,0 +1,46 @@
+#include "core/swiglu_check.h"
+
+namespace fp8moe {
+
+void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
+                              const RoutingPlan& plan, const Tensor& probs, float clamp,
+                              const Fp8Tensor& dz, const Tensor& dprobs,
+                              const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
+                              ScaleRule rule, Stream stream) {
+  const Checker check("swiglu_quantize_backward", dh.device);
+  FP8MOE_CHECK(z.defined() != z_q.defined(),
+               "[swiglu_quantize_backward] exactly one of z and z_q is given; got ",
+               z.defined() ? "both" : "neither");
+  check.ndim(dh, "dh", 2);
+  check.dtype(dh, "dh", {DType::f32, DType::f16, DType::bf16});
+  const int64_t rows = dh.shape[0];
+  const int64_t inner = dh.shape[1];
+  check_swiglu(check, rows, 2 * inner, plan, probs, clamp);
+  check.tensor(dh, "dh", {rows, inner});
+  check.aligned(dh, "dh");
+  if (z.defined()) {
+    check.tensor(z, "z", {rows, 2 * inner});
+    check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
+    check.aligned(z, "z");
+  } else {
+    check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.aligned(z_q.data, "z_q");
+  }
+  check.fp8(dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.aligned(dz.data, "dz");
+  if (dprobs.defined()) {
+    FP8MOE_CHECK(probs.defined(), "[swiglu_quantize_backward] dprobs needs probs; got none");
+    check.tensor(dprobs, "dprobs", {rows});
+    check.dtype(dprobs, "dprobs", {DType::f32});
+  }
+  check_swiglu_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
+  check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
+  check.distinct(probs, "probs", dprobs, "dprobs");
+  check.distinct(dz.data, "dz", dz_columns.data, "dz_columns");
+  if (dh.numel() == 0) return;
+  FP8MOE_DISPATCH("swiglu_quantize_backward", dh.device,
+                  swiglu_quantize_backward(dh, z, z_q, plan, probs, clamp, dz, dprobs, dz_columns,
+                                           h_columns, rule, stream));
+}
+
+}  // namespace fp8moe
