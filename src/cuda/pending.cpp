@@ -50,15 +50,6 @@ void transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, bool,
 void permute_transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, Stream) {
   pending("permute_transpose_fp8");
 }
-void swiglu_quantize(const Tensor&, const RoutingPlan&, const Tensor&, float, const Fp8Tensor&,
-                     const Fp8Tensor&, const Fp8Tensor&, ScaleRule, Stream) {
-  pending("swiglu_quantize");
-}
-void swiglu_quantize_backward(const Tensor&, const Tensor&, const Fp8Tensor&, const RoutingPlan&,
-                              const Tensor&, float, const Fp8Tensor&, const Tensor&,
-                              const Fp8Tensor&, const Fp8Tensor&, ScaleRule, Stream) {
-  pending("swiglu_quantize_backward");
-}
 void grouped_gemm(const Fp8Tensor&, const Fp8Tensor&, const RoutingPlan&, const Tensor&, Stream) {
   pending("grouped_gemm");
 }

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/reduce.h"
+
 namespace fp8moe::cuda {
 
 constexpr unsigned kFullWarp = 0xFFFFFFFFu;
@@ -23,19 +25,6 @@ __device__ __forceinline__ float lanes_tree_sum(float v) {
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) v += __shfl_xor_sync(kFullWarp, v, step, 32);
   return v;
-}
-
-// The same tree over N (a power of two) registers of one thread.
-template <int N>
-__device__ __forceinline__ float tree_sum(const float (&term)[N]) {
-  float sum[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = term[i];
-#pragma unroll
-  for (int width = N / 2; width >= 1; width /= 2)
-#pragma unroll
-    for (int i = 0; i < width; ++i) sum[i] = sum[2 * i] + sum[2 * i + 1];
-  return sum[0];
 }
 
 // max |v|, NaNs ignored.
