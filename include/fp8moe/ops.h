@@ -132,7 +132,7 @@ struct BuildInfo {
   bool cuda;                // built with the CUDA backend
   const char* cuda_toolkit; // "13.0", or "" without CUDA
   const char* cutlass;      // "4.2.0", or ""
-  const char* cpu_isa;      // the clone this machine runs: "x86-64-v3" or "baseline"
+  const char* cpu_isa;      // the clone this machine runs: "x86-64-v4", "x86-64-v3" or "baseline"
 };
 FP8MOE_API BuildInfo build_info();
 

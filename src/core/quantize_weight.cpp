@@ -1,0 +1,35 @@
+#include "core/backends.h"
+#include "core/check.h"
+
+namespace fp8moe {
+
+void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
+                     int64_t interleave, Stream stream) {
+  const Checker check("quantize_weight", w.device);
+  check.ndim(w, "w", 3);
+  const int64_t experts = w.shape[0];
+  const int64_t n = w.shape[1];
+  const int64_t k = w.shape[2];
+  check.tensor(w, "w", {experts, n, k});
+  check.dtype(w, "w", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(n, "w.shape[1]", 16);
+  check.multiple(k, "w.shape[2]", 16);
+  FP8MOE_CHECK(q.defined() || q_t.defined(), "[quantize_weight] q or q_t is required; got neither");
+  if (q.defined()) check.fp8(q, "q", {experts, n, k}, {ScaleLayout::block});
+  if (q_t.defined()) check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
+  if (q.defined() && q_t.defined()) {
+    check.dtype(q_t.data, "q_t (the format of q)", {q.data.dtype});
+    check.distinct(q.data, "q", q_t.data, "q_t");
+    check.distinct(q.scale_inv, "q.scale_inv", q_t.scale_inv, "q_t.scale_inv");
+  }
+  if (interleave != 0) {
+    FP8MOE_CHECK(interleave > 0 && kTile % interleave == 0,
+                 "[quantize_weight] interleave must be 0 or a divisor of 128; got ", interleave);
+    check.multiple(n, "w.shape[1] under interleave", 2 * kTile);
+  }
+  if (w.numel() == 0) return;
+  FP8MOE_DISPATCH("quantize_weight", w.device,
+                  quantize_weight(w, q, q_t, rule, interleave, stream));
+}
+
+}  // namespace fp8moe

@@ -1,0 +1,112 @@
+// Transposed operands [C, Kcap] on the CPU: which tokens each 128-column tile holds, and the tile's
+// way from token-major codes to channel-major rows.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/check.h"
+#include "cpu/tile.h"
+#include "fp8moe/plan.h"
+
+namespace fp8moe::cpu {
+
+// Columns [col, col + 128) of a transposed operand: `tokens` rows from `row` on, then zeros.
+struct TokenTile {
+  int64_t row;
+  int64_t col;
+  int tokens;  // 1..128
+};
+
+// The tiles of every expert's segment, in order of columns. Throws where the slab was never filled.
+inline std::vector<TokenTile> token_tiles(const char* op, const RoutingPlan& plan) {
+  std::vector<TokenTile> tiles;
+  tiles.reserve(static_cast<size_t>(plan.columns() / kTile));
+  for (int64_t e = 0; e < plan.experts; ++e) {
+    const int64_t count = plan.tokens_per_expert()[e];
+    const int64_t row = plan.row_offsets()[e];
+    const int64_t col = plan.col_offsets()[e];
+    FP8MOE_CHECK(count >= 0 && row >= 0 && col >= 0 && col % kTile == 0 &&
+                     row + count <= plan.rows() && col + round_up(count, kTile) <= plan.columns(),
+                 "[", op, "] plan must be filled by route or plan_from_counts; got ", count,
+                 " tokens at row ", row, " and column ", col, " for expert ", e);
+    for (int64_t i = 0; i < count; i += kTile)
+      tiles.push_back({row + i, col + i, static_cast<int>(std::min(kTile, count - i))});
+  }
+  return tiles;
+}
+
+// Codes of one tile before the transpose: [128 tokens][128 channels].
+struct alignas(64) CodeTile {
+  uint8_t code[kTile][kTile];
+
+  void zero_from(int token) { memset(code[token], 0, static_cast<size_t>(kTile - token) * kTile); }
+};
+
+// 16x16 bytes: in rows `stride` apart -> out rows `out_stride` apart.
+FP8MOE_HD void transpose_16x16(const uint8_t* in, int64_t stride, uint8_t* out,
+                               int64_t out_stride) {
+  using Row = uint8_t __attribute__((vector_size(16)));
+  Row a[16], b[16];
+  for (int i = 0; i < 16; ++i) memcpy(&a[i], in + i * stride, 16);
+  // Four rounds of interleaving rows i and i + 8 transpose the 16x16.
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < 8; ++i) {
+      b[2 * i] = __builtin_shufflevector(a[i], a[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21,
+                                         6, 22, 7, 23);
+      b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28,
+                                             13, 29, 14, 30, 15, 31);
+    }
+    for (int i = 0; i < 16; ++i) a[i] = b[i];
+  }
+  for (int i = 0; i < 16; ++i) memcpy(out + i * out_stride, &a[i], 16);
+}
+
+// out[c][t] = tile[t][c] for all 128 tokens and `channels` (a multiple of 16) channels. Whole rows
+// of 128 bytes leave at once: `out_stride` is often a power of two, where partial lines would
+// collide.
+FP8MOE_HD void transpose_tile(const CodeTile& tile, int channels, uint8_t* out,
+                              int64_t out_stride) {
+  for (int c = 0; c < channels; c += 16) {
+    alignas(64) uint8_t rows[16][kTile];
+    for (int t = 0; t < kTile; t += 16)
+      transpose_16x16(&tile.code[t][c], kTile, &rows[0][t], kTile);
+    for (int i = 0; i < 16; ++i) memcpy(out + (c + i) * out_stride, rows[i], kTile);
+  }
+}
+
+// Q of x [tokens, channels] (at most 128 x 128, rows `stride` apart) along the tokens, transposed
+// into out [channels, 128], zero past `tokens`. One scale_inv for the tile, or one a channel.
+template <typename F, typename T>
+FP8MOE_HD void quantize_columns(const T* x, int64_t stride, int tokens, int channels,
+                                bool per_channel, ScaleRule rule, uint8_t* out, int64_t out_stride,
+                                float* scale_inv) {
+  CodeTile tile;
+  if (per_channel) {
+    float amax[kTile] = {};
+    float scale[kTile];
+    for (int t = 0; t < tokens; ++t)
+      for (int c = 0; c < channels; ++c) {
+        const float magnitude = std::fabs(to_float(x[t * stride + c]));
+        amax[c] = magnitude > amax[c] ? magnitude : amax[c];  // false for a NaN
+      }
+    for (int c = 0; c < channels; ++c) {
+      const TileScale s = tile_scale_of<F, T>(amax[c], rule);
+      scale[c] = s.scale;
+      scale_inv[c] = s.scale_inv;
+    }
+    for (int t = 0; t < tokens; ++t)
+      for (int c = 0; c < channels; ++c)
+        tile.code[t][c] = fp8_encode<F>(to_float(x[t * stride + c]) * scale[c]);
+  } else {
+    const TileMax max = tile_max(x, stride, tokens, channels);
+    const TileScale s = tile_scale_of<F, T>(max.amax, rule);
+    tile_encode<F>(x, stride, tokens, channels, s.scale, max.finite, tile.code[0], kTile);
+    *scale_inv = s.scale_inv;
+  }
+  if (tokens < kTile) tile.zero_from(tokens);
+  transpose_tile(tile, channels, out, out_stride);
+}
+
+}  // namespace fp8moe::cpu

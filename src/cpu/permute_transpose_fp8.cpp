@@ -1,0 +1,12 @@
+// columns = transpose_fp8(permute_pad(q)): the tokens are gathered on the way.
+#include "core/backends.h"
+#include "cpu/shift_columns.h"
+
+namespace fp8moe::cpu {
+
+void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
+                           Stream) {
+  shift_columns("permute_transpose_fp8", q, plan, plan.token_of_row(), columns);
+}
+
+}  // namespace fp8moe::cpu

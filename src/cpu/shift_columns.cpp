@@ -1,0 +1,178 @@
+// Each tile's codes are shifted to one scale S (a 128x128 tile, or a column of it) and transposed:
+// code' = RNE(code * s_r / S), exact wherever the result is a normal code.
+#include "cpu/shift_columns.h"
+
+#include "core/dispatch.h"
+#include "cpu/clones.h"
+#include "cpu/columns.h"
+
+namespace fp8moe::cpu {
+namespace {
+
+// The rows of one tile: their codes, and the exponent field of their scale (0 for a zero scale).
+struct TileRows {
+  const uint8_t* code[kTile];
+  int exponent[kTile];
+  int tokens;
+  int channels;
+};
+
+float scale_of_field(int field) { return bit_cast<float>(static_cast<uint32_t>(field) << 23); }
+
+template <typename F>
+FP8MOE_HD void shift_row(const uint8_t* __restrict in, int n, int k, uint8_t* __restrict out) {
+  if (k == 0) {
+    memcpy(out, in, static_cast<size_t>(n));
+    return;
+  }
+  // Common case: every code stays normal, so k leaves the exponent fields.
+  const int least = (k + 1) << F::kMantissa;
+  int normal = 1;
+  for (int c = 0; c < n; ++c) {
+    const int magnitude = in[c] & 0x7F;
+    normal &= (magnitude >= least) & (magnitude < static_cast<int>(F::kFirstNan));
+  }
+  if (normal) {
+    for (int c = 0; c < n; ++c) out[c] = static_cast<uint8_t>(in[c] - (k << F::kMantissa));
+  } else {
+    for (int c = 0; c < n; ++c) out[c] = fp8_shift_down<F>(in[c], k);
+  }
+}
+
+// S = the largest scale among rows that hold a nonzero code; 1 where none does.
+template <typename F>
+FP8MOE_HD void shift_to_block(const TileRows& rows, CodeTile& tile, float* scale_inv) {
+  int top = 0;
+  for (int t = 0; t < rows.tokens; ++t) {
+    uint8_t any = 0;
+    for (int c = 0; c < rows.channels; ++c) any |= rows.code[t][c] & 0x7F;
+    top = any != 0 && rows.exponent[t] > top ? rows.exponent[t] : top;
+  }
+  if (top == 0) top = 127;
+  *scale_inv = scale_of_field(top);
+  for (int t = 0; t < rows.tokens; ++t) {
+    const int e = rows.exponent[t];
+    const int k = e == 0 ? kFp8ShiftToZero<F> : std::clamp(top - e, 0, kFp8ShiftToZero<F>);
+    shift_row<F>(rows.code[t], rows.channels, k, tile.code[t]);
+  }
+}
+
+// S of a channel = the smallest power of two whose largest code holds the channel's largest value.
+// Values are ranked as exponent << mantissa bits | mantissa, which knows no overflow.
+template <typename F>
+FP8MOE_HD void shift_to_channels(const TileRows& rows, CodeTile& tile, float* scale_inv) {
+  constexpr int kM = F::kMantissa;
+  constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> kM) - F::kBias;
+  constexpr int kMaxMantissa = F::kMaxCode & ((1u << kM) - 1);
+  int top[kTile] = {};
+  for (int t = 0; t < rows.tokens; ++t) {
+    const int e = rows.exponent[t];
+    if (e == 0) continue;
+    const uint8_t* code = rows.code[t];
+    for (int c = 0; c < rows.channels; ++c) {
+      const uint8_t magnitude = code[c] & 0x7F;
+      const int rank = static_cast<int>(bit_cast<uint32_t>(fp8_decode<F>(magnitude)) >> (23 - kM));
+      const bool counts = magnitude != 0 && magnitude < F::kFirstNan;
+      top[c] = std::max(top[c], counts ? rank + (e << kM) : 0);
+    }
+  }
+  int field[kTile];
+  for (int c = 0; c < rows.channels; ++c) {
+    const int carry = (top[c] & ((1 << kM) - 1)) > kMaxMantissa;
+    const int tight = std::max((top[c] >> kM) - 127 - kMaxExponent + carry, 1);
+    field[c] = top[c] == 0 ? 127 : tight;
+    scale_inv[c] = scale_of_field(field[c]);
+  }
+  for (int t = 0; t < rows.tokens; ++t) {
+    const int e = rows.exponent[t];
+    const uint8_t* __restrict code = rows.code[t];
+    uint8_t* __restrict out = tile.code[t];
+    for (int c = 0; c < rows.channels; ++c) {
+      const int k = e == 0 ? kFp8ShiftToZero<F>
+                           : std::clamp(field[c] - e, -kFp8ShiftToZero<F>, kFp8ShiftToZero<F>);
+      const uint8_t magnitude = code[c] & 0x7F;
+      const float value = fp8_decode<F>(magnitude) * scale_of_field(127 - k);
+      const uint32_t shifted = encode_in_range<F>(value) | (code[c] & 0x80u);
+      out[c] = static_cast<uint8_t>(magnitude < F::kFirstNan ? shifted : code[c]);
+    }
+  }
+}
+
+template <typename F>
+FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, uint8_t* out,
+                              int64_t out_stride, float* scale_inv) {
+  CodeTile tile;
+  if (per_channel) {
+    shift_to_channels<F>(rows, tile, scale_inv);
+  } else {
+    shift_to_block<F>(rows, tile, scale_inv);
+  }
+  if (rows.tokens < kTile) tile.zero_from(rows.tokens);
+  transpose_tile(tile, rows.channels, out, out_stride);
+}
+
+// Where q's scales are: that of row r and channel tile t at r * row + t * tile.
+struct ScaleStrides {
+  int64_t row;
+  int64_t tile;
+};
+
+void check_scales(const char* op, const std::vector<TokenTile>& tiles, const int32_t* source,
+                  const float* scale, ScaleStrides stride, int64_t channel_tiles) {
+  int64_t bad = -1;  // the last bad scale in memory order: one value whatever the threads
+#pragma omp parallel for schedule(static) reduction(max : bad)
+  for (size_t n = 0; n < tiles.size(); ++n) {
+    for (int64_t r = tiles[n].row; r < tiles[n].row + tiles[n].tokens; ++r) {
+      const int64_t at = (source != nullptr ? source[r] : r) * stride.row;
+      for (int64_t t = 0; t < channel_tiles; ++t) {
+        const float s = scale[at + t * stride.tile];
+        if (!is_pow2_scale(s) && bit_cast<uint32_t>(s) != 0)
+          bad = std::max(bad, at + t * stride.tile);
+      }
+    }
+  }
+  FP8MOE_CHECK(bad < 0, "[", op,
+               "] scales must be positive powers of two (or 0 on an empty row), as "
+               "quantize writes with power-of-two scales; got ",
+               scale[std::max<int64_t>(bad, 0)]);
+}
+
+}  // namespace
+
+void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
+                   const int32_t* source, const Fp8Tensor& columns) {
+  const int64_t rows = q.data.shape[0];
+  const int64_t c = q.data.shape[1];
+  const int64_t channel_tiles = cdiv(c, kTile);
+  const int64_t kcap = plan.columns();
+  const bool gemm = q.layout == ScaleLayout::gemm;
+  const bool per_channel = columns.layout == ScaleLayout::gemm;
+  const ScaleStrides stride = gemm ? ScaleStrides{1, pad4(rows)} : ScaleStrides{channel_tiles, 1};
+  const float* scale = q.scale_inv.as<float>();
+  const std::vector<TokenTile> tiles = token_tiles(op, plan);
+  check_scales(op, tiles, source, scale, stride, channel_tiles);
+
+  dispatch_fp8(q.data.dtype, [&]<typename F>() {
+#pragma omp parallel for schedule(dynamic)
+    for (size_t n = 0; n < tiles.size(); ++n) {
+      const TokenTile t = tiles[n];
+      TileRows tile;
+      tile.tokens = t.tokens;
+      for (int64_t ct = 0; ct < channel_tiles; ++ct) {
+        const int64_t first = ct * kTile;
+        tile.channels = static_cast<int>(std::min(kTile, c - first));
+        for (int i = 0; i < t.tokens; ++i) {
+          const int64_t r = source != nullptr ? source[t.row + i] : t.row + i;
+          tile.code[i] = q.data.as<uint8_t>() + r * c + first;
+          tile.exponent[i] = exponent_field(scale[r * stride.row + ct * stride.tile]);
+        }
+        const int64_t scale_at =
+            per_channel ? t.col / kTile * pad4(c) + first : ct * (kcap / kTile) + t.col / kTile;
+        shift_tile<F>(tile, per_channel, columns.data.as<uint8_t>() + first * kcap + t.col, kcap,
+                      columns.scale_inv.as<float>() + scale_at);
+      }
+    }
+  });
+}
+
+}  // namespace fp8moe::cpu
