@@ -11,6 +11,7 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
   const int64_t inner = z.shape[1] / 2;
   const std::vector<TokenTile> tiles = tiles_of("swiglu_quantize", plan, z.shape[0]);
   const int64_t kept = h_columns.defined() ? kTile : 1;  // rows of h
+  const float bound = clamp_bound(clamp);
   const RowSink h_rows(h);
   const RowSink z_rows(z_q);
   if (plan.defined()) {
