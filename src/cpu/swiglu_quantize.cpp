@@ -31,7 +31,7 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
           float* h_row = h_block.data() + (r - tile.row) % kept * inner;
           widen_row<T>(from, 2 * inner, z_row.data());
           swiglu_row(z_row.data(), inner, probs.defined() ? probs.as<const float>()[r] : 1.0f,
-                     clamp, h_row);
+                     bound, h_row);
           h_rows.put(r, h_row, rule);
           if (z_q.defined()) z_rows.put(r, from, rule);
         }
