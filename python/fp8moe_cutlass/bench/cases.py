@@ -1,0 +1,261 @@
+"""What is timed of each op: a generator per op that builds random inputs and yields Work.
+
+Work is data: the call, the bytes it must move, the arithmetic it must do, and the inputs by name,
+from which bench/peers.py builds the same work in other libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+
+from .shapes import Shape
+
+
+@dataclass(frozen=True)
+class Work:
+    """One timed call. bytes: read plus written, each once; flops: 0 for what memory bounds."""
+
+    variant: str
+    run: Callable[[], object]
+    bytes: int
+    flops: int = 0
+    mnk: tuple[int, int, int] | None = None  # the dense GEMM of the same arithmetic
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+
+Case = Callable[[Shape, torch.device], Iterator[Work]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def size_of(*things: Any) -> int:
+    """Bytes of tensors, Fp8Tensors (scales included) and nested tuples of them; None is none."""
+    total = 0
+    for thing in things:
+        if isinstance(thing, Fp8Tensor):
+            total += size_of(thing.data, thing.scale_inv)
+        elif isinstance(thing, Tensor):
+            total += thing.numel() * thing.element_size()
+        elif isinstance(thing, tuple):
+            total += size_of(*thing)
+    return total
+
+
+def into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[[], object], Any]:
+    """A call of `op` that reuses its outputs, and those outputs: nothing timed allocates."""
+    out = op(*args, **kwargs)
+    return (lambda: op(*args, **kwargs, out=out)), out
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+
+def routing(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Tensor]:
+    """Random distinct experts [T, S], their plan, and probs [T, S]."""
+    scores = torch.rand(shape["T"], shape["E"], device=device)
+    probs, experts = scores.topk(shape["S"], dim=-1)
+    return experts, ops.route(shape["E"], experts, align=max(1, shape["align"])), probs
+
+
+def ragged(rows: int, experts: int, device: torch.device) -> RoutingPlan:
+    """A plan of `rows` rows that arrive grouped, group sizes as a random routing gives them."""
+    experts_of_rows = torch.randint(experts, (rows,))
+    counts = torch.bincount(experts_of_rows, minlength=experts).to(device, torch.int32)
+    return RoutingPlan.from_counts(counts, capacity=rows)
+
+
+# ---- quantization -------------------------------------------------------------------------------
+
+
+@case
+def quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
+    x = normal(shape["M"], shape["K"], device=device)
+    for layout in ("row", "gemm"):
+        run, q = into(ops.quantize, x, scale_layout=layout)
+        yield Work(layout, run, size_of(x, q), inputs={"x": x})
+
+
+@case
+def quantize_dual(shape: Shape, device: torch.device) -> Iterator[Work]:
+    x = normal(shape["R"], shape["C"], device=device)
+    plan = ragged(shape["R"], shape["E"], device)
+    for columns in ("block", "column"):
+        run, out = into(ops.quantize_dual, x, plan, columns=columns)
+        yield Work(columns, run, size_of(x, out), inputs={"x": x, "plan": plan})
+
+
+@case
+def quantize_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
+    w = normal(shape["E"], shape["N"], shape["K"], device=device)
+    run, out = into(ops.quantize_weight, w)
+    yield Work("both copies", run, size_of(w, out), inputs={"w": w})
+
+
+@case
+def dequantize(shape: Shape, device: torch.device) -> Iterator[Work]:
+    q = ops.quantize(normal(shape["M"], shape["K"], device=device))
+    run, x = into(ops.dequantize, q)
+    yield Work("row", run, size_of(q, x), inputs={"q": q})
+
+
+# ---- routing and movement -----------------------------------------------------------------------
+
+
+@case
+def route(shape: Shape, device: torch.device) -> Iterator[Work]:
+    experts, plan, _ = routing(shape, device)
+    run = lambda: ops.route(shape["E"], experts, out=plan)  # noqa: E731
+    yield Work("top-k", run, size_of(experts, plan.slab), inputs={"experts": experts})
+
+
+@case
+def permute_pad(shape: Shape, device: torch.device) -> Iterator[Work]:
+    _, plan, probs = routing(shape, device)
+    x = normal(shape["T"], shape["H"], device=device)
+    for variant, source in (("bf16", x), ("fp8", ops.quantize(x))):
+        run, out = into(ops.permute_pad, source, plan, probs=probs)
+        yield Work(
+            variant,
+            run,
+            size_of(source, out, plan.row_of, probs),
+            inputs={"x": source, "plan": plan, "probs": probs},
+        )
+
+
+@case
+def permute_pad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
+    _, plan, probs = routing(shape, device)
+    dy = normal(plan.rows, shape["H"], device=device)
+    dprobs = torch.rand(plan.rows, device=device)
+    run, out = into(ops.permute_pad_backward, dy, plan, dprobs=dprobs)
+    rows = probs.numel() * shape["H"] * 2  # of dy, without padding
+    yield Work(
+        "bf16", run, rows + size_of(out, dprobs, plan.row_of), inputs={"dy": dy, "plan": plan}
+    )
+
+
+@case
+def unpermute_unpad(shape: Shape, device: torch.device) -> Iterator[Work]:
+    _, plan, probs = routing(shape, device)
+    y = normal(plan.rows, shape["H"], device=device)
+    rows = probs.numel() * shape["H"] * 2
+    for variant, weights in (("bf16", None), ("bf16, probs", probs)):
+        run, out = into(ops.unpermute_unpad, y, plan, probs=weights)
+        yield Work(
+            variant,
+            run,
+            rows + size_of(out, weights, plan.row_of),
+            inputs={"y": y, "plan": plan, "probs": weights, "T": shape["T"]},
+        )
+
+
+@case
+def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
+    _, plan, probs = routing(shape, device)
+    dout = normal(shape["T"], shape["H"], device=device)
+    y = normal(plan.rows, shape["H"], device=device)
+    run, out = into(ops.unpermute_unpad_backward, dout, plan)
+    yield Work("bf16", run, size_of(dout, out, plan.row_of), inputs={"dout": dout, "plan": plan})
+    run, out = into(ops.unpermute_unpad_backward, dout, plan, y=y, probs=probs)
+    rows = probs.numel() * shape["H"] * 2
+    yield Work(
+        "bf16, probs",
+        run,
+        rows + size_of(dout, out, probs, plan.row_of),
+        inputs={"dout": dout, "plan": plan, "y": y, "probs": probs},
+    )
+    q = ops.quantize(dout)
+    run, out = into(ops.unpermute_unpad_backward, q, plan)
+    yield Work("fp8", run, size_of(q, out, plan.row_of), inputs={"dout": q, "plan": plan})
+
+
+# ---- transposes and activation ------------------------------------------------------------------
+
+
+@case
+def transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
+    plan = ragged(shape["R"], shape["E"], device)
+    q = ops.quantize(normal(shape["R"], shape["C"], device=device))
+    for columns in ("block", "column"):
+        run, out = into(ops.transpose_fp8, q, plan, columns=columns)
+        yield Work(columns, run, size_of(q, out), inputs={"q": q, "plan": plan})
+
+
+@case
+def permute_transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
+    _, plan, _ = routing(shape, device)
+    q = ops.quantize(normal(shape["T"], shape["H"], device=device))
+    for columns in ("block", "column"):
+        run, out = into(ops.permute_transpose_fp8, q, plan, columns=columns)
+        yield Work(columns, run, size_of(q, out, plan.row_of), inputs={"q": q, "plan": plan})
+
+
+@case
+def swiglu_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
+    plan = ragged(shape["R"], shape["E"], device)
+    z = normal(shape["R"], 2 * shape["C"], device=device)
+    probs = torch.rand(shape["R"], device=device)
+    for columns in (None, "block", "column"):
+        run, out = into(ops.swiglu_quantize, z, plan, probs=probs, columns=columns)
+        variant = "rows" if columns is None else f"rows, columns={columns}"
+        yield Work(variant, run, size_of(z, probs, out), inputs={"z": z, "probs": probs})
+
+
+@case
+def swiglu_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
+    plan = ragged(shape["R"], shape["E"], device)
+    z = normal(shape["R"], 2 * shape["C"], device=device)
+    dh = normal(shape["R"], shape["C"], device=device)
+    probs = torch.rand(shape["R"], device=device)
+    for columns in (None, "block", "column"):
+        run, out = into(ops.swiglu_quantize_backward, dh, z, plan, probs=probs, columns=columns)
+        variant = "dz" if columns is None else f"dz, dz and h columns={columns}"
+        yield Work(
+            variant, run, size_of(dh, z, probs, out), inputs={"dh": dh, "z": z, "probs": probs}
+        )
+
+
+# ---- grouped GEMM -------------------------------------------------------------------------------
+
+
+@case
+def grouped_gemm(shape: Shape, device: torch.device) -> Iterator[Work]:
+    m, n, k, e = (shape[name] for name in "MNKE")
+    x, w = normal(m, k, device=device), normal(e, n, k, device=device)
+    a, (wq, _) = ops.quantize(x, scale_layout="gemm"), ops.quantize_weight(w)
+    even = torch.full((e,), m // e, dtype=torch.int32, device=device)
+    plans = {
+        "balanced": RoutingPlan.from_counts(even, capacity=m),
+        "ragged": ragged(m, e, device),
+    }
+    for variant, plan in plans.items():
+        run, d = into(ops.grouped_gemm, a, wq, plan)
+        inputs = {"x": x, "w": w, "a": a, "wq": wq, "plan": plan}
+        yield Work(variant, run, size_of(a, wq, d), 2 * m * n * k, (m, n, k), inputs)
+
+
+@case
+def grouped_gemm_wgrad(shape: Shape, device: torch.device) -> Iterator[Work]:
+    m, n, k, e = (shape[name] for name in "MNKE")
+    dy, x = normal(m, n, device=device), normal(m, k, device=device)
+    plan = ragged(m, e, device)
+    for columns in ("block", "column"):
+        (_, dy_t), (_, x_t) = (ops.quantize_dual(t, plan, columns=columns) for t in (dy, x))
+        run, dw = into(ops.grouped_gemm_wgrad, dy_t, x_t, plan)
+        inputs = {"dy": dy, "x": x, "dy_t": dy_t, "x_t": x_t, "plan": plan, "columns": columns}
+        yield Work(columns, run, size_of(dy_t, x_t, dw), 2 * m * n * k, (n, k, m), inputs)

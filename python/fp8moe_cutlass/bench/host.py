@@ -1,0 +1,57 @@
+"""What a call costs the host: grouped_gemm over zero rows, six tensors in, all checks, no work."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8moe_cutlass import _C
+
+CALLS = 20000
+# The same call; the torch op adds torch's dispatcher.
+ROUTES: dict[str, Callable[..., object]] = {
+    "_C": _C.grouped_gemm,
+    "torch op": lambda *args: torch.ops.fp8moe.grouped_gemm(*args),
+}
+
+
+def arguments() -> tuple[Any, ...]:
+    """grouped_gemm's flat arguments for no tokens, one expert, N = K = 128."""
+    plan_shape = (0, 1, 1, 1, 0)
+    data = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
+    weight = torch.zeros(1, 128, 128).to(torch.float8_e4m3fn)
+    slab = torch.zeros(8 + 4 + 4 + 4, dtype=torch.int32)
+    d = torch.empty(0, 128, dtype=torch.bfloat16)
+    return (
+        *(data, torch.empty(1, 0), "gemm"),
+        *(weight, torch.ones(1, 1, 1), "block"),
+        *(slab, plan_shape, d),
+    )
+
+
+def host_overhead() -> list[dict[str, Any]]:
+    """A result row for each route; host_us is the best of seven rounds."""
+    args = arguments()
+    rows = []
+    for name, call in ROUTES.items():
+        call(*args)
+        times = timeit.repeat(lambda call=call: call(*args), number=CALLS, repeat=7)
+        rounds = sorted(1e3 * t / CALLS for t in times)  # ms a call
+        rows.append(
+            {
+                "op": "host overhead",
+                "shape": {"tensors": 6},
+                "variant": f"{name}, grouped_gemm",
+                "ms": rounds[0],
+                "host_us": 1e3 * rounds[0],
+                "bytes": 0,
+                "flops": 0,
+                "limit_ms": None,
+                "peers": {},
+                "repeat": {"min": rounds[0], "median": rounds[3], "max": rounds[-1]},
+            }
+        )
+    return rows

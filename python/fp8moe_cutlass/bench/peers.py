@@ -1,0 +1,84 @@
+"""The same work in other libraries, found at run time.
+
+A peer is registered for one op under a name. It gets the Work's inputs and returns the call to
+time, or None where it does not apply (not importable, not this device, not this variant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Peer = Callable[[dict[str, Any]], Callable[[], object] | None]
+PEERS: dict[str, dict[str, Peer]] = {}
+
+
+def peer(op: str, name: str) -> Callable[[Peer], Peer]:
+    """Register the decorated factory as `name` beside `op`."""
+
+    def register(factory: Peer) -> Peer:
+        PEERS.setdefault(op, {})[name] = factory
+        return factory
+
+    return register
+
+
+@peer("permute_pad", "torch index_select")
+def torch_permute(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    x, plan = inputs["x"], inputs["plan"]
+    if not isinstance(x, torch.Tensor) or plan.align != 1:
+        return None
+    tokens = plan.token_of_row.long()
+    if bool((tokens < 0).any()):
+        return None
+    return lambda: x.index_select(0, tokens)
+
+
+@peer("unpermute_unpad", "torch index_add")
+def torch_unpermute(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    y, plan, probs = inputs["y"], inputs["plan"], inputs["probs"]
+    tokens = plan.token_of_row.long()
+    if plan.align != 1 or bool((tokens < 0).any()):
+        return None
+    out = torch.zeros(inputs["T"], y.shape[1], dtype=y.dtype, device=y.device)
+    if probs is None:
+        return lambda: out.zero_().index_add_(0, tokens, y)
+    weights = probs[tokens, plan.slot_of_row.long()].to(y.dtype)[:, None]
+    return lambda: out.zero_().index_add_(0, tokens, y * weights)
+
+
+@peer("swiglu_quantize", "torch silu * up, bf16 out")
+def torch_swiglu(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    gate, up = inputs["z"].chunk(2, dim=-1)
+    probs = inputs["probs"][:, None]
+    return lambda: (F.silu(gate) * up * probs).bfloat16()
+
+
+@peer("grouped_gemm", "torch bf16 _grouped_mm")
+def torch_grouped_mm(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    x, w = inputs["x"], inputs["w"]
+    if x.device.type != "cuda":
+        return None
+    ends = inputs["plan"].row_offsets[1:]
+    return lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends, out_dtype=torch.bfloat16)
+
+
+@peer("grouped_gemm", "torch bf16, a matmul an expert")
+def torch_loop(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    x, w = inputs["x"], inputs["w"]
+    if x.device.type != "cpu":
+        return None
+    counts = inputs["plan"].tokens_per_expert.tolist()
+    return lambda: [rows @ we.t() for rows, we in zip(x.split(counts), w, strict=True)]
+
+
+@peer("grouped_gemm_wgrad", "torch bf16 _grouped_mm")
+def torch_grouped_wgrad(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    dy, x = inputs["dy"], inputs["x"]
+    if x.device.type != "cuda" or inputs["columns"] != "block":
+        return None
+    ends = inputs["plan"].row_offsets[1:]
+    return lambda: torch._grouped_mm(dy.t(), x, offs=ends, out_dtype=torch.bfloat16)

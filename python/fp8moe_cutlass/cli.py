@@ -1,0 +1,257 @@
+"""fp8moe-cutlass doctor | verify | bench | train."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+try:
+    import rich
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"The command line needs {error.name}: pip install 'fp8moe-cutlass[cli]'"
+    ) from None
+
+if TYPE_CHECKING:
+    import torch
+
+    from .train import Trainer
+
+app = typer.Typer(
+    help="Casting-free blockwise FP8 for Mixture-of-Experts: look at, check, time and train.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+Device = Annotated[str, typer.Option(help="cpu, or cuda for the first GPU.")]
+
+
+def main() -> None:
+    """The console script. A user's mistake is one line and exit code 2, not a traceback."""
+    try:
+        app()
+    except ValueError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {rich.markup.escape(str(error))}")
+        raise SystemExit(2) from None
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device; ValueError when torch or the GPU is not there."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise ValueError("this command needs torch: pip install 'fp8moe-cutlass[cli]'") from None
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda; got {name}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU; `fp8moe-cutlass doctor` says more")
+    return torch.device(name)
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor() -> None:
+    """What was built, what is here, and what would run where."""
+    from .doctor import report
+
+    console = Console()
+    for title, findings in report().items():
+        console.print(f"\n[bold]{title}[/]")
+        for f in findings:
+            mark = {None: " ", True: "[green]✓[/]", False: "[yellow]![/]"}[f.good]
+            console.print(f"{mark} {f.topic:<13} {rich.markup.escape(f.text)}", soft_wrap=True)
+
+
+# ---- verify -------------------------------------------------------------------------------------
+
+
+@app.command()
+def verify(device: Device = "cpu", seed: int = 0) -> None:
+    """Check every operator against an independent reference, here. Exit code 1 if one fails."""
+    place = device_of(device)
+    from .verify import run
+
+    table = Table("operator", "case", "contract", "measured", "")
+    results = []
+    for check in run(place, seed):
+        results.append(check)
+        mark = "[green]ok[/]" if check.passed else "[bold red]FAILED[/]"
+        table.add_row(check.op, check.case, check.contract, check.measured, mark)
+    console = Console()
+    console.print(table)
+    failed = sum(not check.passed for check in results)
+    console.print(f"{len(results) - failed} of {len(results)} checks passed on {device}")
+    raise typer.Exit(1 if failed else 0)
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    device: Device = "cpu",
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option(help="One tiny shape an op: does it all run?")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the share of the limit.")] = None,
+) -> None:
+    """Time every operator beside its limit (a copy, dense arithmetic) and its peers."""
+    place = device_of(device)
+    from .bench import report, run
+
+    console = Console()
+    with console.status("timing") as status:
+        record = run(place, op, quick, lambda row: status.update(f"{row['op']} {row['variant']}"))
+    table = Table(*report.COLUMNS)
+    for row in record["results"]:
+        table.add_row(*report.cells(row))
+    console.print(report.environment_text(record))
+    console.print(table)
+    if json_path is not None:
+        json_path.write_text(json.dumps(record, indent=1) + "\n")
+        console.print(f"wrote {json_path}")
+    if plot is not None:
+        report.plot(record, plot)
+        console.print(f"wrote {plot}")
+
+
+# ---- train --------------------------------------------------------------------------------------
+
+
+class Stop:
+    """When to stop: Ctrl-C (after the step it came in), a step, or a deadline."""
+
+    def __init__(self, at: int | None, minutes: float | None) -> None:
+        self.at = at
+        self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self.asked = False
+
+    def __call__(self, trainer: Trainer) -> bool:
+        late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.asked or late or trainer.step == self.at
+
+    @contextmanager
+    def on_interrupt(self) -> Iterator[None]:
+        """The first Ctrl-C asks to stop, a second one stops at once."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+@app.command()
+def train(
+    device: Device = "cpu",
+    text: Annotated[
+        Path | None, typer.Option(help="A file or folder; default: Python's standard library.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="small (minutes on two cores) or h200.")] = "small",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the size's.")] = None,
+    seed: int = 0,
+    out: Annotated[Path, typer.Option(help="Where checkpoints and curves go.")] = Path(
+        "runs/train"
+    ),
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoints in --out.")] = False,
+    stop_at: Annotated[int | None, typer.Option(help="Stop each run after this step.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long; --resume goes on.")
+    ] = None,
+) -> None:
+    """Train a byte-level MoE transformer on real text in FP8 and in bf16, and compare."""
+    place = device_of(device)
+    from . import train as training
+
+    training.settle(place)
+    config = training.configure(size, steps, seed)
+    corpus = training.load(text, config.model.context)
+    console = Console()
+    console.print(
+        f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}, "
+        f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
+        f"unigram entropy of the text: {corpus.unigram_entropy():.3f} nats a byte"
+    )
+    stop = Stop(stop_at, minutes)
+    try:
+        with stop.on_interrupt(), progress(console, config.steps) as on_step:
+            trainers = training.train(
+                config, corpus, place, out, resume=resume, on_step=on_step, stop=stop
+            )
+    except training.Paused as paused:
+        console.print(f"{paused}; the same command with --resume continues, bit for bit")
+        return
+    result = training.record(corpus, trainers)
+    for path in training.write(result, out):
+        console.print(f"wrote {path}")
+    summary(console, result)
+    prompt = b"def "
+    sample = trainers["fp8"].model.generate(prompt, 240, seed)
+    console.print("\n[bold]What the FP8 model writes[/]")
+    console.print((prompt + sample).decode("utf-8", "replace"), markup=False, highlight=False)
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[Any]:
+    """A progress bar a variant, with loss and tokens/s; yields the callback of a step."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description:>5}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def on_step(trainer: Trainer) -> None:
+            name = trainer.variant
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=steps, loss=0.0, rate=0.0)
+            rate = trainer.tokens_per_second()
+            loss = trainer.curve.loss[-1]
+            bar.update(tasks[name], completed=trainer.step, loss=loss, rate=rate)
+
+        yield on_step
+
+
+def summary(console: Console, result: dict[str, Any]) -> None:
+    """Held-out losses beside the unigram entropy, and the deviation of FP8 from bf16."""
+    table = Table("", "held-out loss, nats a byte", "tokens/s", "seconds")
+    table.add_row("unigram entropy", f"{result['unigram_entropy']:.4f}", "", "")
+    for name, curve in result["runs"].items():
+        table.add_row(
+            name,
+            f"{curve['heldout'][-1][1]:.4f}",
+            f"{curve['tokens_per_second']:,.0f}",
+            f"{curve['seconds']:.0f}",
+        )
+    console.print(table)
+    deviation = 100 * result["heldout_deviation"]
+    console.print(f"held-out loss of FP8 against bf16: [bold]{deviation:+.3f}%[/]")
+
+
+if __name__ == "__main__":
+    main()

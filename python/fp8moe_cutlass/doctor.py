@@ -1,0 +1,138 @@
+"""What was built, what is here, and what would run where: facts first, then words to act on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from fp8moe_cutlass import _C
+
+HOPPER = (9, 0)
+MIN_TORCH = (2, 11)  # the first with DLPack's C exchange API; older ones work through __dlpack__
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible GPU."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report. good: None is a plain fact, False something to act on."""
+
+    topic: str
+    text: str
+    good: bool | None = None
+
+
+def package(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def gpus() -> list[Gpu]:
+    """What the driver shows, asked without torch."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = []
+    for line in done.stdout.strip().splitlines():
+        name, capability = (part.strip() for part in line.rsplit(",", 1))
+        major, minor = capability.split(".")
+        found.append(Gpu(name, (int(major), int(minor))))
+    return found
+
+
+def driver() -> str | None:
+    """The NVIDIA driver's version, or None."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def threads() -> str:
+    """How many threads the CPU backend will take, and why."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{given} threads (OMP_NUM_THREADS)" if given else f"{usable} threads (all usable cores)"
+
+
+def built(info: dict[str, object]) -> list[Finding]:
+    backends = (
+        f"CPU and CUDA sm_90a (toolkit {info['cuda_toolkit']}, CUTLASS {info['cutlass']})"
+        if info["cuda"]
+        else "CPU alone"
+    )
+    return [Finding("version", str(info["version"])), Finding("backends", backends)]
+
+
+def here() -> list[Finding]:
+    torch = package("torch")
+    old = torch is not None and tuple(int(n) for n in torch.split(".")[:2]) < MIN_TORCH
+    cards = gpus()
+    return [
+        Finding("python", f"{platform.python_version()} in {sys.prefix}"),
+        Finding(
+            "torch",
+            torch or "not installed",
+            False if torch is None or old else None,
+        ),
+        Finding("numpy", package("numpy") or "not installed"),
+        Finding("driver", driver() or "none"),
+        *(Finding("GPU", f"{g.name}, sm_{g.capability[0]}{g.capability[1]}") for g in cards),
+    ]
+
+
+def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list[Finding]:
+    """What would run where, and what to do about what would not."""
+    isa = info["cpu_isa"]
+    fits = "portable" if isa == "baseline" else "vectorized"
+    found = [Finding("CPU tensors", f"run here: {isa} ({fits}), {threads()}", True)]
+    hopper = [g for g in cards if g.capability == HOPPER]
+    if not cards:
+        text = "do not run: no NVIDIA driver or GPU is visible; use CPU tensors"
+        found.append(Finding("CUDA tensors", text))
+    elif not hopper:
+        names = ", ".join(g.name for g in cards)
+        text = f"do not run: the kernels need a Hopper GPU (sm_90); here is {names}"
+        found.append(Finding("CUDA tensors", text, False))
+    elif not info["cuda"]:
+        text = (
+            f"do not run: {hopper[0].name} is here, but this build has no CUDA backend. Install a "
+            "CUDA toolkit (12.8 or newer, nvcc on PATH or CUDA_HOME set) and build again with "
+            "FP8MOE_CUDA=ON"
+        )
+        found.append(Finding("CUDA tensors", text, False))
+    else:
+        found.append(Finding("CUDA tensors", f"run on {hopper[0].name}", True))
+    if torch is None:
+        text = "`_C` and the C++ library work; ops, nn and train need pip install torch"
+        found.append(Finding("torch layers", text, False))
+    else:
+        found.append(Finding("torch layers", "run", True))
+    return found
+
+
+def report() -> dict[str, list[Finding]]:
+    """The sections of `fp8moe-cutlass doctor`."""
+    info = _C.build_info()
+    return {
+        "What was built": built(info),
+        "What is here": here(),
+        "What would run": advice(info, gpus(), package("torch")),
+    }

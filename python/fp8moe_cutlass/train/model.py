@@ -1,0 +1,118 @@
+"""A byte-level decoder: attention from torch, experts from fp8moe_cutlass.nn.MoE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass.nn import MoE
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the decoder; hidden and intermediate are multiples of 128."""
+
+    layers: int = 3
+    hidden: int = 128
+    heads: int = 4
+    experts: int = 8
+    top_k: int = 2
+    intermediate: int = 128
+    context: int = 128
+
+
+def rotary(context: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [context, width / 2] of rotary position embeddings."""
+    frequency = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
+    angle = torch.arange(context, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of the last dimension, [..., context, width]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False, device=device)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=False, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        cos, sin = rotary(s, h // self.heads, x.device)
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+        )
+        return self.out(y.transpose(1, 2).reshape(b, s, h))
+
+
+class Block(nn.Module):
+    """x + attention, then x + experts, each behind an RMSNorm."""
+
+    def __init__(self, config: ModelConfig, recipe: Fp8Recipe | None, device: torch.device) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, device=device)
+        self.attention = Attention(config, device)
+        self.moe_norm = nn.RMSNorm(config.hidden, device=device)
+        self.moe = MoE(
+            config.hidden,
+            config.intermediate,
+            config.experts,
+            config.top_k,
+            recipe=recipe,
+            dtype=torch.float32,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.moe(self.moe_norm(x))
+
+
+class Decoder(nn.Module):
+    """Bytes [B, S] int64 -> logits [B, S, 256]."""
+
+    def __init__(self, config: ModelConfig, recipe: Fp8Recipe | None, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(BYTES, config.hidden, device=device)
+        self.blocks = nn.ModuleList(Block(config, recipe, device) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, device=device)
+        self.head = nn.Linear(config.hidden, BYTES, bias=False, device=device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def balance_loss(self) -> Tensor:
+        """Mean auxiliary loss of the routers in the last forward."""
+        return torch.stack([block.moe.aux_loss for block in self.blocks]).mean()
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:
+        """`count` bytes after the prompt, sampled."""
+        device = self.embed.weight.device
+        generator = torch.Generator().manual_seed(seed)
+        tokens = list(prompt)
+        for _ in range(count):
+            window = torch.tensor([tokens[-self.config.context :]], device=device)
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = self(window)[0, -1].float().cpu()
+            p = torch.softmax(logits / temperature, dim=0)
+            tokens.append(int(torch.multinomial(p, 1, generator=generator)))
+        return bytes(tokens[len(prompt) :])

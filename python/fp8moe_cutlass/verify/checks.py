@@ -1,0 +1,217 @@
+"""The contracts, an operator each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from fp8moe_cutlass import ops
+
+from . import reference as ref
+from .compare import (
+    Check,
+    Inputs,
+    array,
+    bit_equal,
+    code_steps,
+    column_pairs,
+    expand,
+    gemm_error,
+    quantized,
+    rounded,
+    tile_rows,
+    within,
+)
+
+
+def check_quantize(given: Inputs) -> Iterator[Check]:
+    x = given.hard(150, 272)
+    for fp8, scale, layout in (
+        ("e4m3", "pow2", "row"),
+        ("e5m2", "pow2", "gemm"),
+        ("e4m3", "fp32", "row"),
+        ("e4m3", "pow2", "block"),
+    ):
+        block = (128, 128) if layout == "block" else (1, 128)
+        q = ops.quantize(x, block=block, fp8_dtype=fp8, scale=scale, scale_layout=layout)
+        wanted = ref.quantize(
+            array(x), block[0], fp8, scale == "pow2", largest=ref.LARGEST["float32"]
+        )
+        pairs = list(zip(quantized(q), wanted, strict=True))
+        yield bit_equal("quantize", f"{fp8}, {scale} scales, {layout}, Inf and NaN", pairs)
+
+
+def check_quantize_dual(given: Inputs) -> Iterator[Check]:
+    plan, p = given.routing(300, 4, 2, 1)
+    y = ops.permute_pad(given.normal(300, 272), plan)[0]
+    x, end = array(y), int(p.row_offsets[-1])
+    for columns in ("block", "column"):
+        rows, cols = ops.quantize_dual(y, plan, columns=columns)
+        wanted = ref.quantize(x[:end])
+        pairs = list(zip(quantized(rows, end), wanted, strict=True))
+        pairs += column_pairs(cols, ref.columns_of(x, p, tile_rows(columns)), p)
+        yield bit_equal("quantize_dual", f"columns={columns}", pairs)
+
+
+def check_quantize_weight(given: Inputs) -> Iterator[Check]:
+    w = given.normal(3, 512, 272)
+    for interleave in (0, 32):
+        q, q_t = ops.quantize_weight(w, interleave=interleave)
+        pairs = []
+        for e in range(3):
+            wanted = ref.quantize(array(w[e]), 128)
+            halves = wanted.codes.reshape(2, 256 // (interleave or 256), -1, 272)
+            stored = halves.swapaxes(0, 1).reshape(512, 272) if interleave else wanted.codes
+            pairs += [
+                (array(q.data)[e], stored),
+                (array(q.scale_inv)[e], wanted.scale),
+                (array(q_t.data)[e], wanted.codes.T),
+                (array(q_t.scale_inv)[e], wanted.scale.T),
+            ]
+        yield bit_equal("quantize_weight", f"and its transpose, interleave={interleave}", pairs)
+
+
+def check_dequantize(given: Inputs) -> Iterator[Check]:
+    q = ops.quantize(given.normal(150, 272), scale_layout="gemm")
+    mine = array(ops.dequantize(q, dtype="float32"))
+    wanted = ref.dequantize(quantized(q)).astype(np.float32)
+    yield bit_equal("dequantize", "gemm -> float32", [(mine, wanted)])
+
+
+def check_route(given: Inputs) -> Iterator[Check]:
+    for align in (1, 16, 128):
+        plan, p = given.routing(300, 7, 3, align)
+        pairs = [
+            (array(plan.row_of), p.row_of),
+            (array(plan.tokens_per_expert), p.counts),
+            (array(plan.row_offsets), p.row_offsets),
+            (array(plan.col_offsets), p.col_offsets),
+        ]
+        yield bit_equal("route", f"dropped slots, an empty expert, align={align}", pairs)
+
+
+def check_permute(given: Inputs) -> Iterator[Check]:
+    plan, p = given.routing(203, 5, 3, 16)
+    end, x, probs = int(p.row_offsets[-1]), given.normal(203, 272), given.probs(203, 3)
+    y, permuted = ops.permute_pad(x, plan, probs=probs)
+    wanted = np.zeros(end, np.float32)
+    kept = p.row_of >= 0
+    wanted[p.row_of[kept]] = array(probs)[kept]
+    pairs = [(array(y)[:end], ref.permute(array(x), p)), (array(permuted)[:end], wanted)]
+    yield bit_equal("permute_pad", "bf16 and probs, align=16", pairs)
+    q = ops.quantize(x)
+    moved = quantized(ops.permute_pad(q, plan)[0], end)
+    pairs = [(a, ref.permute(b, p)) for a, b in zip(moved, quantized(q), strict=True)]
+    yield bit_equal("permute_pad", "FP8 and scales, align=16", pairs)
+    dy, drow = given.normal(plan.rows, 272), given.probs(plan.rows)
+    dx, dprobs = ops.permute_pad_backward(dy, plan, dprobs=drow)
+    sums = rounded(ref.gather_sum(array(dy), p))
+    wanted = np.where(kept, array(drow)[p.row_of], np.float32(0))
+    pairs = [(array(dx), sums), (array(dprobs), wanted)]
+    yield bit_equal("permute_pad_backward", "sums in slot order", pairs)
+
+
+def check_unpermute(given: Inputs) -> Iterator[Check]:
+    plan, p = given.routing(203, 5, 3, 16)
+    end, y, probs = int(p.row_offsets[-1]), given.normal(plan.rows, 272), given.probs(203, 3)
+    for weights in (None, probs):
+        out = array(ops.unpermute_unpad(y, plan, probs=weights))
+        wanted = ref.gather_sum(array(y), p, None if weights is None else array(weights))
+        case = "sums in slot order" + ("" if weights is None else ", probs")
+        yield bit_equal("unpermute_unpad", case, [(out, rounded(wanted))])
+    dout = given.normal(203, 272)
+    dy, dprobs = ops.unpermute_unpad_backward(dout, plan, y=y, probs=probs)
+    rows, dots = np.zeros((end, 272), np.float32), np.zeros((203, 3), np.float32)
+    for (t, s), row in np.ndenumerate(p.row_of):
+        if row >= 0:
+            rows[row] = array(probs)[t, s] * array(dout[t])
+            dots[t, s] = ref.pinned_dot(array(y[row]), array(dout[t]))
+    pairs = [(array(dy)[:end], rounded(rows)), (array(dprobs), dots)]
+    yield bit_equal("unpermute_unpad_backward", "probs, dots in the pinned order", pairs)
+
+
+def check_transpose(given: Inputs) -> Iterator[Check]:
+    for fp8, columns in (("e4m3", "block"), ("e5m2", "block"), ("e4m3", "column")):
+        plan, p = given.routing(300, 4, 2, 16)
+        q = ops.quantize(given.normal(300, 256, spread=6.0), fp8_dtype=fp8)
+        rows = ops.permute_pad(q, plan)[0]
+        moved = quantized(rows)
+        wanted = [
+            ref.transpose_fp8(
+                ref.Quantized(moved.codes[p.tokens(e)], moved.scale[p.tokens(e)]),
+                tile_rows(columns),
+                fp8,
+            )
+            for e in range(4)
+        ]
+        case = f"{fp8}, {columns}, shifts past the format's range"
+        pairs = column_pairs(ops.transpose_fp8(rows, plan, columns=columns), wanted, p)
+        yield bit_equal("transpose_fp8", case, pairs)
+        pairs = column_pairs(ops.permute_transpose_fp8(q, plan, columns=columns), wanted, p)
+        yield bit_equal("permute_transpose_fp8", case, pairs)
+
+
+def check_swiglu(given: Inputs) -> Iterator[Check]:
+    contract = "within 1 code, at most 1 scale in 10^3 at a boundary"
+    z, dh, probs = given.normal(260, 512), given.normal(260, 256), given.probs(260)
+    args = [array(t).astype(np.float64) for t in (dh, z, probs)]
+    h = ref.swiglu(*args[1:]).astype(np.float32)
+    wanted = ref.quantize(h, largest=ref.LARGEST["float32"])
+    steps, scales = code_steps(quantized(ops.swiglu_quantize(z, probs=probs)), wanted)
+    text = f"{steps} codes, {scales} of {wanted.scale.size} scales"
+    passed = steps <= 1 and scales <= 1e-3 * wanted.scale.size
+    yield Check("swiglu_quantize", "probs", contract, text, passed)
+    dz, dprobs = ops.swiglu_quantize_backward(dh, z, probs=probs)
+    exact, exact_dprobs = ref.swiglu_backward(*args)
+    wanted = ref.quantize(exact.astype(np.float32), largest=ref.LARGEST["float32"])
+    steps, scales = code_steps(quantized(dz), wanted)
+    text = f"{steps} codes, {scales} of {wanted.scale.size} scales"
+    passed = steps <= 1 and scales <= 1e-3 * wanted.scale.size
+    yield Check("swiglu_quantize_backward", "dz", contract, text, passed)
+    size = (np.abs(args[0]) * np.abs(ref.swiglu(args[1], np.ones(260)))).sum(axis=1)
+    error = float((np.abs(array(dprobs) - exact_dprobs) / size).max())
+    yield within("swiglu_quantize_backward", "dprobs", "<= 2^-20 of the terms", error, 2.0**-20)
+
+
+def check_gemm(given: Inputs) -> Iterator[Check]:
+    contract = "<= 2^-8 |D| + 2^-13 units (measured in them)"
+    plan, p = given.routing(300, 4, 2, 1)
+    end = int(p.row_offsets[-1])
+    x = ops.permute_pad(given.normal(300, 272), plan)[0]
+    w = given.normal(4, 256, 272, spread=0.5)
+    a, (wq, _) = ops.quantize(x, scale_layout="gemm"), ops.quantize_weight(w)
+    left, d = ref.dequantize(quantized(a)), array(ops.grouped_gemm(a, wq, plan))
+    worst = 0.0
+    for e in range(4):
+        rows = p.tokens(e)
+        right = ref.dequantize(ref.Quantized(array(wq.data)[e], array(wq.scale_inv)[e]), 128)
+        worst = max(worst, gemm_error(d[rows], *ref.gemm(left[rows], right), 2.0**-8))
+    yield within("grouped_gemm", f"{end} ragged rows, K=272, bf16 out", contract, worst, 1.0)
+    dy = ops.permute_pad(given.normal(300, 256), plan)[0]
+    for columns in ("block", "column"):
+        dy_t, x_t = (ops.quantize_dual(t, plan, columns=columns)[1] for t in (dy, x))
+        dw = array(ops.grouped_gemm_wgrad(dy_t, x_t, plan))
+        sides = [expand(t, tile_rows(columns)) for t in (dy_t, x_t)]
+        worst = 0.0
+        for e in range(4):
+            at = np.s_[:, p.col_offsets[e] : p.col_offsets[e] + p.counts[e]]
+            worst = max(worst, gemm_error(dw[e], *ref.gemm(sides[0][at], sides[1][at]), 2.0**-23))
+        contract_f32 = contract.replace("2^-8", "2^-23")
+        yield within(
+            "grouped_gemm_wgrad", f"columns={columns}, float32 out", contract_f32, worst, 1.0
+        )
+
+
+CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
+    check_quantize,
+    check_quantize_dual,
+    check_quantize_weight,
+    check_dequantize,
+    check_route,
+    check_permute,
+    check_unpermute,
+    check_transpose,
+    check_swiglu,
+    check_gemm,
+]

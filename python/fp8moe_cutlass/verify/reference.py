@@ -1,0 +1,244 @@
+"""The operators once more, in NumPy and by their definitions: tables of code values, nearest by
+comparison, loops over tiles. Shares no code and no trick with the library; slow on purpose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Format:
+    """An FP8 format by its fields."""
+
+    mantissa: int
+    bias: int
+    largest: int  # code of the largest finite value
+    first_special: int  # from here on Inf or NaN
+
+    def values(self) -> F64:
+        """What codes 0..255 mean; Inf and NaN codes are NaN here."""
+        code = np.arange(256)
+        exponent, fraction = (code & 0x7F) >> self.mantissa, code & ((1 << self.mantissa) - 1)
+        unit = 2.0**-self.mantissa
+        subnormal = fraction * unit * 2.0 ** (1 - self.bias)
+        normal = (1 + fraction * unit) * 2.0 ** (exponent.astype(float) - self.bias)
+        value = np.where(exponent == 0, subnormal, normal)
+        value[(code & 0x7F) >= self.first_special] = np.nan
+        return np.where(code & 0x80, -value, value)
+
+    @property
+    def maximum(self) -> float:
+        return float(self.values()[self.largest])
+
+    def encode(self, x: NDArray[Any]) -> U8:
+        """The nearest code, ties to the even one, saturating; NaN is 0x7F."""
+        grid = self.values()[: self.largest + 1]
+        size = np.minimum(np.nan_to_num(np.abs(x.astype(np.float64)), posinf=np.inf), grid[-1])
+        low = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, self.largest)
+        high = np.minimum(low + 1, self.largest)
+        to_low, to_high = size - grid[low], grid[high] - size
+        up = (to_high < to_low) | ((to_high == to_low) & (low % 2 == 1))
+        code = np.where(up & (high > low), high, low) | np.where(np.signbit(x), 0x80, 0)
+        return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
+
+
+FORMATS = {"e4m3": Format(3, 7, 0x7E, 0x7F), "e5m2": Format(2, 15, 0x7B, 0x7C)}
+LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895313892515355e38, "float16": 65504.0}
+
+
+class Quantized(NamedTuple):
+    """codes [M, K] and one scale_inv a tile, [tiles of M, tiles of K]."""
+
+    codes: U8
+    scale: F32
+
+
+def scale_of(tile: F32, fmt: Format, pow2: bool, eps: float, largest: float) -> tuple[Any, Any]:
+    """(scale, scale_inv) of a tile by the written rule."""
+    finite = np.abs(tile[~np.isnan(tile)])
+    amax = np.float32(finite.max()) if finite.size else np.float32(0)
+    amax = max(amax, np.float32(eps))
+    if amax == 0 or np.isinf(amax):
+        return np.float32(1), np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = np.float32(fmt.maximum) / amax
+    if np.isinf(scale):
+        scale = np.float32(largest)
+    if pow2:
+        scale = np.float32(2.0 ** min(int(np.floor(np.log2(np.float64(scale)))), 126))
+    return scale, np.float32(1) / scale
+
+
+def quantize(
+    x: F32,
+    rows: int = 1,
+    fp8: str = "e4m3",
+    pow2: bool = True,
+    eps: float = 1e-10,
+    largest: float = LARGEST["bfloat16"],
+) -> Quantized:
+    """x [M, K] by rows x 128 tiles."""
+    fmt = FORMATS[fp8]
+    m, k = x.shape
+    codes = np.zeros((m, k), np.uint8)
+    scales = np.zeros((-(-m // rows), -(-k // TILE)), np.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            at = np.s_[i * rows : (i + 1) * rows, j * TILE : (j + 1) * TILE]
+            scale, scales[i, j] = scale_of(x[at], fmt, pow2, eps, largest)
+            with np.errstate(over="ignore", invalid="ignore"):
+                codes[at] = fmt.encode(x[at] * scale)
+    return Quantized(codes, scales)
+
+
+def dequantize(q: Quantized, rows: int = 1, fp8: str = "e4m3") -> F64:
+    m, k = q.codes.shape
+    scale = np.repeat(np.repeat(q.scale, rows, 0)[:m], TILE, 1)[:, :k]
+    return FORMATS[fp8].values()[q.codes] * scale
+
+
+# ---- routing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where assignments go: row_of [T, S], and each expert's rows and columns."""
+
+    row_of: I64
+    counts: I64
+    row_offsets: I64
+    col_offsets: I64
+
+    def tokens(self, expert: int) -> I64:
+        """Rows of the expert that carry an assignment."""
+        return self.row_offsets[expert] + np.arange(self.counts[expert])
+
+
+def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
+    """experts [T, S] (-1: dropped): expert by expert, token by token, slot by slot."""
+    row_of = np.full(experts.shape, -1, np.int64)
+    counts = np.zeros(count, np.int64)
+    rows, columns = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    kept = 0
+    for e in range(count):
+        for t, s in zip(*np.nonzero(experts == e), strict=True):
+            if kept < capacity:
+                row_of[t, s] = rows[e] + counts[e]
+                counts[e] += 1
+                kept += 1
+        rows[e + 1] = rows[e] + -(-counts[e] // align) * align
+        columns[e + 1] = columns[e] + -(-counts[e] // TILE) * TILE
+    return Plan(row_of, counts, rows, columns)
+
+
+def permute(x: NDArray[Any], plan: Plan) -> NDArray[Any]:
+    """x [T, ...] -> [rows, ...]; padding zero."""
+    y = np.zeros((plan.row_offsets[-1], *x.shape[1:]), x.dtype)
+    for (t, _), row in np.ndenumerate(plan.row_of):
+        if row >= 0:
+            y[row] = x[t]
+    return y
+
+
+def gather_sum(y: F32, plan: Plan, probs: F32 | None = None) -> F32:
+    """out[t] = sum over slots ascending of (probs *) y[row], in float32."""
+    out = np.zeros((len(plan.row_of), y.shape[1]), np.float32)
+    for (t, s), row in np.ndenumerate(plan.row_of):
+        if row >= 0:
+            out[t] += y[row] if probs is None else probs[t, s] * y[row]
+    return out
+
+
+def pinned_dot(a: F32, b: F32) -> np.float32:
+    """<a, b>: products in float32, 128 at a time as a tree of neighbours, tiles in order."""
+    terms = a * b
+    total = np.float32(0)
+    for first in range(0, len(terms), TILE):
+        tile = np.zeros(TILE, np.float32)
+        tile[: len(terms[first : first + TILE])] = terms[first : first + TILE]
+        while len(tile) > 1:
+            tile = tile[0::2] + tile[1::2]
+        total = total + tile[0]
+    return total
+
+
+# ---- operands contracted over tokens ------------------------------------------------------------
+
+
+def columns_of(x: F32, plan: Plan, rows: int, **rule: Any) -> list[Quantized]:
+    """Q(x^T) of each expert's tokens, by rows x 128 tiles of the transposed matrix."""
+    return [
+        quantize(np.ascontiguousarray(x[plan.tokens(e)].T), rows, **rule)
+        for e in range(len(plan.counts))
+    ]
+
+
+def transpose_fp8(q: Quantized, tile_rows: int, fp8: str = "e4m3") -> Quantized:
+    """One expert's [m, C] with 1x128 power-of-two scales -> [C, m] by tile_rows x 128 tiles.
+
+    The scale is, for 128, the largest of a row tile with a nonzero code; for 1, the smallest power
+    of two that holds the tile. Every code is the nearest to code * row scale / that scale.
+    """
+    fmt = FORMATS[fp8]
+    m, c = q.codes.shape
+    codes = np.zeros((c, m), np.uint8)
+    scales = np.ones((-(-c // tile_rows), -(-m // TILE)), np.float32)
+    values = fmt.values()
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            of = np.s_[j * TILE : (j + 1) * TILE, i * tile_rows : (i + 1) * tile_rows]
+            tile = q.codes[of]
+            row_scale = q.scale[of[0], i * tile_rows // TILE].astype(np.float64)
+            used = (tile & 0x7F).any(axis=1) & (row_scale > 0)
+            if not used.any():
+                continue
+            value = values[tile] * row_scale[:, None]
+            if tile_rows == TILE:
+                scales[i, j] = row_scale[used].max()
+            else:
+                scales[i, j] = 2.0 ** np.ceil(np.log2(np.nanmax(np.abs(value)) / fmt.maximum))
+            special = (tile & 0x7F) >= fmt.first_special
+            codes[of[1], of[0]] = np.where(special, tile, fmt.encode(value / scales[i, j])).T
+    return Quantized(codes, scales)
+
+
+# ---- activation and GEMM ------------------------------------------------------------------------
+
+
+def sigmoid(x: F64) -> F64:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def swiglu(z: F64, probs: F64) -> F64:
+    gate, up = np.split(z, 2, axis=1)
+    return gate * sigmoid(gate) * up * probs[:, None]
+
+
+def swiglu_backward(dh: F64, z: F64, probs: F64) -> tuple[F64, F64]:
+    """(dz, dprobs)"""
+    gate, up = np.split(z, 2, axis=1)
+    s = sigmoid(gate)
+    dout = dh * probs[:, None]
+    dgate = dout * up * s * (1 + gate * (1 - s))
+    return np.concatenate([dgate, dout * gate * s], axis=1), (gate * s * up * dh).sum(axis=1)
+
+
+def gemm(a: F64, b: F64) -> tuple[F64, F64]:
+    """a [M, K] b [N, K]^T in float64, and the unit of its error bound: the sum over 128-blocks of K
+    of the largest |product| an element of the block meets, times 2^-13."""
+    exact, unit = a @ b.T, np.zeros((len(a), len(b)))
+    for first in range(0, a.shape[1], TILE):
+        part = np.s_[:, first : first + TILE]
+        unit += np.abs(a[part]) @ np.abs(b[part]).T
+    return exact, unit * 2.0**-13
