@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Builds the package and puts it through its paces on a machine with a Hopper GPU, offline.
+#
+#   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick]
+#
+# --tests     pytest -m gpu (the default when nothing is chosen)
+# --bench     fp8moe-cutlass bench --device cuda: bench.json and bench.png
+# --sanitize  the GPU tests again under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+# --ncu       Nsight Compute's counters of every kernel of a quick bench
+# --only      pytest -k PATTERN, for --tests and --sanitize
+# --op        only this op, for --bench and --ncu; may be repeated. --quick: one tiny shape an op
+#
+# Needs Python 3.10+ with torch, pytest and hypothesis, nvcc 12.8+, cmake, ninja, nanobind and
+# scikit-build-core. CUTLASS: CUTLASS_DIR, the installed nvidia-cutlass wheel, or one in ./.whl.
+# PYTHON names the interpreter (python3), JOBS the build's parallel jobs (all cores).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick]}
+shift
+tests= bench= sanitize= ncu= only= quick=() ops=()
+while (($#)); do
+  case $1 in
+    --tests) tests=1 ;;
+    --bench) bench=1 ;;
+    --sanitize) sanitize=1 ;;
+    --ncu) ncu=1 ;;
+    --only) only=$2; shift ;;
+    --op) ops+=(--op "$2"); shift ;;
+    --quick) quick=(--quick) ;;
+    *) echo "gpu.sh: unknown option $1" >&2; exit 2 ;;
+  esac
+  shift
+done
+[[ $tests$bench$sanitize$ncu ]] || tests=1
+mkdir -p "$out"
+out=$(realpath "$out")
+python=${PYTHON:-python3}
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)}
+step() { printf '\n== %s (%ss)\n' "$*" "$SECONDS"; }
+
+step "environment"
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$out/gpu.txt"
+shopt -s nullglob
+wheels=(.whl/nvidia_cutlass-*.whl)
+if [[ -z ${CUTLASS_DIR:-} && ${#wheels[@]} -gt 0 ]]; then
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "${wheels[0]}"
+fi
+
+step "build"
+"$python" -m pip install -v --no-build-isolation --no-deps --no-index --no-compile --target "$site" \
+  -C build-dir=build/gpu -C cmake.define.FP8MOE_CUDA=ON . >"$out/build.log" 2>&1 ||
+  { tail -n 60 "$out/build.log"; exit 1; }
+"$python" -m fp8moe_cutlass doctor | tee "$out/doctor.txt" || true
+
+status=0
+select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests/gpu)
+[[ $only ]] && select+=(-k "$only")
+if [[ $tests ]]; then
+  step "tests"
+  "$python" -m pytest "${select[@]}" --durations=8 --junitxml="$out/tests.xml" 2>&1 |
+    tee "$out/tests.log" || status=1
+fi
+if [[ $bench ]]; then
+  step "bench"
+  "$python" -m fp8moe_cutlass bench --device cuda --json "$out/bench.json" --plot "$out/bench.png" \
+    "${ops[@]}" "${quick[@]}" 2>&1 | tee "$out/bench.log" || status=1
+fi
+if [[ $sanitize ]]; then
+  for tool in memcheck racecheck initcheck synccheck; do
+    step "$tool"
+    # Large tensors only make it slow. torch's own kernels are not what is checked.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+      --kernel-name kernel_substring=fp8moe --log-file "$out/$tool.log" \
+      "$python" -m pytest "${select[@]}" -x -m "gpu and not slow" 2>&1 | tail -n 3 || status=1
+    tail -n 2 "$out/$tool.log"
+  done
+fi
+if [[ $ncu ]]; then
+  step "ncu"
+  ncu --clock-control none --kernel-name regex:fp8moe --set basic --csv --page raw \
+    "$python" -m fp8moe_cutlass bench --device cuda "${ops[@]}" "${quick[@]}" >"$out/ncu.csv" ||
+    status=1
+fi
+step "done, status $status"
+exit $status

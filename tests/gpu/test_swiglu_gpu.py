@@ -1,0 +1,120 @@
+"""swiglu_quantize and its backward: CUDA against the CPU backend, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import ROUTINGS, assert_same, awkward, on_both, plan_of
+
+from fp8moe_cutlass import ops
+
+FORMATS = ("e4m3", "e5m2")
+
+
+def inputs(plan, intermediate, dtype=torch.bfloat16):
+    z = awkward(plan.rows, 2 * intermediate, dtype=dtype)
+    dh = awkward(plan.rows, intermediate, dtype=dtype)
+    return z, dh, torch.rand(plan.rows)
+
+
+def check(op, *args, plan=None, **kwargs):
+    if plan is not None:
+        kwargs["plan"] = plan
+    expected, (first, again) = on_both(op, *args, **kwargs)
+    assert_same(expected, first, plan, op.__name__)
+    assert_same(first, again, plan, f"{op.__name__}, second run")
+
+
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "intermediate"), [(1, 16), (7, 128), (300, 256), (129, 720), (64, 2048)]
+)
+def test_without_plan(rows, intermediate, dtype, scale, fp8_dtype):
+    z = awkward(rows, 2 * intermediate, dtype=dtype)
+    dh = awkward(rows, intermediate, dtype=dtype)
+    probs = torch.rand(rows)
+    options = {"scale": scale, "fp8_dtype": fp8_dtype}
+    check(ops.swiglu_quantize, z, **options)
+    check(ops.swiglu_quantize, z, probs=probs, clamp=1.5, **options)
+    check(ops.swiglu_quantize_backward, dh, z, **options)
+    check(ops.swiglu_quantize_backward, dh, z, probs=probs, clamp=1.5, **options)
+
+
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_with_plan(kind, align, columns):
+    """Padding rows are written data 0, scale 0; columns hold each expert's tokens, tail zero."""
+    _, plan = plan_of(kind, tokens=150, experts=5, slots=3, align=align)
+    for intermediate in (128, 208, 384):
+        z, dh, probs = inputs(plan, intermediate)
+        options = {"probs": probs, "columns": columns, "plan": plan}
+        check(ops.swiglu_quantize, z, **options)
+        check(ops.swiglu_quantize_backward, dh, z, **options)
+
+
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_scale_layouts_and_saved_z(fp8_dtype, columns):
+    """Row and gemm layouts of h; the backward from the FP8 pre-activation the forward saved."""
+    _, plan = plan_of("random", tokens=97, experts=4, slots=2, align=16)
+    for intermediate in (256, 336):
+        z, dh, probs = inputs(plan, intermediate)
+        for layout in ("row", "gemm"):
+            options = {"probs": probs, "columns": columns, "plan": plan, "fp8_dtype": fp8_dtype}
+            check(ops.swiglu_quantize, z, save_z=True, scale_layout=layout, **options)
+        z_q = ops.quantize(z, fp8_dtype=fp8_dtype)
+        check(ops.swiglu_quantize_backward, dh, z_q, **options)
+
+
+def test_every_bf16_sigmoid():
+    """dprob of a one-hot dh is silu(gate): over all 65,536 gates the CPU's bits."""
+    rows, intermediate = 65536, 16
+    gates = torch.arange(rows, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    z = torch.ones(rows, 2 * intermediate, dtype=torch.bfloat16)
+    z[:, 3] = gates
+    dh = torch.zeros(rows, intermediate, dtype=torch.bfloat16)
+    dh[:, 3] = 1.0
+    check(ops.swiglu_quantize_backward, dh, z, probs=torch.ones(rows))
+    check(ops.swiglu_quantize, z)
+
+
+def test_infinities_and_nans():
+    z = awkward(200, 512)
+    values = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 1e-40])
+    z[torch.rand(z.shape) < 0.01] = values[0]
+    for i, value in enumerate(values):
+        z[10 + i, :: 7 + i] = value.to(torch.bfloat16)
+    dh = awkward(200, 256)
+    dh[5, 5] = float("nan")
+    check(ops.swiglu_quantize, z)
+    check(ops.swiglu_quantize_backward, dh, z, probs=torch.rand(200))
+
+
+@pytest.mark.parametrize("columns", [None, "block"])
+def test_empty(columns):
+    for tokens in (0, 3):
+        idx = torch.full((tokens, 2), -1)
+        plan = ops.route(4, idx)
+        z, dh, probs = inputs(plan, 128)
+        check(ops.swiglu_quantize, z, probs=probs, columns=columns, plan=plan)
+        check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
+
+
+@pytest.mark.slow
+def test_more_than_two_billion_elements(device):
+    """64-bit offsets: the last rows of z [R, 2I] with R 2I > 2^31 equal a small call's."""
+    rows, intermediate = 262_400, 4096
+    z = torch.zeros(rows, 2 * intermediate, dtype=torch.bfloat16, device=device)
+    dh = torch.zeros(rows, intermediate, dtype=torch.bfloat16, device=device)
+    z[-256:] = torch.randn(256, 2 * intermediate, device=device)
+    dh[-256:] = torch.randn(256, intermediate, device=device)
+    h = ops.swiglu_quantize(z, scale_layout="row")
+    small = ops.swiglu_quantize(z[-256:].clone(), scale_layout="row")
+    assert torch.equal(h.data[-256:].view(torch.uint8), small.data.view(torch.uint8))
+    assert torch.equal(h.scale_inv[-256:], small.scale_inv)
+    dz, _ = ops.swiglu_quantize_backward(dh, z)
+    small, _ = ops.swiglu_quantize_backward(dh[-256:].clone(), z[-256:].clone())
+    assert torch.equal(dz.data[-256:].view(torch.uint8), small.data.view(torch.uint8))
