@@ -37,6 +37,24 @@ inline std::vector<TokenTile> token_tiles(const char* op, const RoutingPlan& pla
   return tiles;
 }
 
+// Where the tile of those tokens and of 128 channels from `channel` on lies in a transposed
+// operand.
+struct ColumnsAt {
+  uint8_t* data;     // [channels][128], rows `stride` apart
+  int64_t stride;    // Kcap
+  float* scale_inv;  // one, or one a channel (gemm layout)
+};
+
+inline ColumnsAt columns_at(const Fp8Tensor& columns, const TokenTile& tokens, int64_t channel) {
+  const int64_t kcap = columns.data.shape[1];
+  const int64_t token_tile = tokens.col / kTile;
+  const int64_t scale = columns.layout == ScaleLayout::gemm
+                            ? token_tile * columns.scale_inv.shape[1] + channel
+                            : channel / kTile * columns.scale_inv.shape[1] + token_tile;
+  return {columns.data.as<uint8_t>() + channel * kcap + tokens.col, kcap,
+          columns.scale_inv.as<float>() + scale};
+}
+
 // Codes of one tile before the transpose: [128 tokens][128 channels].
 struct alignas(64) CodeTile {
   uint8_t code[kTile][kTile];
@@ -77,11 +95,10 @@ FP8MOE_HD void transpose_tile(const CodeTile& tile, int channels, uint8_t* out,
 }
 
 // Q of x [tokens, channels] (at most 128 x 128, rows `stride` apart) along the tokens, transposed
-// into out [channels, 128], zero past `tokens`. One scale_inv for the tile, or one a channel.
+// into `out`, zero past `tokens`. One scale_inv for the tile, or one a channel.
 template <typename F, typename T>
 FP8MOE_HD void quantize_columns(const T* x, int64_t stride, int tokens, int channels,
-                                bool per_channel, ScaleRule rule, uint8_t* out, int64_t out_stride,
-                                float* scale_inv) {
+                                bool per_channel, ScaleRule rule, const ColumnsAt& out) {
   CodeTile tile;
   if (per_channel) {
     float amax[kTile] = {};
@@ -94,7 +111,7 @@ FP8MOE_HD void quantize_columns(const T* x, int64_t stride, int tokens, int chan
     for (int c = 0; c < channels; ++c) {
       const TileScale s = tile_scale_of<F, T>(amax[c], rule);
       scale[c] = s.scale;
-      scale_inv[c] = s.scale_inv;
+      out.scale_inv[c] = s.scale_inv;
     }
     for (int t = 0; t < tokens; ++t)
       for (int c = 0; c < channels; ++c)
@@ -103,10 +120,10 @@ FP8MOE_HD void quantize_columns(const T* x, int64_t stride, int tokens, int chan
     const TileMax max = tile_max(x, stride, tokens, channels);
     const TileScale s = tile_scale_of<F, T>(max.amax, rule);
     tile_encode<F>(x, stride, tokens, channels, s.scale, max.finite, tile.code[0], kTile);
-    *scale_inv = s.scale_inv;
+    *out.scale_inv = s.scale_inv;
   }
   if (tokens < kTile) tile.zero_from(tokens);
-  transpose_tile(tile, channels, out, out_stride);
+  transpose_tile(tile, channels, out.data, out.stride);
 }
 
 }  // namespace fp8moe::cpu

@@ -3,6 +3,7 @@
 #include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/row_scales.h"
 
 namespace fp8moe::cpu {
 namespace {
@@ -15,9 +16,8 @@ FP8MOE_CLONES void row(const T* x, int64_t c, ScaleRule rule, uint8_t* q, float*
 
 template <typename F, typename T>
 FP8MOE_CLONES void column_tile(const T* x, int64_t stride, int tokens, int channels,
-                               bool per_channel, ScaleRule rule, uint8_t* out, int64_t out_stride,
-                               float* scale_inv) {
-  quantize_columns<F>(x, stride, tokens, channels, per_channel, rule, out, out_stride, scale_inv);
+                               bool per_channel, ScaleRule rule, const ColumnsAt& out) {
+  quantize_columns<F>(x, stride, tokens, channels, per_channel, rule, out);
 }
 
 // Data 0 and scale 0: what a padding row is everywhere.
@@ -30,23 +30,16 @@ void zero_row(int64_t c, uint8_t* q, float* scale_inv, int64_t scale_stride) {
 
 void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& rows,
                    const Fp8Tensor& columns, ScaleRule rule, Stream) {
-  const int64_t r = x.shape[0];
   const int64_t c = x.shape[1];
-  const int64_t channel_tiles = cdiv(c, kTile);
-  const int64_t kcap = plan.columns();
-  const std::vector<TokenTile> tiles = token_tiles("quantize_dual", plan);
-  const bool gemm = rows.layout == ScaleLayout::gemm;
   const bool per_channel = columns.layout == ScaleLayout::gemm;
-  const auto scales_of_row = [&](int64_t i) {
-    return rows.scale_inv.as<float>() + (gemm ? i : i * channel_tiles);
-  };
-  const int64_t scale_stride = gemm ? pad4(r) : 1;
-  uint8_t* row_data = rows.data.as<uint8_t>();
+  const RowScales scales(rows);
+  const std::vector<TokenTile> tiles = token_tiles("quantize_dual", plan);
+  uint8_t* codes = rows.data.as<uint8_t>();
 
   for (int64_t e = 0; e < plan.experts; ++e)
     for (int64_t i = plan.row_offsets()[e] + plan.tokens_per_expert()[e];
-         i < std::min<int64_t>(plan.row_offsets()[e + 1], r); ++i)
-      zero_row(c, row_data + i * c, scales_of_row(i), scale_stride);
+         i < plan.row_offsets()[e + 1]; ++i)
+      zero_row(c, codes + i * c, scales.of(i), scales.tile);
 
   dispatch_fp8(rows.data.dtype, [&]<typename F>() {
     dispatch_float(x.dtype, [&]<typename T>() {
@@ -55,16 +48,11 @@ void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& ro
       for (size_t n = 0; n < tiles.size(); ++n) {
         const TokenTile t = tiles[n];
         for (int64_t i = t.row; i < t.row + t.tokens; ++i)
-          row<F>(data + i * c, c, rule, row_data + i * c, scales_of_row(i), scale_stride);
-        for (int64_t ct = 0; ct < channel_tiles; ++ct) {
-          const int64_t first = ct * kTile;
-          const int64_t scale_at =
-              per_channel ? t.col / kTile * pad4(c) + first : ct * (kcap / kTile) + t.col / kTile;
+          row<F>(data + i * c, c, rule, codes + i * c, scales.of(i), scales.tile);
+        for (int64_t first = 0; first < c; first += kTile)
           column_tile<F>(data + t.row * c + first, c, t.tokens,
                          static_cast<int>(std::min(kTile, c - first)), per_channel, rule,
-                         columns.data.as<uint8_t>() + first * kcap + t.col, kcap,
-                         columns.scale_inv.as<float>() + scale_at);
-        }
+                         columns_at(columns, t, first));
       }
     });
   });

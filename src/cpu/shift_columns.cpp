@@ -5,6 +5,7 @@
 #include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/row_scales.h"
 
 namespace fp8moe::cpu {
 namespace {
@@ -99,58 +100,46 @@ FP8MOE_HD void shift_to_channels(const TileRows& rows, CodeTile& tile, float* sc
 }
 
 template <typename F>
-FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, uint8_t* out,
-                              int64_t out_stride, float* scale_inv) {
+FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, const ColumnsAt& out) {
   CodeTile tile;
   if (per_channel) {
-    shift_to_channels<F>(rows, tile, scale_inv);
+    shift_to_channels<F>(rows, tile, out.scale_inv);
   } else {
-    shift_to_block<F>(rows, tile, scale_inv);
+    shift_to_block<F>(rows, tile, out.scale_inv);
   }
   if (rows.tokens < kTile) tile.zero_from(rows.tokens);
-  transpose_tile(tile, rows.channels, out, out_stride);
+  transpose_tile(tile, rows.channels, out.data, out.stride);
 }
 
-// Where q's scales are: that of row r and channel tile t at r * row + t * tile.
-struct ScaleStrides {
-  int64_t row;
-  int64_t tile;
-};
-
 void check_scales(const char* op, const std::vector<TokenTile>& tiles, const int32_t* source,
-                  const float* scale, ScaleStrides stride, int64_t channel_tiles) {
-  int64_t bad = -1;  // the last bad scale in memory order: one value whatever the threads
+                  const RowScales& scales, int64_t channel_tiles) {
+  int64_t bad = -1;  // the last bad scale in memory: one value whatever the threads
 #pragma omp parallel for schedule(static) reduction(max : bad)
   for (size_t n = 0; n < tiles.size(); ++n) {
     for (int64_t r = tiles[n].row; r < tiles[n].row + tiles[n].tokens; ++r) {
-      const int64_t at = (source != nullptr ? source[r] : r) * stride.row;
+      const int64_t at = (source != nullptr ? source[r] : r) * scales.row;
       for (int64_t t = 0; t < channel_tiles; ++t) {
-        const float s = scale[at + t * stride.tile];
+        const float s = scales.data[at + t * scales.tile];
         if (!is_pow2_scale(s) && bit_cast<uint32_t>(s) != 0)
-          bad = std::max(bad, at + t * stride.tile);
+          bad = std::max(bad, at + t * scales.tile);
       }
     }
   }
   FP8MOE_CHECK(bad < 0, "[", op,
-               "] scales must be positive powers of two (or 0 on an empty row), as "
-               "quantize writes with power-of-two scales; got ",
-               scale[std::max<int64_t>(bad, 0)]);
+               "] scales must be positive powers of two (0 only where a row is empty); got ",
+               scales.data[std::max<int64_t>(bad, 0)]);
 }
 
 }  // namespace
 
 void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
                    const int32_t* source, const Fp8Tensor& columns) {
-  const int64_t rows = q.data.shape[0];
   const int64_t c = q.data.shape[1];
   const int64_t channel_tiles = cdiv(c, kTile);
-  const int64_t kcap = plan.columns();
-  const bool gemm = q.layout == ScaleLayout::gemm;
   const bool per_channel = columns.layout == ScaleLayout::gemm;
-  const ScaleStrides stride = gemm ? ScaleStrides{1, pad4(rows)} : ScaleStrides{channel_tiles, 1};
-  const float* scale = q.scale_inv.as<float>();
+  const RowScales scales(q);
   const std::vector<TokenTile> tiles = token_tiles(op, plan);
-  check_scales(op, tiles, source, scale, stride, channel_tiles);
+  check_scales(op, tiles, source, scales, channel_tiles);
 
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
 #pragma omp parallel for schedule(dynamic)
@@ -164,12 +153,9 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
         for (int i = 0; i < t.tokens; ++i) {
           const int64_t r = source != nullptr ? source[t.row + i] : t.row + i;
           tile.code[i] = q.data.as<uint8_t>() + r * c + first;
-          tile.exponent[i] = exponent_field(scale[r * stride.row + ct * stride.tile]);
+          tile.exponent[i] = exponent_field(scales.of(r)[ct * scales.tile]);
         }
-        const int64_t scale_at =
-            per_channel ? t.col / kTile * pad4(c) + first : ct * (kcap / kTile) + t.col / kTile;
-        shift_tile<F>(tile, per_channel, columns.data.as<uint8_t>() + first * kcap + t.col, kcap,
-                      columns.scale_inv.as<float>() + scale_at);
+        shift_tile<F>(tile, per_channel, columns_at(columns, t, first));
       }
     }
   });

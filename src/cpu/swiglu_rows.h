@@ -35,9 +35,8 @@ FP8MOE_CLONES void swiglu_row(const float* z, int64_t inner, float prob, float b
 
 template <typename F>
 FP8MOE_CLONES void quantize_column_tile(const float* x, int64_t stride, int tokens, int channels,
-                                        bool per_channel, ScaleRule rule, uint8_t* out,
-                                        int64_t out_stride, float* scale_inv) {
-  quantize_columns<F>(x, stride, tokens, channels, per_channel, rule, out, out_stride, scale_inv);
+                                        bool per_channel, ScaleRule rule, const ColumnsAt& out) {
+  quantize_columns<F>(x, stride, tokens, channels, per_channel, rule, out);
 }
 
 // Row r of an FP8 tensor whose rows are quantized as they are computed.
@@ -73,18 +72,12 @@ struct RowSink {
 inline void put_columns(const Fp8Tensor& columns, const TokenTile& tile, const float* x,
                         ScaleRule rule) {
   const int64_t c = columns.data.shape[0];
-  const int64_t kcap = columns.data.shape[1];
-  const int64_t token_tile = tile.col / kTile;
   const bool per_channel = columns.layout == ScaleLayout::gemm;
   dispatch_fp8(columns.data.dtype, [&]<typename F>() {
-    for (int64_t first = 0; first < c; first += kTile) {
-      const int64_t scale_at =
-          per_channel ? token_tile * pad4(c) + first : first / kTile * (kcap / kTile) + token_tile;
+    for (int64_t first = 0; first < c; first += kTile)
       quantize_column_tile<F>(x + first, c, tile.tokens,
                               static_cast<int>(std::min(kTile, c - first)), per_channel, rule,
-                              columns.data.as<uint8_t>() + first * kcap + tile.col, kcap,
-                              columns.scale_inv.as<float>() + scale_at);
-    }
+                              columns_at(columns, tile, first));
   });
 }
 

@@ -4,6 +4,7 @@
 #include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/row_scales.h"
 #include "cpu/shift_columns.h"
 
 namespace fp8moe::cpu {
@@ -13,41 +14,30 @@ namespace {
 template <typename From, typename To>
 FP8MOE_CLONES void requantize_tile(const uint8_t* q, int64_t stride, const float* scale_inv,
                                    int64_t scale_stride, int tokens, int channels, bool per_channel,
-                                   ScaleRule rule, uint8_t* out, int64_t out_stride,
-                                   float* out_scale_inv) {
+                                   ScaleRule rule, const ColumnsAt& out) {
   alignas(64) float value[kTile][kTile];
   for (int t = 0; t < tokens; ++t)
     for (int c = 0; c < channels; ++c)
       value[t][c] = fp8_decode<From>(q[t * stride + c]) * scale_inv[t * scale_stride];
-  quantize_columns<To>(value[0], kTile, tokens, channels, per_channel, rule, out, out_stride,
-                       out_scale_inv);
+  quantize_columns<To>(value[0], kTile, tokens, channels, per_channel, rule, out);
 }
 
 void requantize_columns(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
                         ScaleRule rule) {
-  const int64_t rows = q.data.shape[0];
   const int64_t c = q.data.shape[1];
-  const int64_t channel_tiles = cdiv(c, kTile);
-  const int64_t kcap = plan.columns();
-  const bool gemm = q.layout == ScaleLayout::gemm;
   const bool per_channel = columns.layout == ScaleLayout::gemm;
+  const RowScales scales(q);
   const std::vector<TokenTile> tiles = token_tiles("transpose_fp8", plan);
   dispatch_fp8(q.data.dtype, [&]<typename From>() {
     dispatch_fp8(columns.data.dtype, [&]<typename To>() {
 #pragma omp parallel for schedule(dynamic)
       for (size_t n = 0; n < tiles.size(); ++n) {
         const TokenTile t = tiles[n];
-        for (int64_t ct = 0; ct < channel_tiles; ++ct) {
-          const int64_t first = ct * kTile;
-          const int64_t from = gemm ? ct * pad4(rows) + t.row : t.row * channel_tiles + ct;
-          const int64_t to =
-              per_channel ? t.col / kTile * pad4(c) + first : ct * (kcap / kTile) + t.col / kTile;
-          requantize_tile<From, To>(
-              q.data.as<uint8_t>() + t.row * c + first, c, q.scale_inv.as<float>() + from,
-              gemm ? 1 : channel_tiles, t.tokens, static_cast<int>(std::min(kTile, c - first)),
-              per_channel, rule, columns.data.as<uint8_t>() + first * kcap + t.col, kcap,
-              columns.scale_inv.as<float>() + to);
-        }
+        for (int64_t first = 0; first < c; first += kTile)
+          requantize_tile<From, To>(q.data.as<uint8_t>() + t.row * c + first, c,
+                                    scales.of(t.row) + first / kTile * scales.tile, scales.row,
+                                    t.tokens, static_cast<int>(std::min(kTile, c - first)),
+                                    per_channel, rule, columns_at(columns, t, first));
       }
     });
   });
