@@ -145,24 +145,19 @@ Fp8Tensor Call::fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& 
   return q;
 }
 
-RoutingPlan plan_of(const PlanShape& shape) {
+template <bool kWritable>
+RoutingPlan Call::plan(const ArrayArg<kWritable>& slab, const PlanShape& shape) {
+  if (slab.given != shape.given)
+    fail(op_, "plan", "", "and plan_shape go together; got only one of them");
   RoutingPlan plan;
   if (!shape.given) return plan;
+  plan.slab = tensor(slab, "plan");
   const auto [tokens, slots, experts, align, capacity] = shape.sizes;
   plan.tokens = tokens;
   plan.slots = slots;
   plan.experts = experts;
   plan.align = align;
   plan.capacity = capacity;
-  return plan;
-}
-
-template <bool kWritable>
-RoutingPlan Call::plan(const ArrayArg<kWritable>& slab, const PlanShape& shape) {
-  if (slab.given != shape.given)
-    fail(op_, "plan", "", "and plan_shape go together; got only one of them");
-  RoutingPlan plan = plan_of(shape);
-  plan.slab = tensor(slab, "plan");
   return plan;
 }
 

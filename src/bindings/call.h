@@ -6,9 +6,6 @@
 
 namespace fp8moe {
 
-// A plan of these sizes without its slab.
-RoutingPlan plan_of(const PlanShape& shape);
-
 // The stream (a cudaStream_t as an integer) of this thread for arrays whose framework does not tell
 // its own through the exchange API; 0, the default stream, at first. Returns the previous one.
 int64_t set_stream(int64_t handle);

@@ -65,12 +65,10 @@ void bind_quantization(nb::module_& m) {
 void bind_routing(nb::module_& m) {
   m.def(
       "route_workspace",
-      [](Shape plan_shape, bool cuda) {
-        RoutingPlan plan = plan_of(plan_shape);
-        plan.slab.device.type = cuda ? DeviceType::cuda : DeviceType::cpu;
-        return route_workspace(plan);
+      [](In plan, Shape plan_shape) {
+        return route_workspace(Call("route_workspace").plan(plan, plan_shape));
       },
-      "plan_shape"_a, "cuda"_a, "Bytes of scratch `route` needs for a plan of this shape.");
+      "plan"_a, "plan_shape"_a, "Bytes of scratch `route` needs for a plan of this shape.");
 
   m.def(
       "route",

@@ -1,0 +1,185 @@
+"""What the ops share: registration with torch, allocation of outputs, words into flat arguments.
+
+torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
+outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C; the
+torch op is taken where something traces or intercepts (torch.compile, make_fx, dispatch modes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
+from fp8moe_cutlass.typing import Array, DType
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    torch = None  # type: ignore[assignment]
+
+_NAMES: dict[Any, str] = {
+    **{name: name for name in ("float32", "float16", "bfloat16", "e4m3", "e5m2")},
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+if torch is not None:
+    _LIBRARY = torch.library.Library("fp8moe", "DEF")
+    _TORCH = {
+        "float32": torch.float32,
+        "float16": torch.float16,
+        "bfloat16": torch.bfloat16,
+        "e4m3": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+        "int32": torch.int32,
+        "uint8": torch.uint8,
+    }
+    _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
+
+
+def define(schema: str, run: Callable[..., None] | None = None) -> Callable[..., None]:
+    """Registers `name(arguments)` with torch, if it is here, and returns the way to call it.
+
+    run: the implementation, _C.<name> if not given. The caller refuses arguments that require grad
+    where grad mode is on, because their gradient would be lost.
+    """
+    name, _, arguments = schema.partition("(")
+    direct: Callable[..., None] = run or getattr(_C, name)
+    if torch is None:
+        return direct
+    _LIBRARY.define(f"{schema} -> ()")
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, direct, key)
+    torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
+    through_torch = getattr(torch.ops.fp8moe, name).default
+    words = arguments.rstrip(")").split(", ")
+    arrays = [(i, w.split()[-1]) for i, w in enumerate(words) if w.startswith("Tensor")]
+
+    def call(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            for i, argument in arrays:
+                if getattr(args[i], "requires_grad", False):
+                    raise ValueError(
+                        f"[{name}] {argument} must not require grad, its gradient would be lost; "
+                        "use fp8moe_cutlass.autograd or .nn, or detach it"
+                    )
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            through_torch(*args)
+        else:
+            direct(*args)
+
+    return call
+
+
+def _fill_nothing(*args: Any) -> None:
+    """The fake of every op: outputs exist already."""
+
+
+# ---- allocation ---------------------------------------------------------------------------------
+
+
+def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
+    """An uninitialized array of the framework and device of `like`; dtype None: its own too."""
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.empty(
+            shape, dtype=like.dtype if dtype is None else _TORCH[dtype], device=like.device
+        )
+    return _numpy(np.empty, op, like, shape, dtype)
+
+
+def zeros(op: str, like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """`empty`, filled with zeros."""
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.zeros(shape, dtype=_TORCH[dtype], device=like.device)
+    return _numpy(np.zeros, op, like, shape, dtype)
+
+
+def _numpy(
+    make: Callable[..., Array], op: str, like: Array, shape: tuple[int, ...], dtype: str | None
+) -> Array:
+    if not isinstance(like, np.ndarray):
+        raise ValueError(
+            f"[{op}] allocates outputs for torch and NumPy only; give out= for {type(like)}"
+        )
+    if dtype == "bfloat16":
+        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for dtype 'float32' or 'float16'")
+    return make(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
+
+
+def contiguous(array: Array) -> Array:
+    """The array, copied into row-major order where it is not."""
+    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
+
+
+def fp8_output(
+    op: str,
+    out: Fp8Tensor | None,
+    like: Array,
+    shape: tuple[int, ...],
+    layout: str,
+    fp8_dtype: DType,
+    pow2: bool,
+    interleave: int = 0,
+) -> Fp8Tensor:
+    """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
+    format = dtype_name(op, fp8_dtype, "e4m3", "e5m2")
+    if out is not None:
+        asked = (layout, format, pow2, interleave)
+        got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
+        if asked != got:
+            raise ValueError(
+                f"[{op}] out must have (scale_layout, fp8_dtype, pow2, interleave) {asked}; "
+                f"got {got}"
+            )
+        return out
+    block = (TILE, TILE) if layout == "block" else (1, TILE)
+    return Fp8Tensor(
+        empty(op, like, shape, format),
+        empty(op, like, scale_shape(shape, layout), "float32"),
+        block,
+        layout,
+        pow2,
+        interleave,
+        format,
+    )
+
+
+# ---- words --------------------------------------------------------------------------------------
+
+
+def dtype_name(op: str, dtype: DType, *allowed: str) -> str:
+    """The name among `allowed` of a dtype given by name or as a framework's object."""
+    name = _NAMES.get(dtype)
+    if name is None and not isinstance(dtype, str):
+        name = _NAMES.get(getattr(dtype, "name", getattr(dtype, "__name__", None)))
+    if name not in allowed:
+        raise ValueError(f"[{op}] dtype must be one of {allowed}; got {dtype!r}")
+    return name
+
+
+def is_pow2(op: str, scale: str) -> bool:
+    """Whether the word asks for power-of-two scales."""
+    if scale not in ("pow2", "fp32"):
+        raise ValueError(f"[{op}] scale must be 'pow2' or 'fp32'; got {scale!r}")
+    return scale == "pow2"
+
+
+def column_layout(op: str, columns: str) -> str:
+    """Scale layout of a transposed operand: 128x128 tiles, or 1x128 tiles along tokens."""
+    if columns == "block":
+        return "block"
+    if columns == "column":
+        return "gemm"
+    raise ValueError(f"[{op}] columns must be 'block' or 'column'; got {columns!r}")
+
+
+def flat(t: Fp8Tensor | None) -> tuple[Array, Array, str]:
+    """An Fp8Tensor, or none, as the three flat arguments (data, scale, layout)."""
+    if t is None:
+        return None, None, ""
+    return t.data, t.scale_inv, t.layout_arg

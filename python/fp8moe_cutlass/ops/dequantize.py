@@ -1,0 +1,22 @@
+"""x = q * scale_inv."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import define, dtype_name, empty, flat
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array, DType
+
+_op = define("dequantize(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) x)")
+
+
+def dequantize(t: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = None) -> Array:
+    """The values of t [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16.
+
+    Raises ValueError for interleaved weights, whose rows and scales are in different orders.
+    """
+    if t.interleave:
+        raise ValueError(f"[dequantize] t must not be interleaved; got interleave={t.interleave}")
+    name = dtype_name("dequantize", dtype, "float32", "float16", "bfloat16")
+    x = empty("dequantize", t.data, t.shape, name) if out is None else out
+    _op(*flat(t), x)
+    return x

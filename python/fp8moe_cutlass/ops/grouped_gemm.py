@@ -1,0 +1,38 @@
+"""D[rows of e] = A[rows of e] W[e]^T."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import define, dtype_name, empty, flat
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array, DType
+
+_op = define(
+    "grouped_gemm(Tensor a, Tensor a_scale, str a_layout, Tensor w, Tensor w_scale, str w_layout, "
+    "Tensor plan, SymInt[] plan_shape, Tensor(a!) d)"
+)
+
+
+def grouped_gemm(
+    a: Fp8Tensor,
+    w: Fp8Tensor,
+    plan: RoutingPlan,
+    *,
+    out_dtype: DType = "bfloat16",
+    out: Array | None = None,
+) -> Array:
+    """Multiplies each expert's rows of a [R, K] (gemm layout) by its w[e]^T of w [E, N, K] (block).
+
+    fprop with quantize_weight's first result, dgrad with its second. Rows are ragged: `plan` says
+    whose they are. Returns d [R, N], bfloat16 or float32, accumulated in float32.
+    """
+    if a.interleave or w.interleave:
+        raise ValueError(
+            "[grouped_gemm] a and w must not be interleaved; "
+            f"got interleave={a.interleave} and {w.interleave}"
+        )
+    name = dtype_name("grouped_gemm", out_dtype, "bfloat16", "float32")
+    if out is None:
+        out = empty("grouped_gemm", a.data, (a.shape[0], w.shape[1]), name)
+    _op(*flat(a), *flat(w), plan.slab, plan.sizes, out)
+    return out

@@ -1,0 +1,39 @@
+"""dW[e] (+)= dY[e]^T X[e], over tokens."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import define, dtype_name, empty, flat
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array, DType
+
+_op = define(
+    "grouped_gemm_wgrad(Tensor dy_t, Tensor dy_t_scale, str dy_t_layout, "
+    "Tensor x_t, Tensor x_t_scale, str x_t_layout, Tensor plan, SymInt[] plan_shape, "
+    "Tensor(a!) dw, bool accumulate)"
+)
+
+
+def grouped_gemm_wgrad(
+    dy_t: Fp8Tensor,
+    x_t: Fp8Tensor,
+    plan: RoutingPlan,
+    *,
+    out: Array | None = None,
+    accumulate: bool = False,
+    out_dtype: DType = "float32",
+) -> Array:
+    """Contracts dy_t [N, Kcap] and x_t [K, Kcap], two transposed operands, over tokens per expert.
+
+    Both of the same kind: 128x128 tiles ("block") or 1x128 along tokens ("column"). Returns dW
+    [E, N, K], float32 or bfloat16; accumulate=True adds to `out`; otherwise an expert without
+    tokens gets zeros.
+    """
+    name = dtype_name("grouped_gemm_wgrad", out_dtype, "float32", "bfloat16")
+    if out is None:
+        if accumulate:
+            raise ValueError("[grouped_gemm_wgrad] accumulate=True adds to out; got out=None")
+        shape = (plan.experts, dy_t.shape[0], x_t.shape[0])
+        out = empty("grouped_gemm_wgrad", dy_t.data, shape, name)
+    _op(*flat(dy_t), *flat(x_t), plan.slab, plan.sizes, out, accumulate)
+    return out

@@ -1,0 +1,70 @@
+"""y[row_of[t, s]] = x[t], and back."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fp8moe_cutlass.ops._library import define, empty, flat, fp8_output
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array, ScaleLayout
+
+T = TypeVar("T")
+
+_op = define(
+    "permute_pad(Tensor x, Tensor? x_scale, str x_layout, Tensor plan, SymInt[] plan_shape, "
+    "Tensor? probs, Tensor(a!) y, Tensor(b!)? y_scale, str y_layout, Tensor(c!)? permuted_probs)"
+)
+_backward = define(
+    "permute_pad_backward(Tensor dy, Tensor plan, SymInt[] plan_shape, Tensor? permuted_dprobs, "
+    "Tensor(a!) dx, Tensor(b!)? dprobs)"
+)
+
+
+def permute_pad(
+    x: T,
+    plan: RoutingPlan,
+    probs: Array | None = None,
+    *,
+    scale_layout: ScaleLayout = "gemm",
+    out: tuple[T, Array | None] | None = None,
+) -> tuple[T, Array | None]:
+    """Copies the tokens x [T, C] to the rows of their experts; padding rows are zero.
+
+    x: float32, float16 or bfloat16, or an Fp8Tensor with 1x128 scales, which move along (into
+    `scale_layout`, "gemm" or "row"). probs [T, S] float32 becomes permuted_probs [R].
+    Returns (y [R, C], permuted_probs or None).
+    """
+    y, permuted = out or (None, None)
+    if probs is not None and permuted is None:
+        permuted = empty("permute_pad", probs, (plan.rows,))
+    if isinstance(x, Fp8Tensor):
+        shape = (plan.rows, x.shape[1])
+        y8 = fp8_output("permute_pad", y, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
+        _op(*flat(x), plan.slab, plan.sizes, probs, *flat(y8), permuted)
+        return y8, permuted  # type: ignore[return-value]
+    if y is None:
+        y = empty("permute_pad", x, (plan.rows, x.shape[1]))  # type: ignore[attr-defined]
+    _op(x, None, "", plan.slab, plan.sizes, probs, y, None, "", permuted)
+    return y, permuted
+
+
+def permute_pad_backward(
+    dy: Array,
+    plan: RoutingPlan,
+    dprobs: Array | None = None,
+    *,
+    out: tuple[Array, Array | None] | None = None,
+) -> tuple[Array, Array | None]:
+    """The gradient of permute_pad: dx[t] = sum over slots ascending of dy[row_of[t, s]].
+
+    dy [R, C] float32, float16 or bfloat16, summed in float32, rounded once. dprobs [R] float32 is
+    the gradient of permuted_probs. Returns (dx [T, C], dprobs [T, S] or None, 0 for dropped slots).
+    """
+    dx, dprobs_out = out or (None, None)
+    if dx is None:
+        dx = empty("permute_pad_backward", dy, (plan.tokens, dy.shape[1]))
+    if dprobs is not None and dprobs_out is None:
+        dprobs_out = empty("permute_pad_backward", dprobs, (plan.tokens, plan.slots))
+    _backward(dy, plan.slab, plan.sizes, dprobs, dx, dprobs_out)
+    return dx, dprobs_out

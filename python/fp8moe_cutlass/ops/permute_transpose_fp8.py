@@ -1,0 +1,32 @@
+"""transpose_fp8(permute_pad(t)) in one gathering pass."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import column_layout, define, flat, fp8_output
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Columns
+
+_op = define(
+    "permute_transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, "
+    "SymInt[] plan_shape, Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout)"
+)
+
+
+def permute_transpose_fp8(
+    t: Fp8Tensor, plan: RoutingPlan, *, columns: Columns = "block", out: Fp8Tensor | None = None
+) -> Fp8Tensor:
+    """The unpermuted tokens t [T, C] as a transposed operand [C, Kcap].
+
+    Bit-equal to transpose_fp8 of permute_pad's rows; t needs power-of-two 1x128 scales.
+    """
+    if not t.pow2:
+        raise ValueError(
+            "[permute_transpose_fp8] shifts codes by powers of two, so t must have pow2 scales; "
+            "got pow2=False (permute_pad, then transpose_fp8 with requantize=True)"
+        )
+    layout = column_layout("permute_transpose_fp8", columns)
+    shape = (t.shape[1], plan.columns)
+    q = fp8_output("permute_transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, True)
+    _op(*flat(t), plan.slab, plan.sizes, *flat(q))
+    return q

@@ -1,0 +1,41 @@
+"""Rows and columns of Q(x) in one pass over x."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import column_layout, define, flat, fp8_output, is_pow2
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
+
+_op = define(
+    "quantize_dual(Tensor x, Tensor plan, SymInt[] plan_shape, "
+    "Tensor(a!) rows, Tensor(b!) rows_scale, str rows_layout, "
+    "Tensor(c!) columns, Tensor(d!) columns_scale, str columns_layout, bool pow2, float eps)"
+)
+
+
+def quantize_dual(
+    x: Array,
+    plan: RoutingPlan,
+    *,
+    columns: Columns = "block",
+    fp8_dtype: DType = "e4m3",
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    scale_layout: ScaleLayout = "gemm",
+    out: tuple[Fp8Tensor, Fp8Tensor] | None = None,
+) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """Quantizes x [R, C] (grouped by `plan`) by rows and, transposed, by columns.
+
+    Returns the rows [R, C] by 1x128 tiles in `scale_layout` ("gemm" or "row") and the columns
+    [C, Kcap] by 128x128 tiles (columns="block") or 1x128 tiles along tokens ("column"). Both are
+    single quantizations of x; an expert's tiles see its own rows only.
+    """
+    pow2 = is_pow2("quantize_dual", scale)
+    r, c = x.shape
+    t_layout = column_layout("quantize_dual", columns)
+    given = out or (None, None)
+    rows = fp8_output("quantize_dual", given[0], x, (r, c), scale_layout, fp8_dtype, pow2)
+    cols = fp8_output("quantize_dual", given[1], x, (c, plan.columns), t_layout, fp8_dtype, pow2)
+    _op(x, plan.slab, plan.sizes, *flat(rows), *flat(cols), pow2, eps)
+    return rows, cols

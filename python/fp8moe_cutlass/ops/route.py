@@ -1,0 +1,54 @@
+"""RoutingPlan of a top-k choice or of a routing mask."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.ops._library import define, empty, zeros
+from fp8moe_cutlass.routing import RoutingPlan, empty_plan
+from fp8moe_cutlass.typing import Array
+
+
+def _run(
+    topk_idx: Array | None, routing_map: Array | None, plan: Array, plan_shape: tuple[int, ...]
+) -> None:
+    workspace = zeros("route", plan, (_C.route_workspace(plan, plan_shape),), "uint8")
+    _C.route(topk_idx, routing_map, plan, plan_shape, workspace)
+
+
+_op = define(
+    "route(Tensor? topk_idx, Tensor? routing_map, Tensor(a!) plan, SymInt[] plan_shape)", _run
+)
+
+
+def route(
+    num_experts: int,
+    *,
+    topk_idx: Array | None = None,
+    routing_map: Array | None = None,
+    align: int = 1,
+    capacity: int | None = None,
+    out: RoutingPlan | None = None,
+) -> RoutingPlan:
+    """The plan of topk_idx [T, S] (int32 or int64; -1: dropped), or of routing_map [T, E].
+
+    A mask (bool, uint8, int32 or int64) stands for S = E slots, slot e being expert e; it needs
+    `capacity`, the number of assignments to provide rows for (T*S otherwise). Assignments beyond it
+    are dropped and counted in plan.status. align: 1, 16, 32 or 128.
+    Ids outside [-1, E): ValueError on the CPU; dropped and counted on CUDA (plan.check()).
+    """
+    if (topk_idx is None) == (routing_map is None):
+        raise ValueError("[route] exactly one of topk_idx and routing_map is needed")
+    if routing_map is not None and capacity is None:
+        raise ValueError("[route] a routing_map needs capacity; got None")
+    given = topk_idx if routing_map is None else routing_map
+    if len(given.shape) != 2:
+        name = "topk_idx" if routing_map is None else "routing_map"
+        raise ValueError(f"[route] {name} must have 2 dimensions; got {tuple(given.shape)}")
+    tokens, slots = given.shape
+    sizes = (tokens, slots, num_experts, align, tokens * slots if capacity is None else capacity)
+    if out is None:
+        out = empty_plan(lambda words: empty("route", given, (words,), "int32"), sizes)
+    elif out.sizes != sizes:
+        raise ValueError(f"[route] out must be a plan of {sizes}; got {out.sizes}")
+    _op(topk_idx, routing_map, out.slab, sizes)
+    return out

@@ -1,0 +1,142 @@
+"""h = Q(silu(gate) * up * prob) of z = [gate | up], and back."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import column_layout, define, empty, flat, fp8_output, is_pow2
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
+
+_op = define(
+    "swiglu_quantize(Tensor z, Tensor? plan, SymInt[] plan_shape, Tensor? probs, float clamp, "
+    "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
+    "Tensor(c!)? h_columns, Tensor(d!)? h_columns_scale, str h_columns_layout, "
+    "Tensor(e!)? z_q, Tensor(f!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
+)
+_backward = define(
+    "swiglu_quantize_backward(Tensor dh, Tensor? z, Tensor? z_q, Tensor? z_q_scale, "
+    "str z_q_layout, Tensor? plan, SymInt[] plan_shape, Tensor? probs, float clamp, "
+    "Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
+    "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
+    "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
+    "bool pow2, float eps)"
+)
+
+
+def swiglu_quantize(
+    z: Array,
+    plan: RoutingPlan | None = None,
+    probs: Array | None = None,
+    *,
+    clamp: float | None = None,
+    columns: Columns | None = None,
+    save_z: bool = False,
+    fp8_dtype: DType = "e4m3",
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    scale_layout: ScaleLayout = "gemm",
+    out: tuple[Fp8Tensor, ...] | Fp8Tensor | None = None,
+) -> Fp8Tensor | tuple[Fp8Tensor, ...]:
+    """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16).
+
+    plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
+    up within [-c, c]. columns "block" or "column" (needs a plan) also returns h transposed,
+    [I, Kcap], as quantize_dual does; save_z also returns Q(z) [R, 2I] in row layout, which the
+    backward may take instead of z. Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
+    """
+    pow2 = is_pow2("swiglu_quantize", scale)
+    r, i = z.shape[0], z.shape[1] // 2
+    wanted = [((r, i), scale_layout)]
+    if columns is not None:
+        shape = (i, _needed(plan, "swiglu_quantize").columns)
+        wanted.append((shape, column_layout("swiglu_quantize", columns)))
+    if save_z:
+        wanted.append(((r, 2 * i), "row"))
+    given = (out,) if isinstance(out, Fp8Tensor) else out or (None,) * len(wanted)
+    if len(given) != len(wanted):
+        raise ValueError(f"[swiglu_quantize] out must have {len(wanted)} parts; got {len(given)}")
+    made = tuple(
+        fp8_output("swiglu_quantize", part, z, shape, layout, fp8_dtype, pow2)
+        for part, (shape, layout) in zip(given, wanted, strict=True)
+    )
+    h_columns = made[1] if columns is not None else None
+    z_q = made[-1] if save_z else None
+    _op(
+        z,
+        *_flat_plan(plan),
+        probs,
+        clamp or 0.0,
+        *flat(made[0]),
+        *flat(h_columns),
+        *flat(z_q),
+        pow2,
+        eps,
+    )
+    return made if len(made) > 1 else made[0]
+
+
+def swiglu_quantize_backward(
+    dh: Array,
+    z: Array | Fp8Tensor,
+    plan: RoutingPlan | None = None,
+    probs: Array | None = None,
+    *,
+    clamp: float | None = None,
+    columns: Columns | None = None,
+    fp8_dtype: DType = "e4m3",
+    h_fp8_dtype: DType = None,
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    scale_layout: ScaleLayout = "gemm",
+    out: tuple[Fp8Tensor | Array | None, ...] | None = None,
+) -> tuple[Fp8Tensor, Array | None] | tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor, Array | None]:
+    """The gradient of swiglu_quantize at dh [R, I], with z [R, 2I] as given forward or its Q(z).
+
+    dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
+    returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in `h_fp8_dtype` (None:
+    fp8_dtype). Returns (dz, dprobs or None), or (dz, dz_columns, h_columns, dprobs or None).
+    """
+    op = "swiglu_quantize_backward"
+    pow2 = is_pow2(op, scale)
+    r, i = dh.shape
+    wanted = [((r, 2 * i), scale_layout, fp8_dtype)]
+    if columns is not None:
+        layout, kcap = column_layout(op, columns), _needed(plan, op).columns
+        wanted.append(((2 * i, kcap), layout, fp8_dtype))
+        wanted.append(((i, kcap), layout, fp8_dtype if h_fp8_dtype is None else h_fp8_dtype))
+    *given, dprobs = out or (None,) * (len(wanted) + 1)
+    if len(given) != len(wanted):
+        raise ValueError(f"[{op}] out must have {len(wanted) + 1} parts; got {len(given) + 1}")
+    made = tuple(
+        fp8_output(op, part, dh, shape, layout, dtype, pow2)
+        for part, (shape, layout, dtype) in zip(given, wanted, strict=True)
+    )
+    if probs is not None and dprobs is None:
+        dprobs = empty(op, probs, (r,))
+    dz_columns, h_columns = made[1:] if columns is not None else (None, None)
+    z_q = z if isinstance(z, Fp8Tensor) else None
+    _backward(
+        dh,
+        None if z_q is not None else z,
+        *flat(z_q),
+        *_flat_plan(plan),
+        probs,
+        clamp or 0.0,
+        *flat(made[0]),
+        dprobs,
+        *flat(dz_columns),
+        *flat(h_columns),
+        pow2,
+        eps,
+    )
+    return (*made, dprobs)  # type: ignore[return-value]
+
+
+def _needed(plan: RoutingPlan | None, op: str) -> RoutingPlan:
+    if plan is None:
+        raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
+    return plan
+
+
+def _flat_plan(plan: RoutingPlan | None) -> tuple[Array | None, tuple[int, ...]]:
+    return (None, ()) if plan is None else (plan.slab, plan.sizes)

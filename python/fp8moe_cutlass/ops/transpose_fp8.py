@@ -1,0 +1,45 @@
+"""Rows into columns without leaving FP8: one scale a tile, codes shifted onto it."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import column_layout, define, flat, fp8_output, is_pow2
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Columns, ScaleKind
+
+_op = define(
+    "transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, SymInt[] plan_shape, "
+    "Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout, "
+    "bool requantize, bool pow2, float eps)"
+)
+
+
+def transpose_fp8(
+    t: Fp8Tensor,
+    plan: RoutingPlan,
+    *,
+    columns: Columns = "block",
+    requantize: bool = False,
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    out: Fp8Tensor | None = None,
+) -> Fp8Tensor:
+    """The rows t [R, C] (1x128 scales) as a transposed operand [C, Kcap], tokens contiguous.
+
+    Each tile (128x128 for columns="block", 1x128 along tokens for "column") gets one power-of-two
+    scale and codes RNE(code * 2^-k), exact where nothing underflows (docs/numerics.md). That needs
+    power-of-two scales: t.pow2=False is a ValueError. requantize=True dequantizes and quantizes
+    again by `scale` and `eps` instead: a second rounding, any scales.
+    A scale that is no power of two after all: ValueError on the CPU; CUDA counts it in plan.status.
+    """
+    pow2 = is_pow2("transpose_fp8", scale)
+    if not requantize and not (t.pow2 and pow2):
+        raise ValueError(
+            "[transpose_fp8] shifts codes by powers of two, so t must have pow2 scales and scale "
+            f"be 'pow2'; got pow2={t.pow2}, scale={scale!r} (requantize=True rounds a second time)"
+        )
+    layout = column_layout("transpose_fp8", columns)
+    shape = (t.shape[1], plan.columns)
+    q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
+    _op(*flat(t), plan.slab, plan.sizes, *flat(q), requantize, pow2, eps)
+    return q

@@ -1,0 +1,63 @@
+"""out[t] = sum over slots of (prob *) y[row_of[t, s]], and back."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fp8moe_cutlass.ops._library import define, empty
+from fp8moe_cutlass.ops.permute_pad import permute_pad
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import Array
+
+T = TypeVar("T")
+
+_op = define(
+    "unpermute_unpad(Tensor y, Tensor plan, SymInt[] plan_shape, Tensor? probs, Tensor(a!) out)"
+)
+_backward = define(
+    "unpermute_unpad_backward(Tensor dout, Tensor plan, SymInt[] plan_shape, Tensor? y, "
+    "Tensor? probs, Tensor(a!) dy, Tensor(b!)? dprobs)"
+)
+
+
+def unpermute_unpad(
+    y: Array, plan: RoutingPlan, probs: Array | None = None, *, out: Array | None = None
+) -> Array:
+    """Sums the rows y [R, C] of each token, slots ascending, weighted by probs [T, S] float32.
+
+    Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C].
+    """
+    if out is None:
+        out = empty("unpermute_unpad", y, (plan.tokens, y.shape[1]))
+    _op(y, plan.slab, plan.sizes, probs, out)
+    return out
+
+
+def unpermute_unpad_backward(
+    dout: T,
+    plan: RoutingPlan,
+    y: Array | None = None,
+    probs: Array | None = None,
+    *,
+    out: tuple[T, Array | None] | None = None,
+) -> tuple[T, Array | None]:
+    """The gradient: dy[row] = (prob *) dout[t], and dprobs[t, s] = <y[row], dout[t]>.
+
+    dout [T, C]; with probs [T, S] also y [R, C] is needed. An Fp8Tensor dout (without probs) is
+    permuted as it is. Returns (dy [R, C], padding rows zero; dprobs [T, S] float32 or None).
+    """
+    if isinstance(dout, Fp8Tensor):
+        if y is not None or probs is not None:
+            raise ValueError(
+                "[unpermute_unpad_backward] an Fp8Tensor dout takes neither y nor probs"
+            )
+        return permute_pad(dout, plan, out=out)
+    dy, dprobs = out or (None, None)
+    if dy is None:
+        shape = (plan.rows, dout.shape[1])  # type: ignore[attr-defined]
+        dy = empty("unpermute_unpad_backward", dout, shape)
+    if probs is not None and dprobs is None:
+        dprobs = empty("unpermute_unpad_backward", probs, (plan.tokens, plan.slots))
+    _backward(dout, plan.slab, plan.sizes, y, probs, dy, dprobs)
+    return dy, dprobs

@@ -1,0 +1,45 @@
+"""Fp8Recipe: the choices of number format a layer makes once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """How a layer quantizes.
+
+    fp8_dtype: format of activations and weights. grad_dtype: format of gradients. scale: "pow2"
+    (power-of-two scales, shifted exactly by the FP8-domain transpose) or "fp32". eps: floor of a
+    tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
+    fast wgrad) or "column" (1x128 along tokens, the most accurate one).
+    Raises ValueError for an unknown word, and for "fp32" with "block": a 128x128 block has one
+    scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
+    """
+
+    fp8_dtype: Fp8DType = "e4m3"
+    grad_dtype: Fp8DType = "e4m3"
+    scale: ScaleKind = "pow2"
+    eps: float = 1e-10
+    columns: Columns = "block"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "fp8_dtype": ("e4m3", "e5m2"),
+            "grad_dtype": ("e4m3", "e5m2"),
+            "scale": ("pow2", "fp32"),
+            "columns": ("block", "column"),
+        }
+        for name, words in allowed.items():
+            value = getattr(self, name)
+            if value not in words:
+                raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
+        if not 0.0 <= self.eps < float("inf"):
+            raise ValueError(f"[Fp8Recipe] eps must be finite and not negative; got {self.eps}")
+        if self.scale == "fp32" and self.columns == "block":
+            raise ValueError(
+                "[Fp8Recipe] columns must be 'column' with scale 'fp32'; got 'block', whose "
+                "transpose shifts codes by powers of two"
+            )

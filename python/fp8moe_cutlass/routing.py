@@ -1,0 +1,147 @@
+"""RoutingPlan: where each (token, slot) assignment lands once rows are grouped by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp8moe_cutlass.tensor import TILE, pad4
+from fp8moe_cutlass.typing import Array, DLPackArray
+
+STATUS_WORDS = 8
+_STATUS = (
+    "assignments dropped because the capacity was reached",
+    "expert ids out of range, dropped",
+    "scales met by an FP8-domain transpose that are not positive powers of two",
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RoutingPlan:
+    """A routing of T tokens x S slots to E experts; built by `ops.route` or `from_counts`.
+
+    One int32 slab on the device (include/fp8moe/plan.h has its layout) and the sizes that are known
+    on the host, so nothing here waits for the device but `check`. Letters: A = capacity, R = rows,
+    Kcap = columns. Rows are expert-major, within an expert in token order, then slot order; each
+    expert's rows start at a multiple of `align`. Rows at or past row_offsets[E] are unspecified.
+    """
+
+    slab: Array
+    tokens: int
+    slots: int
+    experts: int
+    align: int
+    capacity: int
+
+    @classmethod
+    def from_counts(
+        cls, tokens_per_expert: DLPackArray, capacity: int, align: int = 1
+    ) -> RoutingPlan:
+        """The plan of rows that arrive grouped: ops.plan_from_counts."""
+        from fp8moe_cutlass import ops
+
+        return ops.plan_from_counts(tokens_per_expert, capacity=capacity, align=align)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(tokens, slots, experts, align, capacity): `plan_shape` of the flat ops."""
+        return (self.tokens, self.slots, self.experts, self.align, self.capacity)
+
+    @property
+    def rows(self) -> int:
+        """R: rows of permuted operands; no routing of `capacity` assignments needs more."""
+        return self._bound(self.align)
+
+    @property
+    def columns(self) -> int:
+        """Kcap: columns of transposed operands, whose segments are aligned to 128."""
+        return self._bound(TILE)
+
+    @property
+    def slab_size(self) -> int:
+        """Words of the slab."""
+        return self._row_of_at + pad4(self.tokens * self.slots)
+
+    @property
+    def device(self) -> Any:
+        """The framework's device object; "cpu" for arrays that have none."""
+        return getattr(self.slab, "device", "cpu")
+
+    @property
+    def status(self) -> Array:
+        """[8] counters, all zero for a clean plan: overflow, bad expert ids, bad scales."""
+        return self.slab[:STATUS_WORDS]
+
+    @property
+    def tokens_per_expert(self) -> Array:
+        """[E] rows of each expert that carry an assignment."""
+        return self._words(STATUS_WORDS, self.experts)
+
+    @property
+    def row_offsets(self) -> Array:
+        """[E+1] first row of each expert, padding included in the differences."""
+        return self._words(STATUS_WORDS + pad4(self.experts), self.experts + 1)
+
+    @property
+    def col_offsets(self) -> Array:
+        """[E+1] first column of each expert in transposed operands, multiples of 128."""
+        at = STATUS_WORDS + pad4(self.experts) + pad4(self.experts + 1)
+        return self._words(at, self.experts + 1)
+
+    @property
+    def token_of_row(self) -> Array:
+        """[R] token of each row, -1 on padding."""
+        return self._words(self._token_of_row_at, self.rows)
+
+    @property
+    def slot_of_row(self) -> Array:
+        """[R] slot of each row, -1 on padding."""
+        return self._words(self._token_of_row_at + pad4(self.rows), self.rows)
+
+    @property
+    def row_of(self) -> Array:
+        """[T, S] row of each assignment, -1 where it was dropped."""
+        words = self._words(self._row_of_at, self.tokens * self.slots)
+        return words.reshape(self.tokens, self.slots)
+
+    def check(self) -> None:
+        """Waits for the device and raises ValueError if the plan dropped or met anything wrong."""
+        counts = [int(n) for n in self.status.tolist()]
+        found = [f"{n} {what}" for n, what in zip(counts, _STATUS, strict=False) if n]
+        if found:
+            raise ValueError(f"[RoutingPlan] must be clean; got {'; '.join(found)}")
+
+    def to(self, *args: Any, **kwargs: Any) -> RoutingPlan:
+        """Moved to another device (torch)."""
+        return RoutingPlan(self.slab.to(*args, **kwargs), *self.sizes)
+
+    @property
+    def _token_of_row_at(self) -> int:
+        return STATUS_WORDS + pad4(self.experts) + 2 * pad4(self.experts + 1)
+
+    @property
+    def _row_of_at(self) -> int:
+        return self._token_of_row_at + 2 * pad4(self.rows)
+
+    def _bound(self, align: int) -> int:
+        return rows_bound(self.capacity, self.experts, align)
+
+    def _words(self, at: int, count: int) -> Array:
+        return self.slab[at : at + count]
+
+    def __repr__(self) -> str:
+        return (
+            f"RoutingPlan(tokens={self.tokens}, slots={self.slots}, experts={self.experts}, "
+            f"align={self.align}, capacity={self.capacity}, rows={self.rows}, device={self.device})"
+        )
+
+
+def rows_bound(capacity: int, experts: int, align: int) -> int:
+    """align * floor((A + min(E, A) (align - 1)) / align): what any A assignments fit into."""
+    return align * ((capacity + min(experts, capacity) * (align - 1)) // align)
+
+
+def empty_plan(slab_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
+    """A plan of these sizes whose slab is what `slab_of(words)` returns."""
+    plan = RoutingPlan(None, *sizes)
+    return RoutingPlan(slab_of(plan.slab_size), *sizes)
