@@ -94,7 +94,8 @@ FP8MOE_C_API const char* fp8moe_last_error(void);
 FP8MOE_C_API fp8moe_build_info fp8moe_get_build_info(void);
 
 /* Sizes and sections of a plan; they follow from its numbers alone, the slab may be missing. All in
- * elements: rows R, columns Kcap, and offsets into the int32 slab. */
+ * elements: rows R, columns Kcap, and offsets into the int32 slab; -1 (and the message) for numbers
+ * that make no plan. */
 FP8MOE_C_API int64_t fp8moe_plan_rows(const fp8moe_plan* plan);
 FP8MOE_C_API int64_t fp8moe_plan_columns(const fp8moe_plan* plan);
 FP8MOE_C_API int64_t fp8moe_plan_slab_size(const fp8moe_plan* plan);

@@ -98,6 +98,20 @@ RoutingPlan plan(const fp8moe_plan* c) {
   return plan;
 }
 
+// One of the plan's sizes, or -1 where its numbers make none.
+int64_t size(const fp8moe_plan* c, int64_t (RoutingPlan::*of)() const) {
+  int64_t result = -1;
+  guarded([&] {
+    FP8MOE_CHECK(c != nullptr, "[c_api] plan must be given; got NULL");
+    FP8MOE_CHECK(
+        c->align >= 1 && c->tokens >= 0 && c->slots >= 1 && c->experts >= 1 && c->capacity >= 0,
+        "[c_api] plan needs tokens, capacity >= 0 and slots, experts, align >= 1; got ", c->tokens,
+        ", ", c->capacity, ", ", c->slots, ", ", c->experts, ", ", c->align);
+    result = (sizes(*c).*of)();
+  });
+  return result;
+}
+
 ScaleRule rule(fp8moe_scale_rule c) { return {.pow2 = c.pow2 != 0, .eps = c.eps}; }
 
 }  // namespace
@@ -114,17 +128,25 @@ fp8moe_build_info fp8moe_get_build_info(void) {
   return {info.version, info.cuda, info.cuda_toolkit, info.cutlass, info.cpu_isa};
 }
 
-int64_t fp8moe_plan_rows(const fp8moe_plan* p) { return sizes(*p).rows(); }
-int64_t fp8moe_plan_columns(const fp8moe_plan* p) { return sizes(*p).columns(); }
-int64_t fp8moe_plan_slab_size(const fp8moe_plan* p) { return sizes(*p).slab_size(); }
+int64_t fp8moe_plan_rows(const fp8moe_plan* p) { return size(p, &RoutingPlan::rows); }
+int64_t fp8moe_plan_columns(const fp8moe_plan* p) { return size(p, &RoutingPlan::columns); }
+int64_t fp8moe_plan_slab_size(const fp8moe_plan* p) { return size(p, &RoutingPlan::slab_size); }
 int64_t fp8moe_plan_tokens_per_expert_at(const fp8moe_plan* p) {
-  return sizes(*p).tokens_per_expert_at();
+  return size(p, &RoutingPlan::tokens_per_expert_at);
 }
-int64_t fp8moe_plan_row_offsets_at(const fp8moe_plan* p) { return sizes(*p).row_offsets_at(); }
-int64_t fp8moe_plan_col_offsets_at(const fp8moe_plan* p) { return sizes(*p).col_offsets_at(); }
-int64_t fp8moe_plan_token_of_row_at(const fp8moe_plan* p) { return sizes(*p).token_of_row_at(); }
-int64_t fp8moe_plan_slot_of_row_at(const fp8moe_plan* p) { return sizes(*p).slot_of_row_at(); }
-int64_t fp8moe_plan_row_of_at(const fp8moe_plan* p) { return sizes(*p).row_of_at(); }
+int64_t fp8moe_plan_row_offsets_at(const fp8moe_plan* p) {
+  return size(p, &RoutingPlan::row_offsets_at);
+}
+int64_t fp8moe_plan_col_offsets_at(const fp8moe_plan* p) {
+  return size(p, &RoutingPlan::col_offsets_at);
+}
+int64_t fp8moe_plan_token_of_row_at(const fp8moe_plan* p) {
+  return size(p, &RoutingPlan::token_of_row_at);
+}
+int64_t fp8moe_plan_slot_of_row_at(const fp8moe_plan* p) {
+  return size(p, &RoutingPlan::slot_of_row_at);
+}
+int64_t fp8moe_plan_row_of_at(const fp8moe_plan* p) { return size(p, &RoutingPlan::row_of_at); }
 
 fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
                               fp8moe_scale_rule r, void* stream) {

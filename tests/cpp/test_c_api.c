@@ -1,0 +1,107 @@
+/* The C ABI from plain C11: a route, a quantization and a grouped GEMM, and the errors. The numbers
+ * are small integers, so that FP8, f32 and every sum are exact. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fp8moe/c_api.h"
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      fprintf(stderr, "%s:%d: CHECK(%s): %s\n", __FILE__, __LINE__, #condition, \
+              fp8moe_last_error());                                             \
+      exit(1);                                                                  \
+    }                                                                           \
+  } while (0)
+
+enum { kTokens = 5, kSlots = 2, kExperts = 3, kRows = 10, kN = 16, kK = 144, kBlocks = 2 };
+
+static fp8moe_tensor tensor(void* data, int32_t dtype, int32_t ndim, int64_t a, int64_t b,
+                            int64_t c) {
+  fp8moe_tensor t = {data, dtype, FP8MOE_CPU, 0, ndim, {a, b, c, 0}};
+  return t;
+}
+
+int main(void) {
+  static const int32_t expert_of[kTokens * kSlots] = {0, 2, 2, 0, -1, 2, 0, 0, 2, -1};
+  int32_t ids[kTokens * kSlots];
+  float x[kTokens * kK], w[kExperts * kN * kK], d[kRows * kN];
+  const fp8moe_scale_rule rule = {1, 1e-10f};
+  memcpy(ids, expert_of, sizeof(ids));
+  for (int i = 0; i < kTokens * kK; ++i) x[i] = (float)(i * 7 % 11 - 5);
+  for (int i = 0; i < kExperts * kN * kK; ++i) w[i] = (float)(i * 5 % 13 - 6);
+
+  fp8moe_plan plan = {{0}, kTokens, kSlots, kExperts, 1, kTokens * kSlots};
+  CHECK(strcmp(fp8moe_last_error(), "") == 0);
+  CHECK(fp8moe_plan_rows(&plan) == kRows);
+  CHECK(fp8moe_plan_columns(&plan) == 3 * 128);
+  const int64_t size = fp8moe_plan_slab_size(&plan);
+  CHECK(fp8moe_plan_row_of_at(&plan) < size);
+  int32_t* slab = malloc((size_t)size * sizeof(int32_t));
+  plan.slab = tensor(slab, FP8MOE_I32, 1, size, 0, 0);
+
+  int64_t bytes = -1;
+  CHECK(fp8moe_route_workspace(&plan, &bytes) == FP8MOE_OK && bytes >= 0);
+  void* scratch = calloc(1, (size_t)bytes + 1);
+  const fp8moe_tensor topk = tensor(ids, FP8MOE_I32, 2, kTokens, kSlots, 0);
+  const fp8moe_tensor workspace = tensor(scratch, FP8MOE_U8, 1, bytes, 0, 0);
+  CHECK(fp8moe_route(&topk, NULL, &plan, &workspace, NULL) == FP8MOE_OK);
+  const int32_t* offsets = slab + fp8moe_plan_row_offsets_at(&plan);
+  CHECK(offsets[0] == 0 && offsets[1] == 4 && offsets[2] == 4 && offsets[3] == 8);
+
+  uint8_t x_codes[kTokens * kK], a_codes[kRows * kK], w_codes[kExperts * kN * kK];
+  float x_scale[kTokens * kBlocks], a_scale[kBlocks * 12], w_scale[kExperts * kBlocks];
+  const fp8moe_tensor xt = tensor(x, FP8MOE_F32, 2, kTokens, kK, 0);
+  const fp8moe_tensor wt = tensor(w, FP8MOE_F32, 3, kExperts, kN, kK);
+  const fp8moe_tensor dt = tensor(d, FP8MOE_F32, 2, kRows, kN, 0);
+  const fp8moe_fp8_tensor xq = {tensor(x_codes, FP8MOE_E4M3, 2, kTokens, kK, 0),
+                                tensor(x_scale, FP8MOE_F32, 2, kTokens, kBlocks, 0),
+                                FP8MOE_LAYOUT_ROW};
+  const fp8moe_fp8_tensor aq = {tensor(a_codes, FP8MOE_E4M3, 2, kRows, kK, 0),
+                                tensor(a_scale, FP8MOE_F32, 2, kBlocks, 12, 0), FP8MOE_LAYOUT_GEMM};
+  const fp8moe_fp8_tensor wq = {tensor(w_codes, FP8MOE_E4M3, 3, kExperts, kN, kK),
+                                tensor(w_scale, FP8MOE_F32, 3, kExperts, 1, kBlocks),
+                                FP8MOE_LAYOUT_BLOCK};
+  CHECK(fp8moe_quantize(&xt, &xq, rule, NULL) == FP8MOE_OK);
+  CHECK(fp8moe_permute_pad_fp8(&xq, &plan, NULL, &aq, NULL, NULL) == FP8MOE_OK);
+  CHECK(fp8moe_quantize_weight(&wt, &wq, NULL, rule, 0, NULL) == FP8MOE_OK);
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &dt, NULL) == FP8MOE_OK);
+  const int32_t* row_of = slab + fp8moe_plan_row_of_at(&plan);
+  for (int i = 0; i < kTokens * kSlots; ++i) {
+    CHECK((row_of[i] < 0) == (expert_of[i] < 0));
+    for (int n = 0; n < kN && row_of[i] >= 0; ++n) {
+      float sum = 0.0f;
+      for (int k = 0; k < kK; ++k)
+        sum += x[i / kSlots * kK + k] * w[(expert_of[i] * kN + n) * kK + k];
+      CHECK(d[row_of[i] * kN + n] == sum);
+    }
+  }
+
+  /* Errors: a status, the message, nothing written. */
+  const float kept = d[0];
+  fp8moe_tensor bad = dt;
+  bad.shape[1] = kN + 1;
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(strstr(fp8moe_last_error(), "[grouped_gemm] d must be [10, 16]; got [10, 17]") != NULL);
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, NULL, &dt, NULL) == FP8MOE_INVALID_ARGUMENT);
+  bad = dt;
+  bad.dtype = 99;
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(strstr(fp8moe_last_error(), "dtype") != NULL);
+  bad = dt;
+  bad.ndim = 7;
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(fp8moe_route_workspace(&plan, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(fp8moe_plan_rows(NULL) == -1);
+  plan.align = 0;
+  CHECK(fp8moe_plan_rows(&plan) == -1 && strstr(fp8moe_last_error(), "align") != NULL);
+  CHECK(d[0] == kept);
+
+  CHECK(strcmp(fp8moe_get_build_info().version, "") != 0);
+  free(scratch);
+  free(slab);
+  return 0;
+}

@@ -1,0 +1,113 @@
+// route and plan_from_counts against a list of rows built expert by expert.
+#include <algorithm>
+
+#include "check.h"
+
+using namespace fp8moe;
+using namespace fp8moe::test;
+
+namespace {
+
+// Compares every section of the slab; returns nothing but a passed test.
+void expect_plan(const OwnedPlan& p, const std::vector<int>& topk) {
+  const RoutingPlan& plan = p;
+  std::vector<int> token_of_row(plan.rows(), -1), slot_of_row(plan.rows(), -1);
+  std::vector<int> row_of(topk.size(), -1);
+  int64_t row = 0, column = 0, rank = 0, dropped = 0;
+  for (int64_t e = 0; e < plan.experts; ++e) {
+    CHECK(plan.row_offsets()[e] == row && plan.col_offsets()[e] == column);
+    int64_t count = 0;
+    for (int64_t i = 0; i < static_cast<int64_t>(topk.size()); ++i) {
+      if (topk[i] != e) continue;
+      if (rank++ >= plan.capacity) {
+        ++dropped;
+        continue;
+      }
+      row_of[i] = static_cast<int>(row + count);
+      token_of_row[row + count] = static_cast<int>(i / plan.slots);
+      slot_of_row[row + count] = static_cast<int>(i % plan.slots);
+      ++count;
+    }
+    CHECK(plan.tokens_per_expert()[e] == count);
+    row += round_up(count, plan.align);
+    column += round_up(count, kTile);
+  }
+  CHECK(row <= plan.rows() && column <= plan.columns());
+  CHECK(plan.row_offsets()[plan.experts] == row && plan.col_offsets()[plan.experts] == column);
+  CHECK(plan.status()[kOverflow] == dropped);
+  for (int i = 1; i < RoutingPlan::kStatusWords; ++i) CHECK(plan.status()[i] == 0);
+  CHECK(std::equal(row_of.begin(), row_of.end(), plan.row_of()));
+  CHECK(std::equal(token_of_row.begin(), token_of_row.begin() + row, plan.token_of_row()));
+  CHECK(std::equal(slot_of_row.begin(), slot_of_row.begin() + row, plan.slot_of_row()));
+}
+
+void topk_plans() {
+  Random random(3);
+  for (int64_t align : {1, 16, 32, 128}) {
+    const std::vector<int> topk = random_topk(70 * 3, 5, random);
+    expect_plan(routed(70, 3, 5, align, topk), topk);
+    expect_plan(routed(70, 3, 5, align, topk, 100), topk);  // overflow
+    expect_plan(routed(0, 2, 4, align, {}), {});
+    expect_plan(routed(3, 1, 4, align, {2, 2, 2}), {2, 2, 2});
+    expect_plan(routed(2, 2, 1, align, {0, 0, -1, 0}), {0, 0, -1, 0});  // an expert named twice
+  }
+}
+
+void routing_maps() {
+  const int64_t tokens = 9, experts = 4;
+  Random random(4);
+  Owned map(DType::boolean, {tokens, experts});
+  std::vector<int> topk(tokens * experts);  // slot e is expert e
+  int64_t assignments = 0;
+  for (size_t i = 0; i < topk.size(); ++i) {
+    const bool named = random() % 2 != 0 && i % experts != 1;
+    map.as<uint8_t>()[i] = named;
+    topk[i] = named ? static_cast<int>(i % experts) : -1;
+    assignments += named;
+  }
+  const OwnedPlan plan = empty_plan(tokens, experts, experts, 16, assignments);
+  run_route(plan, {}, map);
+  expect_plan(plan, topk);
+}
+
+void counted_plans() {
+  // Row i of the packed groups is token i, slot 0.
+  const std::vector<int> counts = {3, 0, 130, 1};
+  std::vector<int> topk(140, -1);
+  size_t i = 0;
+  for (int e = 0; e < 4; ++e)
+    for (int c = 0; c < counts[e]; ++c) topk[i++] = e;
+  for (int64_t align : {1, 128}) expect_plan(from_counts(counts, 140, align), topk);
+  expect_plan(from_counts({0}, 0, 1), {});
+}
+
+void bad_arguments() {
+  const OwnedPlan plan = empty_plan(2, 2, 3, 1, 4);
+  const std::vector<uint8_t> before = plan.slab.copy();
+  const Owned good = int32s({2, 2}, {0, 1, 2, -1});
+  CHECK_INVALID("[route]", run_route(plan, int32s({2, 2}, {0, 1, 3, 0}), {}));
+  CHECK_INVALID("[route]", run_route(plan, int32s({2, 2}, {0, -2, 1, 0}), {}));
+  CHECK_INVALID("[route]", run_route(plan, int32s({4, 1}, {0, 1, 2, 0}), {}));
+  CHECK_INVALID("[route]", run_route(plan, Owned(DType::f32, {2, 2}), {}));
+  CHECK_INVALID("[route]", run_route(plan, {}, {}));
+  CHECK_INVALID("[route]", run_route(plan, good, Owned(DType::boolean, {2, 3})));
+  CHECK(plan.slab.copy() == before);
+  for (int64_t align : {0, 2, 64}) {
+    RoutingPlan odd = plan;
+    odd.align = align;
+    const Owned workspace(DType::u8, {4096});
+    CHECK_INVALID("align must be 1, 16, 32 or 128", route(good, {}, odd, workspace));
+  }
+  CHECK_INVALID("[plan_from_counts]", plan_from_counts(Owned(DType::i32, {5}), plan));
+  const OwnedPlan counted = empty_plan(4, 1, 3, 1, 4);
+  CHECK_INVALID("[plan_from_counts]", plan_from_counts(int32s({3}, {1, -1, 2}), counted));
+}
+
+}  // namespace
+
+int main() {
+  topk_plans();
+  routing_maps();
+  counted_plans();
+  bad_arguments();
+}

@@ -1,0 +1,185 @@
+// quantize, quantize_dual, quantize_weight, dequantize: every code is a nearest one under its
+// scale, every scale follows from its tile's largest magnitude.
+#include "check.h"
+
+using namespace fp8moe;
+using namespace fp8moe::test;
+
+namespace {
+
+double format_max(DType format) { return format == DType::e4m3 ? 448.0 : 57344.0; }
+
+// The scale of a tile whose largest magnitude is amax.
+void expect_scale(double scale_inv, double amax, DType format, ScaleRule rule) {
+  amax = std::max(amax, static_cast<double>(rule.eps));
+  if (amax == 0.0) {
+    CHECK(scale_inv == 1.0);
+    return;
+  }
+  const double tight = amax / format_max(format);
+  if (rule.pow2) {
+    int exponent;
+    CHECK(std::frexp(scale_inv, &exponent) == 0.5);
+    CHECK(scale_inv >= tight && scale_inv / 2 < tight);
+  } else {
+    CHECK(std::fabs(scale_inv - tight) <= tight * 0x1p-22);
+  }
+}
+
+// q (tiles of `tile_rows` x 128) against value(i, j) over rows x depth.
+template <typename Value>
+void expect_quantized(const OwnedFp8& q, int64_t rows, int64_t depth, Value value, ScaleRule rule) {
+  const DType format = q.data.view.dtype;
+  const int64_t tile_rows = q.layout == ScaleLayout::block ? kTile : 1;
+  for (int64_t i0 = 0; i0 < rows; i0 += tile_rows)
+    for (int64_t j0 = 0; j0 < depth; j0 += kTile) {
+      double amax = 0.0;
+      for (int64_t i = i0; i < std::min(i0 + tile_rows, rows); ++i)
+        for (int64_t j = j0; j < std::min(j0 + kTile, depth); ++j)
+          amax = std::max(amax, std::fabs(value(i, j)));
+      const double scale_inv = q.scale_at(i0, j0);
+      expect_scale(scale_inv, amax, format, rule);
+      // A f32 scale is rounded, x * scale too: the midpoint may move by some 2^-22.
+      const double slack = rule.pow2 ? 0.0 : 0x1p-18;
+      for (int64_t i = i0; i < std::min(i0 + tile_rows, rows); ++i)
+        for (int64_t j = j0; j < std::min(j0 + kTile, depth); ++j) {
+          const double x = value(i, j) / scale_inv;
+          const uint8_t code = q.code(i, j);
+          CHECK(is_nearest(format, code, x) || is_nearest(format, code, x * (1 + slack)) ||
+                is_nearest(format, code, x * (1 - slack)));
+        }
+    }
+}
+
+void rows_and_blocks() {
+  Random random(5);
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (DType format : {DType::e4m3, DType::e5m2})
+      for (ScaleLayout layout : {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block})
+        for (auto [m, k] : {std::pair<int64_t, int64_t>{0, 64}, {1, 16}, {130, 144}, {3, 272}}) {
+          const Owned x(dtype, {m, k});
+          fill_normal(x, random);
+          if (m > 1) std::memset(x.as<uint8_t>(), 0, k * size_of(dtype));  // a zero row
+          for (ScaleRule rule : {ScaleRule{true, 1e-10f}, ScaleRule{false, 0.0f}}) {
+            const OwnedFp8 q(format, m, k, layout);
+            quantize(x, q, rule);
+            expect_quantized(q, m, k, [&](int64_t i, int64_t j) { return x.at(i * k + j); }, rule);
+            const Owned back(DType::f32, {m, k});
+            dequantize(q, back);
+            for (int64_t i = 0; i < m * k; ++i)
+              CHECK(back.at(i) == static_cast<float>(q.at(i / k, i % k)));
+          }
+        }
+}
+
+void dual() {
+  Random random(6);
+  const ScaleRule rule;
+  const int64_t c = 144;
+  for (int64_t align : {1, 16})
+    for (ScaleLayout columns : {ScaleLayout::block, ScaleLayout::gemm}) {
+      const OwnedPlan plan = from_counts({5, 0, 130, 1}, 140, align);
+      const Owned x(DType::bf16, {plan->rows(), c});
+      fill_normal(x, random);
+      const OwnedFp8 q(DType::e4m3, plan->rows(), c, ScaleLayout::gemm);
+      const OwnedFp8 q_t(DType::e4m3, c, plan->columns(), columns);
+      quantize_dual(x, plan, q, q_t, rule);
+      for (int64_t e = 0; e < 4; ++e) {
+        const int64_t row = plan->row_offsets()[e], column = plan->col_offsets()[e];
+        const int64_t tokens = plan->tokens_per_expert()[e];
+        // The expert's part as a matrix of its own, quantized by `quantize`.
+        const Owned part(DType::bf16, {tokens, c}), part_t(DType::bf16, {c, tokens});
+        for (int64_t i = 0; i < tokens; ++i)
+          for (int64_t j = 0; j < c; ++j)
+            part.as<uint16_t>()[i * c + j] = part_t.as<uint16_t>()[j * tokens + i] =
+                x.as<uint16_t>()[(row + i) * c + j];
+        const OwnedFp8 rows_q(DType::e4m3, tokens, c, ScaleLayout::gemm);
+        quantize(part, rows_q, rule);
+        for (int64_t i = 0; i < tokens; ++i)
+          for (int64_t j = 0; j < c; ++j)
+            CHECK(q.code(row + i, j) == rows_q.code(i, j) &&
+                  q.scale_at(row + i, j) == rows_q.scale_at(i, j));
+        for (int64_t t0 = 0; t0 < tokens; t0 += kTile)
+          for (int64_t i = 0; i < c; ++i) {
+            const int64_t i0 = columns == ScaleLayout::block ? i / kTile * kTile : i;
+            const int64_t i1 = columns == ScaleLayout::block ? std::min(i0 + kTile, c) : i + 1;
+            double amax = 0.0;
+            for (int64_t ii = i0; ii < i1; ++ii)
+              for (int64_t t = t0; t < std::min(t0 + kTile, tokens); ++t)
+                amax = std::max(amax, std::fabs(part_t.at(ii * tokens + t)));
+            const double scale_inv = q_t.scale_at(i, column + t0);
+            expect_scale(scale_inv, amax, DType::e4m3, rule);
+            for (int64_t t = t0; t < std::min(t0 + kTile, tokens); ++t)
+              CHECK(is_nearest(DType::e4m3, q_t.code(i, column + t),
+                               part_t.at(i * tokens + t) / scale_inv));
+          }
+        for (int64_t i = 0; i < c; ++i)
+          for (int64_t t = column + tokens; t < plan->col_offsets()[e + 1]; ++t)
+            CHECK(q_t.code(i, t) == 0);
+      }
+    }
+}
+
+void weights() {
+  Random random(7);
+  const ScaleRule rule;
+  for (auto [n, k] : {std::pair<int64_t, int64_t>{272, 144}, {256, 16}}) {
+    const Owned w(DType::bf16, {2, n, k});
+    fill_normal(w, random);
+    const OwnedFp8 q(DType::e4m3, 2, n, k), q_t(DType::e4m3, 2, k, n);
+    quantize_weight(w, q, q_t, rule);
+    for (int64_t e = 0; e < 2; ++e)
+      for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = 0; j < k; ++j) {
+          CHECK(is_nearest(DType::e4m3, q.code(i, j, e),
+                           w.at((e * n + i) * k + j) / q.scale_at(i, j, e)));
+          CHECK(q.code(i, j, e) == q_t.code(j, i, e));
+          CHECK(q.scale_at(i, j, e) == q_t.scale_at(j, i, e));
+        }
+    if (n % 256 != 0) continue;
+    for (int64_t g : {8, 128}) {
+      const OwnedFp8 mixed(DType::e4m3, 2, n, k);
+      quantize_weight(w, mixed, {}, rule, g);
+      for (int64_t e = 0; e < 2; ++e)
+        for (int64_t i = 0; i < n; ++i) {
+          const int64_t pair = i / (2 * g), within = i % (2 * g);
+          const int64_t source = within < g ? pair * g + within : n / 2 + pair * g + within - g;
+          for (int64_t j = 0; j < k; ++j) CHECK(mixed.code(i, j, e) == q.code(source, j, e));
+        }
+      CHECK(mixed.scale.same(q.scale));
+    }
+  }
+}
+
+void bad_arguments() {
+  const Owned x(DType::bf16, {4, 32});
+  const OwnedFp8 q(DType::e4m3, 4, 32, ScaleLayout::row);
+  const std::vector<uint8_t> before = q.data.copy();
+  const ScaleRule rule;
+  CHECK_INVALID("[quantize] x must be one of", quantize(Owned(DType::i32, {4, 32}), q, rule));
+  CHECK_INVALID("[quantize] x must have 2 dimensions", quantize(Owned(DType::f32, {4}), q, rule));
+  CHECK_INVALID("[quantize] q must be [5, 32]", quantize(Owned(DType::f32, {5, 32}), q, rule));
+  CHECK_INVALID(
+      "multiple of 16; got 8",
+      quantize(Owned(DType::f32, {4, 8}), OwnedFp8(DType::e4m3, 4, 8, ScaleLayout::row), rule));
+  Fp8Tensor wrong_scale = q;
+  wrong_scale.layout = ScaleLayout::gemm;
+  wrong_scale.scale_inv = Owned(DType::f32, {1, 3}).view;
+  CHECK_INVALID("[quantize] q.scale_inv must be [1, 4]", quantize(x, wrong_scale, rule));
+  CHECK_INVALID("[quantize]", quantize({}, q, rule));
+  CHECK_INVALID("null pointer", quantize(Tensor(nullptr, DType::f32, {4, 32}), q, rule));
+  CHECK_INVALID("[dequantize]", dequantize(q, Owned(DType::f32, {4, 16})));
+  const Owned w(DType::bf16, {1, 272, 32});
+  CHECK_INVALID("[quantize_weight]",
+                quantize_weight(w, OwnedFp8(DType::e4m3, 1, 272, 32), {}, rule, 16));
+  CHECK(q.data.copy() == before);
+}
+
+}  // namespace
+
+int main() {
+  rows_and_blocks();
+  dual();
+  weights();
+  bad_arguments();
+}

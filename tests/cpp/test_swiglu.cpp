@@ -1,0 +1,119 @@
+// swiglu_quantize and its backward against the formula in double: every value within one code.
+#include <optional>
+
+#include "check.h"
+
+using namespace fp8moe;
+using namespace fp8moe::test;
+
+namespace {
+
+// An E4M3 code's spacing is at most 2^-3 of its value, 2^-9 scale for subnormals.
+void expect_close(double value, double expected, double scale) {
+  CHECK(std::fabs(value - expected) <= 0x1p-3 * std::fabs(expected) + 0x1p-9 * scale);
+}
+
+struct Element {
+  double h, dgate, dup, dprob;
+};
+
+Element reference(double gate, double up, double prob, double dh, float clamp) {
+  const bool gate_open = clamp <= 0 || gate <= clamp,
+             up_open = clamp <= 0 || std::fabs(up) <= clamp;
+  if (!gate_open) gate = clamp;
+  if (!up_open) up = up > 0 ? clamp : -clamp;
+  const double sigmoid = 1.0 / (1.0 + std::exp(-gate));
+  const double silu = gate * sigmoid;
+  return {silu * up * prob,
+          gate_open ? dh * prob * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)) : 0.0,
+          up_open ? dh * prob * silu : 0.0, silu * up * dh};
+}
+
+void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t inner,
+            int64_t align, DType dtype, float clamp, bool weighted, ScaleLayout columns) {
+  Random random(31);
+  OwnedPlan plan;
+  if (counts) plan = from_counts(*counts, rows, align);
+  const int64_t r = counts ? plan->rows() : rows;
+  const Owned z(dtype, {r, 2 * inner}), dh(dtype, {r, inner}), probs(DType::f32, {r});
+  fill_normal(z, random);
+  fill_normal(dh, random);
+  fill_normal(probs, random);
+  const Tensor given = weighted ? probs.view : Tensor{};
+  const ScaleRule rule;
+
+  const int64_t kcap = counts ? plan->columns() : 0;
+  const OwnedFp8 h(DType::e4m3, r, inner, ScaleLayout::gemm),
+      z_q(DType::e4m3, r, 2 * inner, ScaleLayout::row);
+  const OwnedFp8 h_t(DType::e4m3, inner, kcap, columns),
+      dz_t(DType::e4m3, 2 * inner, kcap, columns);
+  const OwnedFp8 h_again(DType::e4m3, inner, kcap, columns);
+  const OwnedFp8 dz(DType::e4m3, r, 2 * inner, ScaleLayout::gemm);
+  const Owned dprobs(DType::f32, {r});
+  const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
+  swiglu_quantize(z, plan, given, clamp, h, optional(h_t), z_q, rule);
+  swiglu_quantize_backward(dh, z, {}, plan, given, clamp, dz, weighted ? dprobs.view : Tensor{},
+                           optional(dz_t), optional(h_again), rule);
+
+  const std::vector<int> one = {static_cast<int>(r)};
+  const std::vector<int>& groups = counts ? *counts : one;
+  for (size_t e = 0; e < groups.size(); ++e)
+    for (int64_t t = 0; t < groups[e]; ++t) {
+      const int64_t row = (counts ? plan->row_offsets()[e] : 0) + t;
+      double dprob = 0.0, magnitude = 0.0;
+      for (int64_t j = 0; j < inner; ++j) {
+        const double gate = z.at(row * 2 * inner + j), up = z.at(row * 2 * inner + inner + j);
+        const Element x =
+            reference(gate, up, weighted ? probs.at(row) : 1.0, dh.at(row * inner + j), clamp);
+        expect_close(h.at(row, j), x.h, h.scale_at(row, j));
+        expect_close(z_q.at(row, j), gate, z_q.scale_at(row, j));
+        expect_close(z_q.at(row, inner + j), up, z_q.scale_at(row, inner + j));
+        expect_close(dz.at(row, j), x.dgate, dz.scale_at(row, j));
+        expect_close(dz.at(row, inner + j), x.dup, dz.scale_at(row, inner + j));
+        dprob += x.dprob;
+        magnitude += std::fabs(x.dprob);
+        if (!counts) continue;
+        const int64_t column = plan->col_offsets()[e] + t;
+        expect_close(h_t.at(j, column), x.h, h_t.scale_at(j, column));
+        CHECK(h_t.code(j, column) == h_again.code(j, column));
+        expect_close(dz_t.at(j, column), x.dgate, dz_t.scale_at(j, column));
+        expect_close(dz_t.at(inner + j, column), x.dup, dz_t.scale_at(inner + j, column));
+      }
+      if (weighted) CHECK(std::fabs(dprobs.at(row) - dprob) <= 0x1p-17 * magnitude);
+    }
+}
+
+void bad_arguments() {
+  const Owned z(DType::bf16, {3, 64}), dh(DType::bf16, {3, 32});
+  const OwnedFp8 h(DType::e4m3, 3, 32, ScaleLayout::gemm),
+      dz(DType::e4m3, 3, 64, ScaleLayout::gemm);
+  const OwnedFp8 h_t(DType::e4m3, 32, 128, ScaleLayout::block);
+  const std::vector<uint8_t> before = h.data.copy();
+  const ScaleRule rule;
+  CHECK_INVALID("[swiglu_quantize]",
+                swiglu_quantize(Owned(DType::bf16, {3, 48}), {}, {}, 0, h, {}, {}, rule));
+  CHECK_INVALID("[swiglu_quantize]",
+                swiglu_quantize(z, {}, Owned(DType::f32, {4}), 0, h, {}, {}, rule));
+  CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, {}, {}, {}, rule));
+  CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, h, h_t, {}, rule));  // no plan
+  CHECK_INVALID("[swiglu_quantize_backward]",
+                swiglu_quantize_backward(dh, {}, {}, {}, {}, 0, dz, {}, {}, {}, rule));
+  CHECK_INVALID("[swiglu_quantize_backward]",
+                swiglu_quantize_backward(z, z, {}, {}, {}, 0, dz, {}, {}, {}, rule));
+  CHECK(h.data.copy() == before);
+}
+
+}  // namespace
+
+int main() {
+  const std::vector<int> counts = {5, 0, 130, 1};
+  for (ScaleLayout columns : {ScaleLayout::block, ScaleLayout::gemm}) {
+    swiglu(counts, 140, 144, 1, DType::bf16, 0.0f, true, columns);
+    swiglu(counts, 140, 128, 16, DType::f32, 0.7f, true, columns);
+    swiglu({{0, 0}}, 0, 32, 1, DType::bf16, 0.0f, true, columns);
+    swiglu({{0, 40}}, 40, 272, 128, DType::f16, 0.0f, false, columns);
+  }
+  swiglu(std::nullopt, 7, 48, 1, DType::bf16, 0.0f, true, ScaleLayout::block);
+  swiglu(std::nullopt, 0, 48, 1, DType::bf16, 0.0f, false, ScaleLayout::block);
+  bad_arguments();
+}
