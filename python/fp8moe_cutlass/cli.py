@@ -43,6 +43,12 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
+def console_for_tables() -> Console:
+    """As wide as the terminal; wide enough for a table where the output is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def device_of(name: str) -> torch.device:
     """The torch device; ValueError when torch or the GPU is not there."""
     try:
@@ -87,7 +93,7 @@ def verify(device: Device = "cpu", seed: int = 0) -> None:
         results.append(check)
         mark = "[green]ok[/]" if check.passed else "[bold red]FAILED[/]"
         table.add_row(check.op, check.case, check.contract, check.measured, mark)
-    console = Console()
+    console = console_for_tables()
     console.print(table)
     failed = sum(not check.passed for check in results)
     console.print(f"{len(results) - failed} of {len(results)} checks passed on {device}")
@@ -109,7 +115,7 @@ def bench(
     place = device_of(device)
     from .bench import report, run
 
-    console = Console()
+    console = console_for_tables()
     with console.status("timing") as status:
         record = run(place, op, quick, lambda row: status.update(f"{row['op']} {row['variant']}"))
     table = Table(*report.COLUMNS)

@@ -69,7 +69,7 @@ def routing(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Te
     """Random distinct experts [T, S], their plan, and probs [T, S]."""
     scores = torch.rand(shape["T"], shape["E"], device=device)
     probs, experts = scores.topk(shape["S"], dim=-1)
-    return experts, ops.route(shape["E"], experts, align=max(1, shape["align"])), probs
+    return experts, ops.route(shape["E"], topk_idx=experts, align=max(1, shape["align"])), probs
 
 
 def ragged(rows: int, experts: int, device: torch.device) -> RoutingPlan:
@@ -119,7 +119,7 @@ def dequantize(shape: Shape, device: torch.device) -> Iterator[Work]:
 @case
 def route(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, plan, _ = routing(shape, device)
-    run = lambda: ops.route(shape["E"], experts, out=plan)  # noqa: E731
+    run = lambda: ops.route(shape["E"], topk_idx=experts, out=plan)  # noqa: E731
     yield Work("top-k", run, size_of(experts, plan.slab), inputs={"experts": experts})
 
 
@@ -190,7 +190,7 @@ def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Wor
 @case
 def transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
-    q = ops.quantize(normal(shape["R"], shape["C"], device=device))
+    q = ops.quantize(normal(shape["R"], shape["C"], device=device), scale_layout="gemm")
     for columns in ("block", "column"):
         run, out = into(ops.transpose_fp8, q, plan, columns=columns)
         yield Work(columns, run, size_of(q, out), inputs={"q": q, "plan": plan})

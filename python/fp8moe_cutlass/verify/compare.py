@@ -60,7 +60,8 @@ class Inputs:
     ) -> tuple[RoutingPlan, ref.Plan]:
         """A routing with dropped slots and an empty expert, as the library and as the reference."""
         ids = self.rng.integers(-1, experts - 1, size=(tokens, slots))  # none for the last expert
-        plan = ops.route(experts, torch.from_numpy(ids).to(self.device), align=align)
+        ids_here = torch.from_numpy(ids).to(self.device)
+        plan = ops.route(experts, topk_idx=ids_here, align=align)
         return plan, ref.route(ids, experts, align, ids.size)
 
 
