@@ -1,0 +1,16 @@
+"""Differentiable blocks: what is saved, what is computed again, where weight gradients go."""
+
+from fp8moe_cutlass.autograd.bf16 import Groups, group
+from fp8moe_cutlass.autograd.experts import bf16_experts, fp8_experts
+from fp8moe_cutlass.autograd.fp8 import Fp8Weights
+from fp8moe_cutlass.autograd.weight_grad import WeightGrad, WgradQueue
+
+__all__ = [
+    "Fp8Weights",
+    "Groups",
+    "WeightGrad",
+    "WgradQueue",
+    "bf16_experts",
+    "fp8_experts",
+    "group",
+]

@@ -1,0 +1,124 @@
+"""The expert block in bfloat16 with plain torch: what FP8 is compared with, and what runs elsewhere.
+
+The same steps, the same names and the same deterministic sums as fp8.py, without FP8 and without
+this library's kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8moe_cutlass.autograd.weight_grad import Wgrad
+
+
+class Groups(NamedTuple):
+    """Assignments grouped by expert, in token order; dropped ones come last."""
+
+    order: Tensor  # [A] i64: the assignment (token * S + slot) of each row
+    row_of: Tensor  # [T, S] i64: the row of each assignment
+    kept: Tensor  # [T, S] bool
+    offsets: Tensor  # [E] i32: the end of each expert's rows
+
+    @property
+    def token_of_row(self) -> Tensor:
+        return self.order // self.row_of.shape[1]
+
+
+def group(topk_idx: Tensor, num_experts: int) -> Groups:
+    """Sort the assignments of topk_idx [T, S] by expert; -1 is dropped."""
+    bad = (topk_idx < -1) | (topk_idx >= num_experts)
+    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
+        value = int(topk_idx[bad][0])
+        raise ValueError(f"[route] topk_idx must be in [-1, {num_experts}); got {value}")
+    kept = (topk_idx >= 0) & ~bad
+    expert = torch.where(kept, topk_idx, num_experts).long().flatten()
+    grouped, order = torch.sort(expert, stable=True)
+    row_of = torch.empty_like(order).scatter_(
+        0, order, torch.arange(order.numel(), device=order.device)
+    )
+    ids = torch.arange(num_experts, device=order.device)
+    offsets = torch.searchsorted(grouped, ids, right=True, out_int32=True)
+    return Groups(order, row_of.view(topk_idx.shape), kept, offsets)
+
+
+def forward(
+    x: Tensor, probs: Tensor, groups: Groups, gate_up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16 and the pre-activation z [A, 2I] bf16."""
+    z = _rows_times(x[groups.token_of_row], gate_up.mT, groups)
+    h = _swiglu(z, probs.flatten()[groups.order])
+    y = _rows_times(h, down.mT, groups)
+    return _sum_slots(y, groups), z
+
+
+def backward(
+    dout: Tensor,
+    x: Tensor,
+    z: Tensor | None,
+    probs: Tensor,
+    groups: Groups,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    need_dx: bool = True,
+) -> tuple[Tensor | None, Tensor, Wgrad, Wgrad]:
+    """dx [T, H] bf16, dprobs [T, S] f32 and the two weight gradients, still to be run.
+
+    z None: it is computed again from x.
+    """
+    x_rows = x[groups.token_of_row]
+    if z is None:
+        z = _rows_times(x_rows, gate_up.mT, groups)
+    p = probs.flatten()[groups.order]
+    dy = dout[groups.token_of_row]
+    dh = _rows_times(dy, down, groups)
+    dz, row_dprobs = _swiglu_backward(dh, z, p)
+    dprobs = row_dprobs[groups.row_of].masked_fill(~groups.kept, 0.0)
+
+    def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
+        return _deliver(F.grouped_mm(dz.t(), x_rows, offs=groups.offsets), out, accumulate)
+
+    def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
+        h = _swiglu(z, p)
+        return _deliver(F.grouped_mm(dy.t(), h, offs=groups.offsets), out, accumulate)
+
+    dx = _sum_slots(_rows_times(dz, gate_up, groups), groups) if need_dx else None
+    return dx, dprobs, gate_up_wgrad, down_wgrad
+
+
+def _rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """rows of expert e times w[e]; rows past the last expert's are unspecified."""
+    return F.grouped_mm(rows, w, offs=groups.offsets)
+
+
+def _sum_slots(rows: Tensor, groups: Groups) -> Tensor:
+    """out[t] = sum over kept slots of rows[row_of[t, s]], in f32, rounded once."""
+    terms = rows[groups.row_of].float().masked_fill(~groups.kept[..., None], 0.0)
+    return terms.sum(dim=1).to(rows.dtype)
+
+
+def _swiglu(z: Tensor, p: Tensor) -> Tensor:
+    gate, up = z.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up * p[:, None]).to(z.dtype)
+
+
+def _swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """dz [A, 2I] and the rows' dprob [A] f32."""
+    gate, up = z.float().chunk(2, dim=-1)
+    dh = dh.float()
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    dsilu = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    dout = dh * p[:, None]
+    dz = torch.cat([dout * dsilu * up, dout * silu], dim=-1).to(z.dtype)
+    return dz, (silu * up * dh).sum(dim=-1)
+
+
+def _deliver(dw: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
+    if out is None:
+        return dw
+    return out.add_(dw) if accumulate else out.copy_(dw)

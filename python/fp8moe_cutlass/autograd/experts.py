@@ -1,0 +1,161 @@
+"""The expert block as one autograd.Function, in FP8 or in bfloat16.
+
+FP8 tensors are never edges of the autograd graph: x enters in high precision and is quantized
+inside, its gradient leaves in high precision. Everything saved goes through save_for_backward, so
+saved-tensor hooks see it, and a weight copy refreshed between forward and backward is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import bf16, fp8
+from fp8moe_cutlass.autograd.saving import load, save
+from fp8moe_cutlass.autograd.weight_grad import WeightGrad
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+
+
+def fp8_experts(
+    x: Tensor,
+    probs: Tensor,
+    plan: RoutingPlan,
+    weights: fp8.Fp8Weights,
+    recipe: Fp8Recipe,
+    *,
+    gate_up: WeightGrad,
+    down: WeightGrad,
+    keep: str = "bf16",
+) -> Tensor:
+    """out [T, H] in x's dtype: fp8.forward, differentiable in x [T, H], probs [T, S] f32 and the
+    two parameters of which `weights` are the quantized copies.
+
+    keep: the pre-activation is saved in "bf16" or "fp8", or computed again ("none").
+    """
+    if not _needs_grad(x, probs, gate_up.weight, down.weight):
+        return fp8.forward(_quantize(x, recipe), probs, plan, weights, recipe)[0].to(x.dtype)
+    out: Tensor = _Fp8Experts.apply(
+        x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep
+    )
+    return out
+
+
+def bf16_experts(
+    x: Tensor,
+    probs: Tensor,
+    groups: bf16.Groups,
+    *,
+    gate_up: WeightGrad,
+    down: WeightGrad,
+    keep: str = "bf16",
+) -> Tensor:
+    """The same in bfloat16: bf16.forward. keep: "bf16" or "none"."""
+    if not _needs_grad(x, probs, gate_up.weight, down.weight):
+        w1, w2 = gate_up.weight.bfloat16(), down.weight.bfloat16()
+        return bf16.forward(x.bfloat16(), probs, groups, w1, w2)[0].to(x.dtype)
+    out: Tensor = _Bf16Experts.apply(
+        x, probs, gate_up.weight, down.weight, groups, gate_up, down, keep
+    )
+    return out
+
+
+class _Fp8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        plan: RoutingPlan,
+        weights: fp8.Fp8Weights,
+        recipe: Fp8Recipe,
+        gate_up: WeightGrad,
+        down: WeightGrad,
+        keep: str,
+    ) -> Tensor:
+        x_q = _quantize(x, recipe)
+        out, kept = fp8.forward(x_q, probs, plan, weights, recipe, keep=keep)
+        again = weights.gate_up if kept.z is None else None
+        save(ctx, *kept, plan.slab, again, weights.gate_up_t, weights.down_t)
+        ctx.sizes, ctx.recipe, ctx.dtype = plan.sizes, recipe, x.dtype
+        ctx.gate_up, ctx.down = gate_up, down
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
+        *kept, slab, gate_up, gate_up_t, down_t = load(ctx)
+        grads = fp8.backward(
+            _quantize(dout.contiguous(), ctx.recipe, ctx.recipe.grad_dtype),
+            fp8.Activations(*kept),
+            RoutingPlan(slab, *ctx.sizes),
+            fp8.Fp8Weights(gate_up, gate_up_t, None, down_t),
+            ctx.recipe,
+            need_dx=need_dx,
+            need_dprobs=need_dprobs,
+            need_gate_up=need_gate_up,
+            need_down=need_down,
+        )
+        dx = None if grads.dx is None else grads.dx.to(ctx.dtype)
+        d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
+        d_down = ctx.down.accept(grads.down) if need_down else None
+        return dx, grads.dprobs, d_gate_up, d_down, *(None,) * 6
+
+
+class _Bf16Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        groups: bf16.Groups,
+        gate_up: WeightGrad,
+        down: WeightGrad,
+        keep: str,
+    ) -> Tensor:
+        x16 = x.bfloat16()
+        out, z = bf16.forward(x16, probs, groups, gate_up_proj.bfloat16(), down_proj.bfloat16())
+        save(ctx, x16, z if keep == "bf16" else None, probs, *groups, gate_up_proj, down_proj)
+        ctx.dtype, ctx.gate_up, ctx.down = x.dtype, gate_up, down
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
+        x, z, probs, *groups, gate_up_proj, down_proj = load(ctx)
+        dx, dprobs, gate_up_wgrad, down_wgrad = bf16.backward(
+            dout.bfloat16(),
+            x,
+            z,
+            probs,
+            bf16.Groups(*groups),
+            gate_up_proj.bfloat16(),
+            down_proj.bfloat16(),
+            need_dx=need_dx,
+        )
+        dx = None if dx is None else dx.to(ctx.dtype)
+        d_gate_up = ctx.gate_up.accept(gate_up_wgrad) if need_gate_up else None
+        d_down = ctx.down.accept(down_wgrad) if need_down else None
+        return dx, dprobs if need_dprobs else None, d_gate_up, d_down, *(None,) * 4
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str | None = None) -> Fp8Tensor:
+    q: Fp8Tensor = ops.quantize(
+        t, fp8_dtype=fp8_dtype or recipe.fp8_dtype, scale=recipe.scale, eps=recipe.eps
+    )
+    return q

@@ -1,0 +1,155 @@
+"""The expert block in FP8, forward and backward, as plain functions over FP8 tensors.
+
+Two standalone casts exist, both outside this file: x before `forward`, the gradient of the output
+before `backward`. Everything between stays in FP8 or is quantized by the SwiGLU kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.weight_grad import Wgrad
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+
+
+@dataclass(frozen=True)
+class Fp8Weights:
+    """Both projections in 128x128 blocks, and their transposes, which the dgrads read."""
+
+    gate_up: Fp8Tensor | None  # [E, 2I, H]; the backward reads it only to compute z again
+    gate_up_t: Fp8Tensor  # [E, H, 2I]
+    down: Fp8Tensor | None  # [E, H, I]; the backward does not read it
+    down_t: Fp8Tensor  # [E, I, H]
+
+
+class Activations(NamedTuple):
+    """What the backward reads of the forward. z None: it is computed again from x."""
+
+    x: Fp8Tensor  # [T, H], row layout, unpermuted
+    row_probs: Tensor  # [R] f32
+    z: Tensor | Fp8Tensor | None  # [R, 2I]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one backward; what was not asked for is None. Wgrads are still to be run."""
+
+    dx: Tensor | None  # [T, H] bf16
+    dprobs: Tensor | None  # [T, S] f32
+    gate_up: Wgrad | None
+    down: Wgrad | None
+
+
+def forward(
+    x: Fp8Tensor,
+    probs: Tensor,
+    plan: RoutingPlan,
+    weights: Fp8Weights,
+    recipe: Fp8Recipe,
+    *,
+    keep: str = "none",
+) -> tuple[Tensor, Activations]:
+    """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t].
+
+    x [T, H] in row layout, probs [T, S] f32 -> out [T, H] bf16 and what `backward` needs.
+    keep: the pre-activation z is kept in "bf16", in "fp8", or not ("none").
+    """
+    rows, row_probs = ops.permute_pad(x, plan, probs=probs)
+    z = ops.grouped_gemm(rows, weights.gate_up, plan)
+    h, kept = _activate(z, plan, row_probs, recipe, keep)
+    y = ops.grouped_gemm(h, weights.down, plan)
+    return ops.unpermute_unpad(y, plan), Activations(x, row_probs, kept)
+
+
+def backward(
+    dout: Fp8Tensor,
+    saved: Activations,
+    plan: RoutingPlan,
+    weights: Fp8Weights,
+    recipe: Fp8Recipe,
+    *,
+    need_dx: bool = True,
+    need_dprobs: bool = True,
+    need_gate_up: bool = True,
+    need_down: bool = True,
+) -> Gradients:
+    """The gradients of `forward`, given the quantized gradient of its output, dout [T, H]."""
+    dy, _ = ops.permute_pad(dout, plan)
+    dh = ops.grouped_gemm(dy, weights.down_t, plan)
+    x, z = saved.x, saved.z
+    if z is None:
+        z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], weights.gate_up, plan)
+
+    options = {"fp8_dtype": recipe.grad_dtype, "scale": recipe.scale, "eps": recipe.eps}
+    if need_gate_up or need_down:
+        dz, dz_columns, h_columns, row_dprobs = ops.swiglu_quantize_backward(
+            dh,
+            z,
+            plan,
+            probs=saved.row_probs,
+            columns=recipe.columns,
+            h_fp8_dtype=recipe.fp8_dtype,
+            **options,
+        )
+    else:
+        dz, row_dprobs = ops.swiglu_quantize_backward(dh, z, plan, probs=saved.row_probs, **options)
+    del dy, dh, z
+
+    def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
+        x_columns = _columns(x, plan, recipe)
+        return ops.grouped_gemm_wgrad(
+            dz_columns, x_columns, plan, out=out, accumulate=accumulate, out_dtype=dtype
+        )
+
+    def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
+        dy_columns = _columns(dout, plan, recipe)
+        return ops.grouped_gemm_wgrad(
+            dy_columns, h_columns, plan, out=out, accumulate=accumulate, out_dtype=dtype
+        )
+
+    dx, dprobs = None, None
+    if need_dx:
+        dx_rows = ops.grouped_gemm(dz, weights.gate_up_t, plan)
+        dx, dprobs = ops.permute_pad_backward(dx_rows, plan, dprobs=row_dprobs)
+    elif need_dprobs:
+        dprobs = _gather_dprobs(row_dprobs, plan)
+    return Gradients(
+        dx,
+        dprobs,
+        gate_up_wgrad if need_gate_up else None,
+        down_wgrad if need_down else None,
+    )
+
+
+def _activate(
+    z: Tensor, plan: RoutingPlan, row_probs: Tensor, recipe: Fp8Recipe, keep: str
+) -> tuple[Fp8Tensor, Tensor | Fp8Tensor | None]:
+    """h = Q(silu(gate) * up * prob), and z in the form that is kept."""
+    options = {"fp8_dtype": recipe.fp8_dtype, "scale": recipe.scale, "eps": recipe.eps}
+    if keep == "fp8":
+        return ops.swiglu_quantize(z, plan, probs=row_probs, save_z=True, **options)
+    h = ops.swiglu_quantize(z, plan, probs=row_probs, **options)
+    return h, z if keep == "bf16" else None
+
+
+def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
+    """The rows of `t` as a wgrad operand. Only power-of-two scales can be shifted in FP8; float32
+    scales are dequantized and quantized again, a second rounding."""
+    if recipe.scale == "pow2":
+        return ops.permute_transpose_fp8(t, plan, columns=recipe.columns)
+    rows, _ = ops.permute_pad(t, plan)
+    return ops.transpose_fp8(rows, plan, columns=recipe.columns, requantize=True)
+
+
+def _gather_dprobs(row_dprobs: Tensor, plan: RoutingPlan) -> Tensor:
+    """dprobs[t, s] = row_dprobs[row_of[t, s]], 0 where the slot was dropped."""
+    row_of = plan.row_of.long()
+    if row_dprobs.numel() == 0:
+        return row_dprobs.new_zeros(row_of.shape)
+    return row_dprobs[row_of.clamp(min=0)].masked_fill(row_of < 0, 0.0)

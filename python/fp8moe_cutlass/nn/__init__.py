@@ -1,0 +1,7 @@
+"""Modules: MoEExperts (the experts) and MoE (router, experts, shared expert)."""
+
+from fp8moe_cutlass.nn.experts import MoEExperts
+from fp8moe_cutlass.nn.moe import MoE, SharedExpert
+from fp8moe_cutlass.nn.router import Router, Routing
+
+__all__ = ["MoE", "MoEExperts", "Router", "Routing", "SharedExpert"]

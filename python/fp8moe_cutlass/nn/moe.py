@@ -1,0 +1,126 @@
+"""MoE: router, experts and an optional shared expert; a drop-in for a transformer's MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8moe_cutlass.nn.experts import MoEExperts
+from fp8moe_cutlass.nn.router import Router
+from fp8moe_cutlass.recipe import Fp8Recipe
+
+
+class SharedExpert(nn.Module):
+    """down (silu(gate x) * up x), the dense expert every token passes."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, **factory: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False, **factory)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
+        x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.gate_up_proj.weight.dtype)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class MoE(nn.Module):
+    """x [..., H] -> [..., H]: each token through its top_k of num_experts experts, weighted.
+
+    Router options (score_function, selection_bias, num_groups, topk_groups, normalize,
+    routed_scaling_factor) are Router's, expert options (recipe, recompute, save_preactivation,
+    delay_wgrad, bias, activation) MoEExperts'. shared_intermediate_size adds a dense expert of that
+    width in `dtype`. The router is float32.
+
+    After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
+    a multiple of it to the training loss) and `tokens_per_expert` [E] the load.
+    """
+
+    aux_loss: Tensor
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_function: str = "softmax",
+        selection_bias: bool = False,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        normalize: bool = True,
+        routed_scaling_factor: float = 1.0,
+        shared_intermediate_size: int | None = None,
+        recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
+        recompute: str = "none",
+        save_preactivation: str = "bf16",
+        delay_wgrad: bool = False,
+        bias: bool = False,
+        activation: str = "swiglu",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = Router(
+            hidden_size,
+            num_experts,
+            top_k,
+            score_function=score_function,
+            selection_bias=selection_bias,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            normalize=normalize,
+            routed_scaling_factor=routed_scaling_factor,
+            device=device,
+        )
+        self.experts = MoEExperts(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            recipe=recipe,
+            recompute=recompute,
+            save_preactivation=save_preactivation,
+            delay_wgrad=delay_wgrad,
+            bias=bias,
+            activation=activation,
+            dtype=dtype,
+            device=device,
+        )
+        self.shared_expert = (
+            SharedExpert(hidden_size, shared_intermediate_size, dtype=dtype, device=device)
+            if shared_intermediate_size
+            else None
+        )
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype)."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.router(tokens)
+        self.aux_loss, self.tokens_per_expert = routing.aux_loss, routing.tokens_per_expert
+        out: Tensor = self.experts(
+            tokens, routing.topk_idx, routing.topk_weights, is_first_microbatch
+        )
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(tokens).to(out.dtype)
+        return out.view(x.shape)
+
+    def quantize_weights(self) -> None:
+        """MoEExperts.quantize_weights."""
+        self.experts.quantize_weights()
+
+    def backward_dw(self) -> None:
+        """MoEExperts.backward_dw."""
+        self.experts.backward_dw()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # aux_loss hangs on a graph, which neither deepcopy nor pickle can follow.
+        return {
+            k: v for k, v in self.__dict__.items() if k not in ("aux_loss", "tokens_per_expert")
+        }

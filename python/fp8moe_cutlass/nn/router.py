@@ -1,0 +1,125 @@
+"""Router: which experts a token goes to, with what weights, and the loss that balances them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Routing(NamedTuple):
+    """What a router decides for T tokens."""
+
+    topk_idx: Tensor  # [T, top_k] i64
+    topk_weights: Tensor  # [T, top_k] f32, differentiable
+    aux_loss: Tensor  # [] f32, differentiable
+    tokens_per_expert: Tensor  # [E] i64
+
+
+class Router(nn.Module):
+    """Scores of a linear gate in float32, then the top k experts of each token.
+
+    score_function: "softmax" over the experts, or "sigmoid" of each.
+    selection_bias: a buffer [E] added to the scores to choose experts, not to weight them
+      (auxiliary-loss-free balancing, DeepSeek-V3); `update_selection_bias` moves it.
+    num_groups, topk_groups: experts are chosen within the topk_groups best of num_groups equal
+      groups; a group's score is the sum of its two best experts' (its best, where a group has one).
+    normalize: weights sum to 1 before routed_scaling_factor multiplies them.
+    Auxiliary loss (Switch Transformers, eq. 4, for top k): E * sum over e of
+    (share of assignments e received) * (mean probability of e); 1 when balanced.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_function: str = "softmax",
+        selection_bias: bool = False,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        normalize: bool = True,
+        routed_scaling_factor: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if score_function not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"[Router] score_function must be 'softmax' or 'sigmoid'; got {score_function!r}"
+            )
+        if num_groups < 1 or num_experts % num_groups:
+            raise ValueError(
+                f"[Router] num_groups must divide num_experts {num_experts}; got {num_groups}"
+            )
+        if not 1 <= topk_groups <= num_groups:
+            raise ValueError(
+                f"[Router] topk_groups must be in [1, {num_groups}]; got {topk_groups}"
+            )
+        reachable = num_experts // num_groups * topk_groups
+        if not 1 <= top_k <= reachable:
+            raise ValueError(f"[Router] top_k must be in [1, {reachable}]; got {top_k}")
+        self.hidden_size = hidden_size
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score_function = score_function
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.normalize = normalize
+        self.routed_scaling_factor = routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device))
+        self.register_buffer(
+            "selection_bias", torch.zeros(num_experts, device=device) if selection_bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within 1/sqrt(hidden_size), the selection bias 0."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
+
+    def forward(self, x: Tensor) -> Routing:
+        """x [T, H] -> Routing."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+        if self.score_function == "softmax":
+            scores = probability = logits.softmax(dim=-1)
+        else:
+            scores = logits.sigmoid()
+            probability = scores / scores.sum(dim=-1, keepdim=True)
+        topk_idx = self._select(scores.detach())
+        topk_weights = scores.gather(1, topk_idx)
+        if self.normalize:
+            topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
+        topk_weights = topk_weights * self.routed_scaling_factor
+
+        chosen = topk_idx.flatten()
+        counts = chosen.new_zeros(self.num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
+        tokens = max(x.shape[0], 1)
+        share = counts.float() / (tokens * self.top_k)
+        aux_loss = self.num_experts * (share * probability.sum(dim=0) / tokens).sum()
+        return Routing(topk_idx, topk_weights, aux_loss, counts)
+
+    @torch.no_grad()
+    def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
+        """Raise the bias of experts below the mean load by `rate`, lower that of those above."""
+        if self.selection_bias is None:
+            raise ValueError("[Router] update_selection_bias needs selection_bias=True")
+        load = tokens_per_expert.float()
+        self.selection_bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
+    def _select(self, scores: Tensor) -> Tensor:
+        """The top k experts of each token [T, top_k], best first."""
+        choice = scores if self.selection_bias is None else scores + self.selection_bias
+        if self.topk_groups < self.num_groups:
+            groups = choice.unflatten(1, (self.num_groups, -1))
+            best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(dim=-1)
+            chosen = best.topk(self.topk_groups, dim=-1).indices
+            closed = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+            choice = groups.masked_fill(closed[..., None], float("-inf")).flatten(1)
+        return choice.topk(self.top_k, dim=-1).indices
