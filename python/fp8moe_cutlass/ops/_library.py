@@ -29,7 +29,7 @@ _NAMES: dict[Any, str] = {
     "float8_e5m2": "e5m2",
 }
 if torch is not None:
-    _LIBRARY = torch.library.Library("fp8moe", "DEF")
+    _LIBRARY: Any = torch.library.Library("fp8moe", "DEF")  # type: ignore[no-untyped-call]
     _TORCH = {
         "float32": torch.float32,
         "float16": torch.float16,

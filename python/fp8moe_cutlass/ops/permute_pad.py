@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fp8moe_cutlass.ops._library import define, empty, flat, fp8_output
 from fp8moe_cutlass.routing import RoutingPlan
@@ -40,7 +40,8 @@ def permute_pad(
         permuted = empty("permute_pad", probs, (plan.rows,))
     if isinstance(x, Fp8Tensor):
         shape = (plan.rows, x.shape[1])
-        y8 = fp8_output("permute_pad", y, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
+        given = cast("Fp8Tensor | None", y)
+        y8 = fp8_output("permute_pad", given, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
         _op(*flat(x), plan.slab, plan.sizes, probs, *flat(y8), permuted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:

@@ -40,9 +40,9 @@ def route(
         raise ValueError("[route] exactly one of topk_idx and routing_map is needed")
     if routing_map is not None and capacity is None:
         raise ValueError("[route] a routing_map needs capacity; got None")
-    given = topk_idx if routing_map is None else routing_map
+    name, given = ("routing_map", routing_map) if topk_idx is None else ("topk_idx", topk_idx)
+    assert given is not None
     if len(given.shape) != 2:
-        name = "topk_idx" if routing_map is None else "routing_map"
         raise ValueError(f"[route] {name} must have 2 dimensions; got {tuple(given.shape)}")
     tokens, slots = given.shape
     sizes = (tokens, slots, num_experts, align, tokens * slots if capacity is None else capacity)

@@ -42,11 +42,12 @@ def swiglu_quantize(
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
     up within [-c, c]. columns "block" or "column" (needs a plan) also returns h transposed,
     [I, Kcap], as quantize_dual does; save_z also returns Q(z) [R, 2I] in row layout, which the
-    backward may take instead of z. Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
+    backward may take instead of z.
+    Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
     """
     pow2 = is_pow2("swiglu_quantize", scale)
     r, i = z.shape[0], z.shape[1] // 2
-    wanted = [((r, i), scale_layout)]
+    wanted: list[tuple[tuple[int, int], str]] = [((r, i), scale_layout)]
     if columns is not None:
         shape = (i, _needed(plan, "swiglu_quantize").columns)
         wanted.append((shape, column_layout("swiglu_quantize", columns)))
@@ -99,7 +100,7 @@ def swiglu_quantize_backward(
     op = "swiglu_quantize_backward"
     pow2 = is_pow2(op, scale)
     r, i = dh.shape
-    wanted = [((r, 2 * i), scale_layout, fp8_dtype)]
+    wanted: list[tuple[tuple[int, int], str, DType]] = [((r, 2 * i), scale_layout, fp8_dtype)]
     if columns is not None:
         layout, kcap = column_layout(op, columns), _needed(plan, op).columns
         wanted.append(((2 * i, kcap), layout, fp8_dtype))
