@@ -1,27 +1,30 @@
 // dz = Q([dgate | dup]) [R, 2I] and dprob [R] of dh [R, I] and z [R, 2I]; optional columns of dz
 // [2I, Kcap] and of h [I, Kcap], h recomputed.
+//
+// bf16 operands and I % 128 == 0 take one pass: quantize_rows, or quantize_tiles where columns are
+// asked for (device/swiglu_backward.cuh). The rest takes a pass an output.
 #include "core/backends.h"
 #include "core/dispatch.h"
-#include "cuda/device/swiglu.cuh"
+#include "cuda/device/swiglu_backward.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
 namespace {
 
+constexpr const char* kOp = "swiglu_quantize_backward";
+using AnyGradSource = GradSource<PreActivation, FloatSource>;
+
 // dprob[row]: a warp a row, 16 lanes a tile of 128 terms; tiles in ascending order
 // (common/reduce.h).
 __global__ void __launch_bounds__(256)
-    sum_dprobs(const __grid_constant__ GradSource source, const __grid_constant__ PlanView plan,
+    sum_dprobs(const __grid_constant__ AnyGradSource source, const __grid_constant__ PlanView plan,
                int rows, float* dprobs) {
-  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int end = plan.row_of != nullptr ? plan.row_offsets[plan.experts] : rows;
-  if (row >= end) return;
-  if (plan.row_of != nullptr && plan.token_of_row[row] < 0) {
-    if (lane == 0) dprobs[row] = 0.0f;
-    return;
-  }
+  const int64_t row = int64_t{8} * blockIdx.x + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const RowKind kind = row_kind(plan, row, rows);
+  if (!kind.written) return;
   float sum = 0.0f;
-  for (int first = 0; first < source.intermediate; first += 256) {
+  for (int first = 0; kind.token && first < source.intermediate; first += 256) {
     const int column = first + 8 * lane;
     float term[8] = {};
     if (column < source.intermediate) source.terms(row, column, term);
@@ -30,6 +33,46 @@ __global__ void __launch_bounds__(256)
     if (first + 128 < source.intermediate) sum += __shfl_sync(kFullWarp, tile_sum, 16);
   }
   if (lane == 0) dprobs[row] = sum;
+}
+
+template <typename F>
+void launch_any(const AnyGradSource& source, const RoutingPlan& plan, int64_t rows,
+                const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                const Fp8Tensor& h_columns, Scaling scaling, cudaStream_t stream) {
+  const int64_t intermediate = source.intermediate;
+  launch_quantize_source<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling,
+                            stream);
+  if (h_columns.defined()) {
+    const HiddenSource<PreActivation> hidden = {source.z, source.probs, source.clamp,
+                                                source.intermediate};
+    dispatch_fp8(h_columns.data.dtype, [&]<typename H>() {
+      launch_quantize_source<H>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling,
+                                stream);
+    });
+  }
+  if (dprobs.defined())
+    launch(kOp, sum_dprobs, static_cast<unsigned>(cdiv(rows, 8)), 256, 0, stream, source,
+           view_of(plan), static_cast<int>(rows), dprobs.as<float>());
+}
+
+// Rows a block of quantize_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or 32.
+int rows_per_block(int64_t tiles) {
+  int best = 8;
+  double best_use = 0.0;
+  for (int rows = 8; rows <= 32; rows *= 2) {
+    const int64_t lanes = 32 / rows;
+    const double use = static_cast<double>(tiles) / static_cast<double>(lanes * cdiv(tiles, lanes));
+    if (use > best_use + 0.05) best = rows, best_use = use;
+  }
+  return best;
+}
+
+template <typename F>
+void launch_rows(SwigluBackward p, cudaStream_t stream) {
+  p.rows_per_block = rows_per_block(p.tiles);
+  const auto shared = static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
+  launch(kOp, p.clamp > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
+         static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
 }
 
 }  // namespace
@@ -42,26 +85,31 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   const int64_t rows = dh.shape[0], intermediate = dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(dh.device);
-  const char* op = "swiglu_quantize_backward";
-  const GradSource source = {.z = pre_activation(z, z_q),
-                             .dh = {dh.data, dh.dtype},
+  const Scaling scaling = {rule.pow2, rule.eps, kMaxFloat};
+  const bool columns = dz_columns.defined() || h_columns.defined();
+  const bool bf16 = z.defined() && z.dtype == DType::bf16 && dh.dtype == DType::bf16;
+  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+    if (bf16 && intermediate % kTile == 0 && !columns)
+      return launch_rows<F>({.z = z.as<uint16_t>(),
+                             .dh = dh.as<uint16_t>(),
                              .probs = probs.as<float>(),
                              .clamp = clamp,
-                             .intermediate = static_cast<int>(intermediate)};
-  const Scaling scaling = {rule.pow2, rule.eps, kMaxFloat};
-  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-    launch_quantize_source<F>(op, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling,
-                              stream_of(stream));
+                             .rows = static_cast<int>(rows),
+                             .intermediate = static_cast<int>(intermediate),
+                             .tiles = static_cast<int>(intermediate / kTile),
+                             .plan = view_of(plan),
+                             .dz = rows_out(dz),
+                             .dprobs = dprobs.as<float>(),
+                             .scaling = scaling},
+                            stream_of(stream));
+    const AnyGradSource source = {.z = pre_activation(z, z_q),
+                                  .dh = {dh.data, dh.dtype},
+                                  .probs = probs.as<float>(),
+                                  .clamp = clamp,
+                                  .intermediate = static_cast<int>(intermediate)};
+    launch_any<F>(source, plan, rows, dz, dprobs, dz_columns, h_columns, scaling,
+                  stream_of(stream));
   });
-  if (h_columns.defined())
-    dispatch_fp8(h_columns.data.dtype, [&]<typename F>() {
-      launch_quantize_source<F>(
-          op, HiddenSource{source.z, source.probs, clamp, source.intermediate}, plan, rows,
-          intermediate, {}, h_columns, scaling, stream_of(stream));
-    });
-  if (dprobs.defined())
-    launch(op, sum_dprobs, static_cast<unsigned>(cdiv(rows, 8)), 256, 0, stream_of(stream), source,
-           view_of(plan), static_cast<int>(rows), dprobs.as<float>());
 }
 
 }  // namespace fp8moe::cuda

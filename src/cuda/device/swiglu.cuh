@@ -28,7 +28,28 @@ struct FloatSource {
   }
 };
 
-// z = [gate | up], [R, 2I]: dense, or FP8 dequantized to bf16.
+// Eight values of bf16, the usual case: no switch in the kernel.
+struct Bf16Source {
+  const void* data;
+
+  __device__ __forceinline__ void load(int64_t offset, float (&v)[8]) const {
+    const uint4 a = load_once<uint4>(static_cast<const char*>(data) + 2 * offset);
+    const uint32_t words[4] = {a.x, a.y, a.z, a.w};
+    unpack<Bf16>(words, v);
+  }
+};
+
+// z = [gate | up], [R, 2I] of bf16.
+struct Bf16PreActivation {
+  Bf16Source dense;
+  int width;  // 2I
+
+  __device__ __forceinline__ void load(int64_t row, int column, float (&v)[8]) const {
+    dense.load(row * width + column, v);
+  }
+};
+
+// z of any dtype, or FP8 dequantized to bf16.
 struct PreActivation {
   FloatSource dense;               // data == nullptr: FP8
   const uint8_t* codes = nullptr;  // [R, 2I]
@@ -68,16 +89,18 @@ inline PreActivation pre_activation(const Tensor& z, const Fp8Tensor& z_q) {
 }
 
 // z itself, to be quantized.
+template <typename Z>
 struct ZSource {
-  PreActivation z;
+  Z z;
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
     z.load(row, column, v);
   }
 };
 
 // h = silu(gate) up prob, [R, I]
+template <typename Z>
 struct HiddenSource {
-  PreActivation z;
+  Z z;
   const float* probs;  // [R] or nullptr: 1
   float clamp;
   int intermediate;  // I
@@ -96,9 +119,10 @@ struct HiddenSource {
 };
 
 // dz = [dgate | dup], [R, 2I]; terms: of dprob instead.
+template <typename Z, typename Dense>
 struct GradSource {
-  PreActivation z;
-  FloatSource dh;  // [R, I]
+  Z z;
+  Dense dh;  // [R, I]
   const float* probs;
   float clamp;
   int intermediate;
@@ -128,7 +152,7 @@ struct GradSource {
 
 // One block of 256 threads a tile; tiles of a row block are neighbours in the grid.
 template <typename F, bool kColumns, typename Source>
-__global__ __launch_bounds__(kTileThreads, 2) void quantize_source(
+__global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
     const __grid_constant__ Source source, const __grid_constant__ PlanView plan, int rows,
     int columns, int tiles, const __grid_constant__ RowsOut rows_to,
     const __grid_constant__ ColumnsOut columns_to, Scaling scaling) {
@@ -136,12 +160,7 @@ __global__ __launch_bounds__(kTileThreads, 2) void quantize_source(
   TokenBlock b = {128 * block, min(128, rows - 128 * block), min(128, rows - 128 * block), 0};
   if (plan.row_of != nullptr) b = token_block(plan, block);
   if (b.expert < 0) return;
-  if constexpr (kColumns) {
-    __shared__ TileShared shared;
-    quantize_tile<F, true>(source, b, tile, block, columns, rows_to, columns_to, scaling, &shared);
-  } else {
-    quantize_tile<F, false>(source, b, tile, block, columns, rows_to, columns_to, scaling, nullptr);
-  }
+  quantize_tile<F, kColumns>(source, b, tile, block, columns, rows_to, columns_to, scaling);
 }
 
 // Quantizes source [rows, columns] to either or both outputs.
@@ -155,7 +174,7 @@ void launch_quantize_source(const char* op, const Source& source, const RoutingP
   launch(
       op,
       columns_to.defined() ? quantize_source<F, true, Source> : quantize_source<F, false, Source>,
-      static_cast<unsigned>(blocks * tiles), kTileThreads, 0, stream, source, view_of(plan),
+      static_cast<unsigned>(blocks * tiles), Tile<8>::kThreads, 0, stream, source, view_of(plan),
       static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
       columns_out(columns_to), scaling);
 }

@@ -1,9 +1,10 @@
-// A 128x128 tile of values in the registers of 256 threads, quantized along its rows (1x128 tiles)
+// A 128x128 tile of values in the registers of one block, quantized along its rows (1x128 tiles)
 // and, transposed, along its columns (128x128, or 128x1 tiles) by the scale rule of common/scale.h.
 //
-// Eight lanes share a row: thread t holds rows 4 (t/8) + j, j < 4, at columns 8 (t%8) + i and
-// 64 + 8 (t%8) + i, i < 8. A warp's access is then 64 to 256 consecutive bytes of each of 4 rows,
-// and a thread's 4 rows are 4 consecutive bytes of a transposed row.
+// kLanes lanes (8 or 16) share a row; the block has 32 kLanes threads. Thread t holds rows
+// 4 (t / kLanes) + j, j < 4, at the 8 columns from 64 half + 8 (t % kLanes) on, half < 16 / kLanes.
+// A warp's access is then 64 to 256 consecutive bytes of each row, and a thread's 4 rows are 4
+// consecutive bytes of a transposed row.
 #pragma once
 
 #include "common/scale.h"
@@ -15,7 +16,6 @@
 
 namespace fp8moe::cuda {
 
-constexpr int kTileThreads = 256;
 constexpr float kMaxFloat = 0x1.fffffep127f;
 
 struct Scaling {
@@ -68,120 +68,157 @@ inline ColumnsOut columns_out(const Fp8Tensor& t) {
           .scale_column = block ? 0 : 1};
 }
 
-// This thread's place in a tile.
-__device__ __forceinline__ int tile_lane() { return threadIdx.x & 7; }
-__device__ __forceinline__ int tile_row() { return threadIdx.x / 8 * 4; }
-__device__ __forceinline__ int tile_column(int half) { return 64 * half + 8 * tile_lane(); }
+template <int kLanes>
+struct Tile {
+  static constexpr int kThreads = 32 * kLanes;
+  static constexpr int kWarps = kLanes;
+  static constexpr int kHalves = 16 / kLanes;
+  static constexpr int kValues = 8 * kHalves;  // of a thread in one row
+  using Row = float[kValues];
 
-// 16 values of a row (columns tile_column(0) and tile_column(1) of `tile`, those past `columns`
-// unwritten).
-template <typename F>
-__device__ __forceinline__ void store_row(const RowsOut& out, int64_t row, int tile, int columns,
-                                          const float (&v)[16], float scale) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int column = 128 * tile + tile_column(half);
-    const float* x = v + 8 * half;
-    const uint2 codes = {fp8_encode4<F>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
-                         fp8_encode4<F>(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale)};
-    if (column < columns) store(out.data + row * out.ld + column, codes);
+  struct Shared {
+    // Codes of column c: tokens 4 g ... 4 g + 3 are word g ^ swizzle(c). Writes have no bank
+    // conflicts, and 4 aligned words stay together for the reads.
+    alignas(16) uint32_t codes[128][32];
+  };
+  struct Amax {
+    float of[kWarps][128];  // one row a warp: of its columns, or [warp][0] of all it holds
+    float scale[128];
+  };
+
+  // This thread's place.
+  static __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
+  static __device__ __forceinline__ int group() { return threadIdx.x / kLanes; }
+  static __device__ __forceinline__ int row() { return 4 * group(); }
+  static __device__ __forceinline__ int column(int half) { return 64 * half + 8 * lane(); }
+  static __device__ __forceinline__ int swizzle(int column) {
+    return 4 * (column >> 3 & 7) + 2 * (column >> 6);
   }
-}
 
-// Quantizes one row of a tile, or zeroes it (padding: data 0, scale 0). Returns the row's amax.
-template <typename F>
-__device__ __forceinline__ float quantize_row(const RowsOut& out, int64_t row, int tile,
-                                              int columns, const float (&v)[16], bool padding,
-                                              Scaling scaling) {
-  const float row_amax = lanes_max<8>(amax(v));
-  if (out.data == nullptr) return row_amax;
-  TileScale s = tile_scale(row_amax, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
-  if (padding) s.scale_inv = 0.0f;
-  store_row<F>(out, row, tile, columns, v, s.scale);
-  if (tile_lane() == 0) out.scale[row * out.scale_row + tile * out.scale_tile] = s.scale_inv;
-  return row_amax;
-}
+  // Codes of a thread's values of one row of tile `tile`; columns past `columns` are not there.
+  template <typename F>
+  static __device__ __forceinline__ void store_row(const RowsOut& out, int64_t row, int tile,
+                                                   int columns, const Row& v, float scale) {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const int at = 128 * tile + column(half);
+      const float* x = v + 8 * half;
+      const uint2 codes = {fp8_encode4<F>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
+                           fp8_encode4<F>(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale)};
+      if (at < columns) store(out.data + row * out.ld + at, codes);
+    }
+  }
 
-struct TileShared {
-  // Codes of column c: tokens 4 g ... 4 g + 3 are word g ^ swizzle(c). Free of bank conflicts both
-  // ways.
-  alignas(16) uint32_t codes[128][32];
-  float amax[8][128];  // one row a warp: of its columns, or [warp][0] of all it holds
+  // Quantizes one row of a tile, or zeroes it (padding: data 0, scale 0). Returns the row's amax.
+  template <typename F>
+  static __device__ __forceinline__ float quantize_row(const RowsOut& out, int64_t row, int tile,
+                                                       int columns, const Row& v, bool padding,
+                                                       Scaling scaling) {
+    const float row_amax = lanes_max<kLanes>(amax(v));
+    if (out.data == nullptr) return row_amax;
+    TileScale s = tile_scale(row_amax, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
+    if (padding) s.scale_inv = 0.0f;
+    store_row<F>(out, row, tile, columns, v, s.scale);
+    if (lane() == 0) out.scale[row * out.scale_row + tile * out.scale_tile] = s.scale_inv;
+    return row_amax;
+  }
+
+  // Three steps, a barrier between each two: the maxima of the tile's columns (or of all of it;
+  // tile_amax is this thread's), its codes, and their way out, transposed. v is zero past the
+  // block's tokens.
+  static __device__ __forceinline__ void columns_amax(bool per_column, const Row (&v)[4],
+                                                      float tile_amax, Amax& shared) {
+    const int warp = threadIdx.x / 32, warp_lane = threadIdx.x % 32;
+    if (!per_column) {
+      const float m = lanes_max<32>(tile_amax);
+      if (warp_lane == 0) shared.of[warp][0] = m;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      float m = fmaxf(fmaxf(fabsf(v[0][i]), fabsf(v[1][i])), fmaxf(fabsf(v[2][i]), fabsf(v[3][i])));
+#pragma unroll
+      for (int step = kLanes; step < 32; step *= 2)
+        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
+      if (warp_lane < kLanes) shared.of[warp][column(i / 8) + i % 8] = m;
+    }
+  }
+
+  // The scale of column `at` (of the whole tile, if it has one), from the maxima of the warps.
+  template <typename F>
+  static __device__ __forceinline__ TileScale columns_scale(const Amax& shared, int at,
+                                                            Scaling scaling) {
+    float m = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][at]);
+    return tile_scale(m, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
+  }
+
+  template <typename F>
+  static __device__ __forceinline__ void columns_encode(const ColumnsOut& out, int tile, int block,
+                                                        int columns, const Row (&v)[4],
+                                                        Amax& shared, Scaling scaling,
+                                                        Shared& codes) {
+    const bool per_column = out.scale_column != 0;
+    float* to = out.scale + tile * out.scale_tile + block * out.scale_block;
+    float scale = 0.0f;
+    if (per_column) {
+      const int at = threadIdx.x;
+      if (at < 128) {
+        const TileScale s = columns_scale<F>(shared, at, scaling);
+        shared.scale[at] = s.scale;
+        if (128 * tile + at < columns) to[at] = s.scale_inv;
+      }
+      __syncthreads();
+    } else {
+      const TileScale s = columns_scale<F>(shared, 0, scaling);
+      scale = s.scale;
+      if (threadIdx.x == 0) to[0] = s.scale_inv;
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int at = column(i / 8) + i % 8;
+      if (per_column) scale = shared.scale[at];
+      codes.codes[at][group() ^ swizzle(at)] =
+          fp8_encode4<F>(v[0][i] * scale, v[1][i] * scale, v[2][i] * scale, v[3][i] * scale);
+    }
+  }
+
+  // 8 threads a column, 16 tokens each.
+  static __device__ __forceinline__ void columns_store(const ColumnsOut& out, int tile, int block,
+                                                       int columns, const Shared& codes) {
+#pragma unroll
+    for (int first = 0; first < 128; first += kThreads / 8) {
+      const int at = first + threadIdx.x / 8, chunk = threadIdx.x % 8;
+      const int swizzled = swizzle(at);
+      uint4 w = *reinterpret_cast<const uint4*>(&codes.codes[at][4 * chunk ^ (swizzled & ~3)]);
+      if (swizzled & 2) w = {w.z, w.w, w.x, w.y};
+      if (128 * tile + at < columns)
+        store(out.data + (128 * int64_t{tile} + at) * out.ld + 128 * int64_t{block} + 16 * chunk,
+              w);
+    }
+  }
 };
 
-__device__ __forceinline__ int tile_swizzle(int column) { return 4 * (column >> 3 & 7); }
-
-// Quantizes the columns of the tile v[j][i] (zero past the block's tokens) and stores them
-// transposed. tile_amax: this thread's max over v. All 256 threads; begins and ends without a
-// barrier of its own, so the caller puts one between two uses of `shared`.
-template <typename F>
-__device__ __forceinline__ void quantize_columns(const ColumnsOut& out, int tile, int block,
-                                                 int columns, const float (&v)[4][16],
-                                                 float tile_amax, Scaling scaling,
-                                                 TileShared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool per_column = out.scale_column != 0;
-  if (per_column) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      float m = fmaxf(fmaxf(fabsf(v[0][i]), fabsf(v[1][i])), fmaxf(fabsf(v[2][i]), fabsf(v[3][i])));
-      m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 8));
-      m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 16));
-      if (lane < 8) shared.amax[warp][tile_column(i / 8) + i % 8] = m;
-    }
-  } else {
-    const float m = lanes_max<32>(tile_amax);
-    if (lane == 0) shared.amax[warp][0] = m;
-  }
-  __syncthreads();
-  TileScale s{};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int column = tile_column(i / 8) + i % 8;
-    if (per_column || i == 0) {
-      float m = 0.0f;
-#pragma unroll
-      for (int w = 0; w < 8; ++w) m = fmaxf(m, shared.amax[w][per_column ? column : 0]);
-      s = tile_scale(m, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
-      const bool writes = per_column ? warp == i / 2 && lane < 8 : threadIdx.x == 0;
-      if (writes && 128 * tile + column < columns)
-        out.scale[tile * out.scale_tile + block * out.scale_block + column * out.scale_column] =
-            s.scale_inv;
-    }
-    shared.codes[column][threadIdx.x / 8 ^ tile_swizzle(column)] =
-        fp8_encode4<F>(v[0][i] * s.scale, v[1][i] * s.scale, v[2][i] * s.scale, v[3][i] * s.scale);
-  }
-  __syncthreads();
-  // 8 threads a column, 16 tokens each.
-#pragma unroll
-  for (int pass = 0; pass < 4; ++pass) {
-    const int column = 32 * pass + threadIdx.x / 8, chunk = tile_lane();
-    const uint4 codes =
-        *reinterpret_cast<const uint4*>(&shared.codes[column][4 * chunk ^ tile_swizzle(column)]);
-    if (128 * tile + column < columns)
-      store(out.data + (128 * int64_t{tile} + column) * out.ld + 128 * int64_t{block} + 16 * chunk,
-            codes);
-  }
-}
-
-// Quantizes tile `tile` of the rows of `block`, whose values come from source(row, column, v[8]).
+// Quantizes tile `tile` of the rows of a token block, whose values come from source(row, column,
+// v[8]).
 template <typename F, bool kColumns, typename Source>
 __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock rows_of_tile,
                                               int tile, int block, int columns,
                                               const RowsOut& rows_to, const ColumnsOut& columns_to,
-                                              Scaling scaling, TileShared* shared) {
-  float v[4][16];
+                                              Scaling scaling) {
+  using T = Tile<8>;
+  typename T::Row v[4];
   float tile_amax = 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int r = tile_row() + j;
-    const int64_t row = rows_of_tile.first_row + int64_t{r};
+    const int r = T::row() + j;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int column = 128 * tile + tile_column(half);
+    for (int half = 0; half < T::kHalves; ++half) {
+      const int column = 128 * tile + T::column(half);
       float (&eight)[8] = *reinterpret_cast<float (*)[8]>(&v[j][8 * half]);
       if (r < rows_of_tile.tokens && column < columns) {
-        source(row, column, eight);
+        source(rows_of_tile.first_row + int64_t{r}, column, eight);
       } else {
 #pragma unroll
         for (float& x : eight) x = 0.0f;
@@ -190,14 +227,22 @@ __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock r
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int r = tile_row() + j;
+    const int r = T::row() + j;
     RowsOut to = rows_to;
     if (r >= rows_of_tile.rows) to.data = nullptr;
-    tile_amax = fmaxf(tile_amax, quantize_row<F>(to, rows_of_tile.first_row + int64_t{r}, tile,
-                                                 columns, v[j], r >= rows_of_tile.tokens, scaling));
+    tile_amax = fmaxf(
+        tile_amax, T::template quantize_row<F>(to, rows_of_tile.first_row + int64_t{r}, tile,
+                                               columns, v[j], r >= rows_of_tile.tokens, scaling));
   }
-  if constexpr (kColumns)
-    quantize_columns<F>(columns_to, tile, block, columns, v, tile_amax, scaling, *shared);
+  if constexpr (kColumns) {
+    __shared__ typename T::Shared codes;
+    __shared__ typename T::Amax maxima;
+    T::columns_amax(columns_to.scale_column != 0, v, tile_amax, maxima);
+    __syncthreads();
+    T::template columns_encode<F>(columns_to, tile, block, columns, v, maxima, scaling, codes);
+    __syncthreads();
+    T::columns_store(columns_to, tile, block, columns, codes);
+  }
 }
 
 }  // namespace fp8moe::cuda

@@ -1,0 +1,49 @@
+// Included by instances/*.cu, one Kind and pair of formats each, so that they compile in parallel.
+#pragma once
+
+#include <string>
+
+#include "cuda/gemm/kernel.cuh"
+#include "cuda/gemm/launch.h"
+
+namespace fp8moe::cuda::gemm {
+
+template <Kind kKind, DType A, DType B, int TileN, int Cluster>
+void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
+  using S = Stage<kKind, TileN>;
+  auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, Cluster>;
+  const int stages = S::stages(device.shared_per_block, params.experts);
+  const int bytes = S::bytes(stages, params.experts);
+  FP8MOE_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(device.sm_count / Cluster * Cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  FP8MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params, stages));
+}
+
+template <Kind kKind, DType A, DType B>
+void launch(const Params& params, const Config& config, const DeviceInfo& device,
+            cudaStream_t stream) {
+  const auto with = [&]<int TileN>() {
+    if (config.cluster == 2)
+      launch_kernel<kKind, A, B, TileN, 2>(params, device, stream);
+    else
+      launch_kernel<kKind, A, B, TileN, 1>(params, device, stream);
+  };
+  switch (config.tile_n) {
+    case 128: return with.template operator()<128>();
+    case 160: return with.template operator()<160>();
+    case 192: return with.template operator()<192>();
+    default: throw InvalidArgument("no kernel of tile 128x" + std::to_string(config.tile_n));
+  }
+}
+
+}  // namespace fp8moe::cuda::gemm

@@ -1,0 +1,65 @@
+#include "cuda/gemm/problem.h"
+
+#include "core/check.h"
+#include "cuda/gemm/tensor_map.h"
+
+namespace fp8moe::cuda::gemm {
+namespace {
+
+void check_experts(const char* op, int64_t experts) {
+  FP8MOE_CHECK(experts <= kMaxExperts, "[", op, "] the CUDA kernel takes at most ", kMaxExperts,
+               " experts; got ", experts);
+}
+
+}  // namespace
+
+Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
+                    const Tensor& d, const Config& config) {
+  const char* op = "grouped_gemm";
+  check_experts(op, plan.experts);
+  const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
+  const int64_t k_blocks = cdiv(k, kTile);
+  Params params{};
+  params.a = operand_map(op, "a", a.data.data, 1, rows, k, kTileM / config.cluster);
+  params.b = operand_map(op, "w", w.data.data, plan.experts, n, k, config.tile_n / config.cluster);
+  params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kTileM);
+  params.block_scale_b = w.scale_inv.as<const float>();
+  params.row_offsets = plan.row_offsets();
+  params.d = d.data;
+  params.experts = static_cast<int>(plan.experts);
+  params.n = static_cast<int>(n);
+  params.k_blocks = static_cast<int>(k_blocks);
+  params.output = d.dtype == DType::bf16 ? Output::store_bf16 : Output::store_f32;
+  return params;
+}
+
+Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
+                      const Tensor& dw, bool accumulate, const Config& config) {
+  const char* op = "grouped_gemm_wgrad";
+  const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
+  Params params{};
+  params.a = operand_map(op, "dy_t", dy_t.data.data, 1, m, columns, kTileM / config.cluster);
+  params.b = operand_map(op, "x_t", x_t.data.data, 1, n, columns, config.tile_n / config.cluster);
+  if (dy_t.layout == ScaleLayout::gemm) {
+    const int64_t k_blocks = columns / kTile;
+    params.scale_a =
+        scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kTileM);
+    params.scale_b =
+        scale_map(op, "x_t.scale_inv", x_t.scale_inv.data, k_blocks, pad4(n), config.tile_n);
+  } else {
+    params.block_scale_a = dy_t.scale_inv.as<const float>();
+    params.block_scale_b = x_t.scale_inv.as<const float>();
+  }
+  params.tokens_per_expert = plan.tokens_per_expert();
+  params.col_offsets = plan.col_offsets();
+  params.d = dw.data;
+  params.experts = static_cast<int>(plan.experts);
+  params.m = static_cast<int>(m);
+  params.n = static_cast<int>(n);
+  params.k_blocks = static_cast<int>(columns / kTile);
+  params.output = dw.dtype == DType::bf16 ? (accumulate ? Output::add_bf16 : Output::store_bf16)
+                                          : (accumulate ? Output::add_f32 : Output::store_f32);
+  return params;
+}
+
+}  // namespace fp8moe::cuda::gemm

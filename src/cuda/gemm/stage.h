@@ -1,0 +1,36 @@
+// The shared-memory plan: what one stage of the ring holds, and how many stages fit.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/gemm/params.h"
+
+namespace fp8moe::cuda::gemm {
+
+// 128x192: 16 KB of A, 24 KB of B, 512 bytes of scales; five stages take 202.5 of the 227 KB.
+template <Kind kKind, int TileN>
+struct Stage {
+  static constexpr int kABytes = kTileM * kBlockK;
+  static constexpr int kBBytes = TileN * kBlockK;
+  static constexpr int kTileBytes = kABytes + kBBytes;
+  static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kTileM;
+  static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
+  static constexpr int kScaleBytes = kScaleABytes + kScaleBBytes;
+  static constexpr int kBarrierBytes = 16;
+  static_assert(kABytes % 1024 == 0 && kBBytes % 2048 == 0, "swizzled tiles start at 1024 bytes");
+
+  // Behind the stages: the prefix sums of Kind::rows.
+  static constexpr int fixed_bytes(int experts) {
+    return kKind == Kind::rows ? 4 * (experts + 1) : 0;
+  }
+  static constexpr int bytes(int stages, int experts) {
+    return stages * (kTileBytes + kScaleBytes + kBarrierBytes) + fixed_bytes(experts);
+  }
+  static constexpr int stages(int shared_bytes, int experts) {
+    constexpr int kMost = 8;
+    return std::min(kMost, (shared_bytes - fixed_bytes(experts)) /
+                               (kTileBytes + kScaleBytes + kBarrierBytes));
+  }
+};
+
+}  // namespace fp8moe::cuda::gemm

@@ -1,0 +1,20 @@
+// TMA descriptors, encoded on the host and passed to kernels by value.
+#pragma once
+
+#include <cuda.h>
+
+#include "fp8moe/tensor.h"
+
+namespace fp8moe::cuda::gemm {
+
+// FP8 [experts, rows, k] row-major, read in boxes of [1, box_rows, 128] into 128-byte-swizzled
+// shared memory; what lies outside reads as zero. `op` and `name` are for the error of a misaligned
+// address (16 bytes).
+CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t experts,
+                        int64_t rows, int64_t k, int box_rows);
+
+// f32 [k_blocks, row_length] row-major, read in boxes of [1, box_rows].
+CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,
+                      int64_t row_length, int box_rows);
+
+}  // namespace fp8moe::cuda::gemm

@@ -1,0 +1,74 @@
+// wgmma on FP8 operands in 128-byte-swizzled shared memory, through the instruction wrappers of cute.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
+#include <utility>
+
+#include "fp8moe/tensor.h"
+
+namespace fp8moe::cuda::gemm {
+
+// The m64 x N x k32 instruction of a pair of FP8 formats.
+template <DType A, DType B, int N>
+struct Instruction;
+
+#define FP8MOE_WGMMA(N, A, B, NAME)               \
+  template <>                                     \
+  struct Instruction<DType::A, DType::B, N> {     \
+    using Op = cute::SM90::GMMA::MMA_64x##N##x32_F32##NAME##_SS_TN<>; \
+  };
+#define FP8MOE_WGMMA_FORMATS(N)         \
+  FP8MOE_WGMMA(N, e4m3, e4m3, E4M3E4M3) \
+  FP8MOE_WGMMA(N, e4m3, e5m2, E4M3E5M2) \
+  FP8MOE_WGMMA(N, e5m2, e4m3, E5M2E4M3) \
+  FP8MOE_WGMMA(N, e5m2, e5m2, E5M2E5M2)
+FP8MOE_WGMMA_FORMATS(128)
+FP8MOE_WGMMA_FORMATS(160)
+FP8MOE_WGMMA_FORMATS(192)
+#undef FP8MOE_WGMMA_FORMATS
+#undef FP8MOE_WGMMA
+
+// Descriptor of a K-major tile of rows of 128 bytes: 128-byte swizzle, 1024 bytes from one group of
+// 8 rows to the next. The tile starts at a multiple of 1024 bytes.
+__device__ __forceinline__ uint64_t descriptor(const void* tile) {
+  cute::GmmaDescriptor d;
+  d.desc_ = 0;
+  d.bitfield.start_address_ = static_cast<uint16_t>(cute::cast_smem_ptr_to_uint(tile) >> 4);
+  d.bitfield.leading_byte_offset_ = 1;  // not used under this swizzle
+  d.bitfield.stride_byte_offset_ = 1024 >> 4;
+  d.bitfield.layout_type_ = 1;  // 128-byte swizzle
+  return d;
+}
+
+template <typename Op, int N, size_t... I>
+__device__ __forceinline__ void issue(uint64_t a, uint64_t b, float (&sum)[N], bool add,
+                                      std::index_sequence<I...>) {
+  Op::fma(a, b, sum[I]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// part [64, N] = a [64, 128] b [N, 128]^T, asynchronously: part is undefined until `finish`.
+template <DType A, DType B, int N>
+__device__ __forceinline__ void multiply(const uint8_t* a, const uint8_t* b, float (&part)[N / 2]) {
+  const uint64_t desc_a = descriptor(a);
+  const uint64_t desc_b = descriptor(b);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) cute::warpgroup_fence_operand(part[i]);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 4; ++k)  // 32 bytes of K are 2 units of the descriptor's address
+    issue<typename Instruction<A, B, N>::Op>(desc_a + 2 * k, desc_b + 2 * k, part, k > 0,
+                                             std::make_index_sequence<N / 2>{});
+  cute::warpgroup_commit_batch();
+}
+
+template <int N>
+__device__ __forceinline__ void finish(float (&part)[N]) {
+  cute::warpgroup_wait<0>();
+#pragma unroll
+  for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(part[i]);
+}
+
+}  // namespace fp8moe::cuda::gemm

@@ -1,0 +1,18 @@
+// d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
+#include "core/backends.h"
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/problem.h"
+
+namespace fp8moe::cuda {
+
+void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan, const Tensor& d,
+                  Stream stream) {
+  const DeviceGuard guard(d.device);
+  const DeviceInfo& device = device_info(d.device);
+  const gemm::Config config = gemm::choose_config();
+  const gemm::Params params = gemm::rows_problem(a, w, plan, d, config);
+  gemm::launch<gemm::Kind::rows>(a.data.dtype, w.data.dtype, params, config, device,
+                                 stream_of(stream));
+}
+
+}  // namespace fp8moe::cuda

@@ -1,0 +1,29 @@
+// dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
+#include "core/backends.h"
+#include "cuda/gemm/launch.h"
+#include "cuda/gemm/problem.h"
+
+namespace fp8moe::cuda {
+
+void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
+                        const Tensor& dw, bool accumulate, Stream stream) {
+  const DeviceGuard guard(dw.device);
+  const DeviceInfo& device = device_info(dw.device);
+  if (plan.columns() == 0) {  // no expert can have a token
+    if (!accumulate)
+      FP8MOE_CUDA_CHECK(
+          cudaMemsetAsync(dw.data, 0, dw.numel() * size_of(dw.dtype), stream_of(stream)));
+    return;
+  }
+  const gemm::Config config = gemm::choose_config();
+  const gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
+  const auto run = [&]<gemm::Kind kKind>() {
+    gemm::launch<kKind>(dy_t.data.dtype, x_t.data.dtype, params, config, device, stream_of(stream));
+  };
+  if (dy_t.layout == ScaleLayout::block)
+    run.operator()<gemm::Kind::tokens_block>();
+  else
+    run.operator()<gemm::Kind::tokens_column>();
+}
+
+}  // namespace fp8moe::cuda

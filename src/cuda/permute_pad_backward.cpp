@@ -1,0 +1,11 @@
+#include "core/backends.h"
+#include "cuda/gather_sum.h"
+
+namespace fp8moe::cuda {
+
+void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& permuted_dprobs,
+                          const Tensor& dx, const Tensor& dprobs, Stream stream) {
+  gather_sum("permute_pad_backward", dy, plan, {}, dx, permuted_dprobs, dprobs, stream);
+}
+
+}  // namespace fp8moe::cuda

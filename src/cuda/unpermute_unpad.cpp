@@ -1,0 +1,11 @@
+#include "core/backends.h"
+#include "cuda/gather_sum.h"
+
+namespace fp8moe::cuda {
+
+void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
+                     const Tensor& out, Stream stream) {
+  gather_sum("unpermute_unpad", y, plan, probs, out, {}, {}, stream);
+}
+
+}  // namespace fp8moe::cuda

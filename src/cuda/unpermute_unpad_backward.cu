@@ -1,0 +1,116 @@
+// unpermute_unpad_backward with probs: a block a token, a warp a row of it: dy = prob * dout, and the dot
+// <y[row], dout[t]> in the order of common/reduce.h. Further blocks zero the padding rows.
+#include "core/backends.h"
+#include "core/dispatch.h"
+#include "cuda/device/convert.cuh"
+#include "cuda/device/memory.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/slots.cuh"
+#include "cuda/device/zero_padding.cuh"
+#include "cuda/runtime.h"
+
+namespace fp8moe::cuda {
+namespace {
+
+constexpr int kBatch = 4;  // vectors of each operand in flight in a lane
+
+struct Params {
+  const char* dout;    // [T, C]
+  const char* y;       // [R, C]
+  char* dy;            // [R, C]
+  const float* probs;  // [T, S]
+  float* dprobs;       // [T, S]
+  PlanView plan;
+  int slots;
+  int vectors;  // 16 bytes each, in a row
+  unsigned zero_blocks;
+  unsigned zero_blocks_an_expert;
+};
+
+// The row of a kept slot, by one warp.
+template <typename T>
+__device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, char* dy, float prob,
+                                               int vectors, int lane) {
+  constexpr int kN = 16 / sizeof(T);
+  constexpr int kLanes = 128 / kN;  // of a 128-term tile: 16 or 32
+  float dot = 0.0f;
+  for (int first = lane; first - lane < vectors; first += 32 * kBatch) {
+    uint4 g[kBatch], r[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int v = first + 32 * j;
+      g[j] = v < vectors ? load_shared_by_blocks<uint4>(dout + v * 16) : uint4{0, 0, 0, 0};
+      r[j] = v < vectors ? load_once<uint4>(y + v * 16) : uint4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      float a[kN], b[kN], term[kN];
+      unpack<T>(&g[j].x, a);
+      unpack<T>(&r[j].x, b);
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        term[i] = b[i] * a[i];
+        a[i] = prob * a[i];
+      }
+      if (first + 32 * j < vectors) store_streaming(dy + (first + 32 * j) * 16, pack<T>(a));
+      const float tile = lanes_tree_sum<kLanes>(tree_sum<kN>(term));
+      dot += kLanes == 32 ? tile : __shfl_sync(kFullWarp, tile, 0);
+      if (kLanes == 16) dot += __shfl_sync(kFullWarp, tile, 16);
+    }
+  }
+  return dot;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256) backward(const __grid_constant__ Params p) {
+  extern __shared__ KeptSlot kept[];
+  if (blockIdx.x < p.zero_blocks)
+    return zero_padding(p.plan, blockIdx.x, p.zero_blocks_an_expert, p.dy, p.vectors);
+  const int64_t token = blockIdx.x - p.zero_blocks;
+  const int32_t* row_of = p.plan.row_of + token * p.slots;
+  float* dprobs = p.dprobs + token * p.slots;
+  const int n = keep_slots(row_of, p.probs + token * p.slots, p.slots, kept);
+  for (int s = threadIdx.x; s < p.slots; s += blockDim.x)
+    if (row_of[s] < 0) dprobs[s] = 0.0f;
+  const int lane = threadIdx.x % 32;
+  const int64_t row_bytes = int64_t{p.vectors} * 16;
+  for (int i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
+    const KeptSlot slot = kept[i];
+    const float dot =
+        scale_and_dot<T>(p.dout + token * row_bytes, p.y + slot.row * row_bytes,
+                         p.dy + slot.row * row_bytes, slot.prob, p.vectors, lane);
+    if (lane == 0) dprobs[slot.slot] = dot;
+  }
+}
+
+}  // namespace
+
+void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
+                              const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
+                              Stream stream) {
+  if (!probs.defined())
+    return cuda::permute_pad({.data = dout, .scale_inv = {}}, plan, {}, {.data = dy, .scale_inv = {}},
+                             {}, stream);
+  if (plan.tokens == 0) return;
+  const DeviceGuard guard(dy.device);
+  const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(plan);
+  const Params params{
+      .dout = dout.as<const char>(),
+      .y = y.as<const char>(),
+      .dy = dy.as<char>(),
+      .probs = probs.as<const float>(),
+      .dprobs = dprobs.as<float>(),
+      .plan = view_of(plan),
+      .slots = static_cast<int>(plan.slots),
+      .vectors = static_cast<int>(dout.shape[1] * size_of(dout.dtype) / 16),
+      .zero_blocks = zero_blocks_an_expert * static_cast<unsigned>(plan.experts),
+      .zero_blocks_an_expert = zero_blocks_an_expert};
+  const auto warps = static_cast<unsigned>(std::min<int64_t>(plan.slots, 8));
+  dispatch_float(dout.dtype, [&]<typename T>() {
+    launch("unpermute_unpad_backward", backward<T>,
+           params.zero_blocks + static_cast<unsigned>(plan.tokens), warps * 32,
+           plan.slots * sizeof(KeptSlot), stream_of(stream), params);
+  });
+}
+
+}  // namespace fp8moe::cuda
