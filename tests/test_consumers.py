@@ -42,3 +42,10 @@ def test_example_builds_and_runs(language: str, tmp_path: Path) -> None:
     out = run(tmp_path / "grouped_gemm")
     assert out.startswith(f"fp8moe {fp8moe_cutlass.__version__}")
     assert 0.0 < float(out.split()[-1]) < 0.05
+
+
+@pytest.mark.parametrize("framework", ["numpy", "jax"])
+def test_dlpack_example(framework: str) -> None:
+    pytest.importorskip(framework)
+    out = run(sys.executable, EXAMPLES / "dlpack.py", framework)
+    assert 0.0 < float(out.split()[-1]) < 0.05
