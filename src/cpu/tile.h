@@ -58,7 +58,10 @@ FP8MOE_HD TileMax tile_max(const T* __restrict x, int64_t stride, int rows, int 
   if (top < kInfinityBits<T>) return {to_float(bit_cast<T>(top)), true};
   float amax = 0.0f;
   for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < cols; ++c) amax = std::fmax(amax, std::fabs(to_float(x[r * stride + c])));
+    for (int c = 0; c < cols; ++c) {
+      const float magnitude = std::fabs(to_float(x[r * stride + c]));
+      amax = magnitude > amax ? magnitude : amax;  // false for a NaN; fmax returns a signaling one
+    }
   return {amax, false};
 }
 

@@ -1,0 +1,284 @@
+"""The quantizers and dequantize: bit-equal to tests/reference_quantize.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import reference_quantize as ref
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FORMATS = ["e4m3", "e5m2"]
+SCALES = ["pow2", "fp32"]
+
+
+def codes_of(t: torch.Tensor) -> NDArray[np.uint8]:
+    return t.view(torch.uint8).numpy()
+
+
+def scales_of(t: Fp8Tensor) -> NDArray[np.float32]:
+    """scale_inv with one row per row of tiles, whatever the layout."""
+    s = t.scale_inv.numpy()
+    return s[:, : t.shape[0]].T if t.scale_layout == "gemm" else s
+
+
+def assert_same(got: Fp8Tensor, codes: NDArray[np.uint8], scale_inv: NDArray[np.float32]) -> None:
+    np.testing.assert_array_equal(scales_of(got).view(np.uint32), scale_inv.view(np.uint32))
+    np.testing.assert_array_equal(codes_of(got.data), codes)
+
+
+def special_rows(seed: int, k: int) -> torch.Tensor:
+    """Rows of every kind a tile can be: a float32 tensor [16, k]."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, k, generator=g)
+    x[1] = 0
+    x[2] = -0.0
+    x[3] *= 1e-41  # denormal in float32
+    x[4, ::7] = torch.nan
+    x[5] = torch.nan
+    x[6, 3] = torch.inf
+    x[7, 5] = -torch.inf
+    x[7, 6] = torch.nan
+    x[8] = 0
+    x[8, k - 1] = -3e-5
+    x[9] *= 1e30
+    x[10] *= 1e-11  # under the default eps
+    x[11] *= torch.exp2(torch.randint(-30, 30, (k,), generator=g).float())
+    x[12] = torch.finfo(torch.float32).max
+    x[13] *= 2.0**-120
+    x[14, :] = 448.0
+    x[15, :] = 448.0 * (1 + 2.0**-23)
+    return x
+
+
+@pytest.mark.parametrize("layout", ["row", "gemm", "block"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_tile(dtype: str, fp8_dtype: str, scale: str, layout: str) -> None:
+    x = torch.cat([special_rows(1, 272), special_rows(2, 272)]).to(DTYPES[dtype])
+    for eps in (0.0, 1e-10):
+        q = ops.quantize(
+            x,
+            fp8_dtype=fp8_dtype,
+            scale=scale,
+            eps=eps,
+            scale_layout=layout,
+            block=(128, 128) if layout == "block" else (1, 128),
+        )
+        tile = (128, 128) if layout == "block" else (1, 128)
+        expected = ref.quantize(
+            x.float().numpy(),
+            ref.FORMATS[fp8_dtype],
+            tile=tile,
+            pow2=scale == "pow2",
+            eps=eps,
+            dtype=dtype,
+        )
+        assert_same(q, *expected)
+
+
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("saturating", [False, True], ids=["finite tiles", "tiles with Inf"])
+def test_all_bfloat16_values(fp8_dtype: str, saturating: bool) -> None:
+    """Every bfloat16 under scale 1, which a maximum of FMAX or of Inf gives."""
+    fmt = ref.FORMATS[fp8_dtype]
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    if not saturating:
+        values = values[values.abs() <= fmt.max]
+    count = -(-values.numel() // 127)
+    x = torch.zeros(count, 128, dtype=torch.bfloat16)
+    x[:, 0] = torch.inf if saturating else fmt.max
+    x[:, 1:] = torch.cat([values, values.new_zeros(count * 127 - values.numel())]).view(count, 127)
+    q = ops.quantize(x, fp8_dtype=fp8_dtype, eps=0.0)
+    assert (q.scale_inv == 1).all()
+    np.testing.assert_array_equal(codes_of(q.data), fmt.encode(x.double().numpy()))
+    if not saturating:  # torch's casts saturate in one format and not in the other
+        cast = x.to(torch.float8_e4m3fn if fp8_dtype == "e4m3" else torch.float8_e5m2)
+        np.testing.assert_array_equal(codes_of(q.data), codes_of(cast))
+
+
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+def test_ties_between_codes(fp8_dtype: str) -> None:
+    """Midpoints of neighbouring codes and their float32 neighbours, in finite and in Inf tiles."""
+    fmt = ref.FORMATS[fp8_dtype]
+    middle = ((fmt.finite[:-1] + fmt.finite[1:]) / 2).astype(np.float32)
+    near = np.stack([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.inf)], 1)
+    x = torch.from_numpy(np.pad(np.concatenate([near, -near], 1), ((0, 0), (0, 122))))
+    for top in (fmt.max, float("inf")):
+        x[:, 127] = top
+        q = ops.quantize(x, fp8_dtype=fp8_dtype, eps=0.0)
+        np.testing.assert_array_equal(codes_of(q.data), fmt.encode(x.double().numpy()))
+
+
+@pytest.mark.parametrize(("m", "k"), [(0, 128), (1, 16), (5, 128), (130, 144), (3, 2880)])
+@pytest.mark.parametrize("layout", ["row", "gemm", "block"])
+def test_sizes_off_the_tile(m: int, k: int, layout: str) -> None:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tile = (128, 128) if layout == "block" else (1, 128)
+    q = ops.quantize(x, block=tile, scale_layout=layout)
+    assert_same(q, *ref.quantize(x.float().numpy(), ref.E4M3, tile=tile, dtype="bfloat16"))
+    again = ops.quantize(x, block=tile, scale_layout=layout)
+    assert torch.equal(q.data.view(torch.uint8), again.data.view(torch.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_values(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(sorted(DTYPES)))
+    fp8_dtype = data.draw(st.sampled_from(FORMATS))
+    scale = data.draw(st.sampled_from(SCALES))
+    eps = data.draw(st.sampled_from([0.0, 1e-10, 1.0]))
+    k = 16 * data.draw(st.integers(1, 17))
+    bits = data.draw(st.binary(min_size=8 * k, max_size=8 * k))
+    x = torch.frombuffer(bytearray(bits), dtype=DTYPES[dtype]).reshape(-1, k)
+    q = ops.quantize(x, fp8_dtype=fp8_dtype, scale=scale, eps=eps)
+    fmt = ref.FORMATS[fp8_dtype]
+    args = {"pow2": scale == "pow2", "eps": eps, "dtype": dtype}
+    assert_same(q, *ref.quantize(x.float().numpy(), fmt, tile=(1, 128), **args))
+
+
+# ---- quantize_weight ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 256, 144), (3, 48, 2880 // 10), (1, 16, 16), (0, 16, 16)])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_weight_and_its_transpose(shape: tuple[int, ...], fp8_dtype: str, scale: str) -> None:
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    w[:, : shape[1] // 2] *= 100
+    q, q_t = ops.quantize_weight(w, fp8_dtype=fp8_dtype, scale=scale)
+    fmt = ref.FORMATS[fp8_dtype]
+    for e in range(shape[0]):
+        codes, scale_inv = ref.quantize(w[e].numpy(), fmt, tile=(128, 128), pow2=scale == "pow2")
+        np.testing.assert_array_equal(codes_of(q.data[e]), codes)
+        np.testing.assert_array_equal(q.scale_inv[e].numpy(), scale_inv)
+        np.testing.assert_array_equal(codes_of(q_t.data[e]), codes.T)
+        np.testing.assert_array_equal(q_t.scale_inv[e].numpy(), scale_inv.T)
+
+
+@pytest.mark.parametrize("interleave", [1, 8, 64, 128])
+def test_interleave_moves_rows_of_q_alone(interleave: int) -> None:
+    w = torch.randn(2, 512, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
+    plain, plain_t = ops.quantize_weight(w)
+    q, q_t = ops.quantize_weight(w, interleave=interleave)
+    gate, up = plain.data.view(torch.uint8).split(256, dim=1)
+    groups = [t.reshape(2, -1, 1, interleave, 128) for t in (gate, up)]
+    expected = torch.cat(groups, dim=2).reshape(2, 512, 128)
+    assert torch.equal(q.data.view(torch.uint8), expected)
+    assert torch.equal(q_t.data.view(torch.uint8), plain_t.data.view(torch.uint8))
+    assert torch.equal(q.scale_inv, plain.scale_inv)
+    assert torch.equal(q_t.scale_inv, plain_t.scale_inv)
+
+
+# ---- quantize_dual ------------------------------------------------------------------------------
+
+COUNTS = [[0, 1, 15, 16, 127, 128, 129], [200, 0, 0], [0, 0, 0], [3]]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("columns", ["block", "column"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dual(counts: list[int], align: int, columns: str, dtype: str) -> None:
+    c = 144
+    plan = RoutingPlan.from_counts(torch.tensor(counts), sum(counts) + 5, align)
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(plan.rows, c, generator=g)
+    x *= torch.exp2(torch.randint(-20, 20, (plan.rows, 1), generator=g).float())
+    x = x.to(DTYPES[dtype])
+    for scale, fp8_dtype in (("pow2", "e4m3"), ("fp32", "e5m2")):
+        fmt, values = ref.FORMATS[fp8_dtype], x.float().numpy()
+        args = {"pow2": scale == "pow2", "dtype": dtype}
+        rows, cols = ops.quantize_dual(
+            x, plan, columns=columns, scale=scale, fp8_dtype=fp8_dtype, scale_layout="gemm"
+        )
+        codes, scale_inv = ref.quantize(values, fmt, tile=(1, 128), **args)
+        groups = ref.groups_of(counts, align)
+        for group in groups:
+            end = group.row + -(-group.tokens // align) * align
+            at, padding = slice(group.row, group.row + group.tokens), group.row + group.tokens
+            np.testing.assert_array_equal(codes_of(rows.data)[at], codes[at])
+            np.testing.assert_array_equal(scales_of(rows)[at], scale_inv[at])
+            assert not codes_of(rows.data)[padding:end].any()
+            assert not scales_of(rows)[padding:end].any()
+        t_codes, t_scales = ref.quantize_columns(values, groups, plan.columns, fmt, columns, **args)
+        end = int(plan.col_offsets[-1])
+        got = cols.scale_inv.numpy()
+        np.testing.assert_array_equal(codes_of(cols.data)[:, :end], t_codes[:, :end])
+        if columns == "block":
+            np.testing.assert_array_equal(got[:, : end // 128], t_scales[:, : end // 128])
+        else:
+            np.testing.assert_array_equal(got[: end // 128, :c], t_scales[: end // 128])
+
+
+# ---- dequantize ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["row", "gemm", "block"])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize(layout: str, fp8_dtype: str, dtype: str) -> None:
+    m, k = 131, 272
+    codes = torch.arange(256, dtype=torch.uint8).repeat(-(-m * k // 256))[: m * k].view(m, k)
+    fp8 = torch.float8_e4m3fn if fp8_dtype == "e4m3" else torch.float8_e5m2
+    g = torch.Generator().manual_seed(6)
+    rows, tiles = (2 if layout == "block" else m), 3
+    scale = torch.rand(rows, tiles, generator=g) * torch.exp2(torch.tensor([-40.0, 0.5, 38.0]))
+    full = scale.repeat_interleave(128, 0)[:m] if layout == "block" else scale
+    if layout == "gemm":
+        stored = torch.full((tiles, 132), torch.nan)
+        stored[:, :m] = scale.T
+        scale = stored
+    block = (128, 128) if layout == "block" else (1, 128)
+    t = Fp8Tensor(codes.view(fp8), scale, block, layout, pow2=False)
+    full = full.repeat_interleave(128, 1)[:, :k]
+    expected = (codes.view(fp8).float() * full).to(DTYPES[dtype])
+    torch.testing.assert_close(t.dequantize(dtype), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dequantize_experts() -> None:
+    w = torch.randn(3, 144, 48, generator=torch.Generator().manual_seed(7))
+    q, q_t = ops.quantize_weight(w)
+    back = q.dequantize("float32")
+    assert torch.equal(back, q_t.dequantize("float32").transpose(1, 2))
+    assert float((back - w).norm() / w.norm()) < 0.03
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_refusals_write_nothing() -> None:
+    x = torch.randn(4, 128)
+    fp8 = torch.full((4, 128), 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    bad = [
+        (torch.randn(4, 120), fp8, torch.ones(4, 1), "multiple of 16"),
+        (torch.randn(4), fp8, torch.ones(4, 1), "2 dimensions"),
+        (x.double(), fp8, torch.ones(4, 1), "x"),
+        (x.int(), fp8, torch.ones(4, 1), "float32"),
+        (x, fp8[:3], torch.ones(3, 1), "q"),
+        (x, fp8, torch.ones(4, 2), "scale_inv"),
+        (x, fp8, torch.ones(4, 1).double(), "scale"),
+        (x.t().contiguous().t(), fp8, torch.ones(4, 1), "x"),
+        (x.to("meta"), fp8, torch.ones(4, 1), "x"),
+    ]
+    for values, data, scale, words in bad:
+        with pytest.raises(ValueError, match=words):
+            ops.quantize(values, out=Fp8Tensor(data, scale))
+        assert (fp8.view(torch.uint8) == 1).all()
+        assert (scale == 1).all()
+    for arguments in (
+        {"fp8_dtype": "e3m4"},
+        {"scale": "fp16"},
+        {"block": (128, 128), "scale_layout": "row"},
+    ):
+        with pytest.raises(ValueError, match=r"\[quantize\]"):
+            ops.quantize(x, **arguments)
+    for interleave, n in ((3, 256), (8, 128), (-8, 256)):
+        with pytest.raises(ValueError, match=r"\[quantize_weight\]"):
+            ops.quantize_weight(torch.randn(1, n, 128), interleave=interleave)
