@@ -5,7 +5,7 @@
 // asked for (device/swiglu_backward.cuh). The rest takes a pass an output.
 #include "core/backends.h"
 #include "core/dispatch.h"
-#include "cuda/device/swiglu_backward.cuh"
+#include "cuda/device/swiglu_backward_tiles.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -75,6 +75,26 @@ void launch_rows(SwigluBackward p, cudaStream_t stream) {
          static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
 }
 
+// Blocks a cluster of quantize_tiles: more of them split a token block finer, fewer keep more tiles
+// in the pipeline of each. 0: the sums of that many tiles do not fit.
+int cluster_size(const SwigluBackward& p, const DeviceInfo& device) {
+  for (int ranks = p.tiles >= 8 ? 4 : p.tiles >= 2 ? 2 : 1; ranks <= 8; ranks *= 2)
+    if (backward_tiles_bytes(cdiv(p.tiles, ranks)) <= static_cast<size_t>(device.shared_per_block))
+      return ranks;
+  return 0;
+}
+
+template <typename F>
+void launch_tiles(const SwigluBackward& p, int ranks, const Fp8Tensor& dz_columns,
+                  const Fp8Tensor& h_columns, int64_t blocks, cudaStream_t stream) {
+  const int64_t tiles = cdiv(p.tiles, ranks);
+  const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns),
+                                    static_cast<int>(tiles)};
+  launch_clusters(kOp, p.clamp > 0.0f ? backward_tiles<F, true> : backward_tiles<F, false>,
+                  static_cast<unsigned>(blocks * ranks), 512, ranks, backward_tiles_bytes(tiles),
+                  stream, p, to);
+}
+
 }  // namespace
 
 void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
@@ -88,20 +108,25 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   const Scaling scaling = {rule.pow2, rule.eps, kMaxFloat};
   const bool columns = dz_columns.defined() || h_columns.defined();
   const bool bf16 = z.defined() && z.dtype == DType::bf16 && dh.dtype == DType::bf16;
+  const SwigluBackward params = {.z = z.as<uint16_t>(),
+                                 .dh = dh.as<uint16_t>(),
+                                 .probs = probs.as<float>(),
+                                 .clamp = clamp,
+                                 .rows = static_cast<int>(rows),
+                                 .intermediate = static_cast<int>(intermediate),
+                                 .tiles = static_cast<int>(intermediate / kTile),
+                                 .plan = view_of(plan),
+                                 .dz = rows_out(dz),
+                                 .dprobs = dprobs.as<float>(),
+                                 .scaling = scaling};
+  const bool one_pass = bf16 && intermediate % kTile == 0;
+  const int ranks = one_pass ? cluster_size(params, device_info(dh.device)) : 0;
+  const bool e4m3_h = !h_columns.defined() || h_columns.data.dtype == DType::e4m3;
   dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-    if (bf16 && intermediate % kTile == 0 && !columns)
-      return launch_rows<F>({.z = z.as<uint16_t>(),
-                             .dh = dh.as<uint16_t>(),
-                             .probs = probs.as<float>(),
-                             .clamp = clamp,
-                             .rows = static_cast<int>(rows),
-                             .intermediate = static_cast<int>(intermediate),
-                             .tiles = static_cast<int>(intermediate / kTile),
-                             .plan = view_of(plan),
-                             .dz = rows_out(dz),
-                             .dprobs = dprobs.as<float>(),
-                             .scaling = scaling},
-                            stream_of(stream));
+    if (one_pass && !columns) return launch_rows<F>(params, stream_of(stream));
+    if (ranks > 0 && e4m3_h)
+      return launch_tiles<F>(params, ranks, dz_columns, h_columns, plan.columns() / kTile,
+                             stream_of(stream));
     const AnyGradSource source = {.z = pre_activation(z, z_q),
                                   .dh = {dh.data, dh.dtype},
                                   .probs = probs.as<float>(),

@@ -66,8 +66,7 @@ __device__ __forceinline__ uint4 pack(const float (&v)[16 / sizeof(T)]) {
     return {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
             __float_as_uint(v[3])};
   else
-    return {pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]),
-            pack2<T>(v[6], v[7])};
+    return {pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7])};
 }
 
 // fp8_encode of two values, the first in the low byte: round to nearest even, saturating, NaN 0x7F.

@@ -1,0 +1,165 @@
+// swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128.
+//
+// A cluster takes a block of 128 tokens, its blocks a range of the tiles each. A tile's operands
+// come to shared memory by cp.async two tiles ahead; dgate, dup and h are then held as f32 (96
+// registers a thread) until the maxima of the tile are known, so every output is a single
+// quantization. The sums of dprob meet over distributed shared memory, to be added in order.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "cuda/device/swiglu_backward.cuh"
+
+namespace fp8moe::cuda {
+
+struct BackwardTilesShared {
+  using T = Tile<16>;
+  union Stage {
+    struct {
+      uint16_t gate[128][128], up[128][128], dh[128][128];
+    };
+    T::Shared codes[3];  // of dgate, dup, h, once the operands are in registers
+  };
+  Stage stage[2];
+  T::Amax amax[3];
+  float prob[128];
+  float tile_sums[1][128];  // [tiles of this block][128]
+};
+
+struct SwigluBackwardColumns {
+  ColumnsOut dz;  // [2I, Kcap], or none
+  ColumnsOut h;   // [I, Kcap] e4m3, or none
+  int tiles_per_block;
+};
+
+// Bytes of shared memory for so many tiles a block.
+constexpr size_t backward_tiles_bytes(int64_t tiles_per_block) {
+  return sizeof(BackwardTilesShared) +
+         static_cast<size_t>(tiles_per_block - 1) * 128 * sizeof(float);
+}
+
+__device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b, int tile,
+                                           BackwardTilesShared::Stage& stage) {
+#pragma unroll
+  for (int pass = 0; pass < 4; ++pass) {
+    const int r = 32 * pass + threadIdx.x / 16, column = 8 * (threadIdx.x % 16);
+    const int bytes = r < b.tokens ? 16 : 0;
+    const int64_t row = b.first_row + (r < b.tokens ? r : 0);
+    const uint16_t* gate = p.z + row * 2 * p.intermediate + 128 * tile + column;
+    copy_async(&stage.gate[r][column], gate, bytes);
+    copy_async(&stage.up[r][column], gate + p.intermediate, bytes);
+    copy_async(&stage.dh[r][column], p.dh + row * p.intermediate + 128 * tile + column, bytes);
+  }
+}
+
+// Dgate, dup, h of this thread's rows of a tile; rows of dz go out as soon as they are known.
+template <typename F, bool kClamp>
+__device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBlock b, int tile,
+                                              const BackwardTilesShared::Stage& stage,
+                                              const float (&probs)[128], float (&v)[3][4][8],
+                                              float (&most)[3], float* tile_sum) {
+  using T = Tile<16>;
+  most[0] = most[1] = most[2] = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int r = T::row() + j, column = T::column(0);
+    const int64_t row = b.first_row + int64_t{r};
+    const float prob = probs[r];
+    float gate[8], up[8], dh[8], term[8];
+    const uint4 g = *reinterpret_cast<const uint4*>(&stage.gate[r][column]);
+    const uint4 u = *reinterpret_cast<const uint4*>(&stage.up[r][column]);
+    const uint4 d = *reinterpret_cast<const uint4*>(&stage.dh[r][column]);
+    unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
+      const float sigmoid = pinned_sigmoid(in.gate);
+      const SwigluGrad grad = swiglu_grad(in, sigmoid, prob, dh[i]);
+      v[0][j][i] = grad.dgate, v[1][j][i] = grad.dup, term[i] = grad.dprob;
+      v[2][j][i] = swiglu(in, sigmoid, prob);
+    }
+    RowsOut to = p.dz;
+    if (r >= b.rows) to.data = nullptr;
+    const bool padding = r >= b.tokens;
+    const int columns = 2 * p.intermediate;
+    most[0] =
+        fmaxf(most[0], T::quantize_row<F>(to, row, tile, columns, v[0][j], padding, p.scaling));
+    most[1] = fmaxf(
+        most[1], T::quantize_row<F>(to, row, p.tiles + tile, columns, v[1][j], padding, p.scaling));
+    most[2] = fmaxf(most[2], amax(v[2][j]));
+    const float sum = lanes_tree_sum<16>(tree_sum<8>(term));
+    if (T::lane() == 0) tile_sum[r] = sum;
+  }
+}
+
+template <typename F, bool kClamp>
+__global__ __launch_bounds__(512, 1) void backward_tiles(
+    const __grid_constant__ SwigluBackward p, const __grid_constant__ SwigluBackwardColumns to) {
+  namespace cg = cooperative_groups;
+  using T = Tile<16>;
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int block = blockIdx.x / cluster.num_blocks();
+  const TokenBlock b = token_block(p.plan, block);
+  if (b.expert < 0) return;  // of the whole cluster
+  const int first = cluster.block_rank() * to.tiles_per_block,
+            last = min(p.tiles, first + to.tiles_per_block);
+
+  if (threadIdx.x < 128)
+    shared.prob[threadIdx.x] = p.probs != nullptr && threadIdx.x < b.tokens
+                                   ? p.probs[b.first_row + int64_t{threadIdx.x}]
+                                   : 1.0f;
+  for (int ahead = 0; ahead < 2; ++ahead) {
+    if (first + ahead < last) load_stage(p, b, first + ahead, shared.stage[ahead]);
+    copy_commit();
+  }
+#pragma unroll 1
+  for (int tile = first; tile < last; ++tile) {
+    auto& stage = shared.stage[(tile - first) % 2];
+    copy_wait<1>();
+    __syncthreads();
+    float v[3][4][8], most[3];
+    tile_gradient<F, kClamp>(p, b, tile, stage, shared.prob, v, most,
+                             shared.tile_sums[tile - first]);
+    const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
+    const int tiles[3] = {tile, p.tiles + tile, tile};
+    const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
+#pragma unroll
+    for (int o = 0; o < 3; ++o)
+      if (outs[o].data != nullptr)
+        T::columns_amax(outs[o].scale_column != 0, v[o], most[o], shared.amax[o]);
+    __syncthreads();  // the maxima are there, the operands in registers
+#pragma unroll
+    for (int o = 0; o < 2; ++o)
+      if (outs[o].data != nullptr)
+        T::columns_encode<F>(outs[o], tiles[o], block, columns[o], v[o], shared.amax[o], p.scaling,
+                             stage.codes[o]);
+    if (to.h.data != nullptr)
+      T::columns_encode<E4M3>(to.h, tile, block, p.intermediate, v[2], shared.amax[2], p.scaling,
+                              stage.codes[2]);
+    __syncthreads();
+#pragma unroll
+    for (int o = 0; o < 3; ++o)
+      if (outs[o].data != nullptr)
+        T::columns_store(outs[o], tiles[o], block, columns[o], stage.codes[o]);
+    __syncthreads();
+    if (tile + 2 < last) load_stage(p, b, tile + 2, stage);
+    copy_commit();
+  }
+  if (p.dprobs == nullptr) return;
+  cluster.sync();
+  const int share = 128 / cluster.num_blocks(), r = cluster.block_rank() * share + threadIdx.x;
+  if (threadIdx.x < share && r < b.rows) {
+    float sum = 0.0f;
+    for (int tile = 0; tile < p.tiles; ++tile) {
+      const float* sums =
+          cluster.map_shared_rank(&shared.tile_sums[0][0], tile / to.tiles_per_block);
+      sum += sums[tile % to.tiles_per_block * 128 + r];
+    }
+    p.dprobs[b.first_row + int64_t{r}] = sum;
+  }
+  cluster.sync();  // no block leaves while its sums are read
+}
+
+}  // namespace fp8moe::cuda
