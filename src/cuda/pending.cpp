@@ -23,26 +23,6 @@ void quantize_weight(const Tensor&, const Fp8Tensor&, const Fp8Tensor&, ScaleRul
   pending("quantize_weight");
 }
 void dequantize(const Fp8Tensor&, const Tensor&, Stream) { pending("dequantize"); }
-int64_t route_workspace(const RoutingPlan&) { pending("route_workspace"); }
-void route(const Tensor&, const Tensor&, const RoutingPlan&, const Tensor&, Stream) {
-  pending("route");
-}
-void plan_from_counts(const Tensor&, const RoutingPlan&, Stream) { pending("plan_from_counts"); }
-void permute_pad(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
-                 const Tensor&, Stream) {
-  pending("permute_pad");
-}
-void permute_pad_backward(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
-                          const Tensor&, Stream) {
-  pending("permute_pad_backward");
-}
-void unpermute_unpad(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&, Stream) {
-  pending("unpermute_unpad");
-}
-void unpermute_unpad_backward(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
-                              const Tensor&, const Tensor&, Stream) {
-  pending("unpermute_unpad_backward");
-}
 void transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, bool, ScaleRule,
                    Stream) {
   pending("transpose_fp8");

@@ -1,6 +1,7 @@
 // permute_pad: one launch, three kinds of blocks.
 //   padding: zeroes the data of kZeroRows padding rows of an expert;
-//   scales:  scales and probs of 32 destination rows, so that a gemm-layout scale row gets 128 bytes at a
+//   scales:  scales and probs of 32 destination rows, so that a gemm-layout scale row gets 128
+//   bytes at a
 //            time however the rows are gathered;
 //   data:    a warp reads a piece of a token's row once and stores it to all its rows.
 #include "core/backends.h"
@@ -79,9 +80,9 @@ __device__ void move_scales(const Params& p, unsigned block) {
       const int j = by_row_in ? i % kScaleTiles : i / kScaleRows;
       if (j >= tiles) continue;
       const int token = token_of[r];
-      tile[j][r] = token < 0 ? 0.0f
-                             : __ldg(p.x_scale.data + token * p.x_scale.row +
-                                     (base + j) * p.x_scale.tile);
+      tile[j][r] =
+          token < 0 ? 0.0f
+                    : __ldg(p.x_scale.data + token * p.x_scale.row + (base + j) * p.x_scale.tile);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < kScaleTiles * kScaleRows; i += kThreads) {
@@ -123,7 +124,8 @@ __device__ void move_data(const Params& p, int64_t item) {
 
 __global__ void __launch_bounds__(kThreads) permute(const __grid_constant__ Params p) {
   unsigned block = blockIdx.x;
-  if (block < p.zero_blocks) return zero_padding(p.plan, block, p.zero_blocks_an_expert, p.y, p.vectors);
+  if (block < p.zero_blocks)
+    return zero_padding(p.plan, block, p.zero_blocks_an_expert, p.y, p.vectors);
   block -= p.zero_blocks;
   if (block < p.scale_blocks) return move_scales(p, block);
   block -= p.scale_blocks;
@@ -139,26 +141,25 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   const int64_t vectors = x.data.shape[1] * size_of(x.data.dtype) / 16;
   const bool has_scales = x.scale_inv.defined();
   const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(plan);
-  const Params params{
-      .x = x.data.as<const char>(),
-      .y = y.data.as<char>(),
-      .x_scale = scales_of(x),
-      .y_scale = scales_of(y),
-      .probs = probs.as<const float>(),
-      .permuted_probs = permuted_probs.as<float>(),
-      .plan = view_of(plan),
-      .tokens = plan.tokens,
-      .slots = static_cast<int>(plan.slots),
-      .vectors = static_cast<int>(vectors),
-      .zero_blocks = zero_blocks_an_expert * static_cast<unsigned>(plan.experts),
-      .zero_blocks_an_expert = zero_blocks_an_expert,
-      .scale_blocks = has_scales || probs.defined()
-                          ? static_cast<unsigned>(cdiv(plan.rows(), kScaleRows))
-                          : 0};
+  const Params params{.x = x.data.as<const char>(),
+                      .y = y.data.as<char>(),
+                      .x_scale = scales_of(x),
+                      .y_scale = scales_of(y),
+                      .probs = probs.as<const float>(),
+                      .permuted_probs = permuted_probs.as<float>(),
+                      .plan = view_of(plan),
+                      .tokens = plan.tokens,
+                      .slots = static_cast<int>(plan.slots),
+                      .vectors = static_cast<int>(vectors),
+                      .zero_blocks = zero_blocks_an_expert * static_cast<unsigned>(plan.experts),
+                      .zero_blocks_an_expert = zero_blocks_an_expert,
+                      .scale_blocks = has_scales || probs.defined()
+                                          ? static_cast<unsigned>(cdiv(plan.rows(), kScaleRows))
+                                          : 0};
   const int64_t pieces = plan.tokens * cdiv(vectors, 32 * kPiece);
   const auto data_blocks = static_cast<unsigned>(cdiv(pieces, kWarps));
-  launch("permute_pad", permute, params.zero_blocks + params.scale_blocks + data_blocks, kThreads, 0,
-         stream_of(stream), params);
+  launch("permute_pad", permute, params.zero_blocks + params.scale_blocks + data_blocks, kThreads,
+         0, stream_of(stream), params);
 }
 
 }  // namespace fp8moe::cuda

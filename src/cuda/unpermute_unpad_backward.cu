@@ -1,5 +1,5 @@
-// unpermute_unpad_backward with probs: a block a token, a warp a row of it: dy = prob * dout, and the dot
-// <y[row], dout[t]> in the order of common/reduce.h. Further blocks zero the padding rows.
+// unpermute_unpad_backward with probs: a block a token, a warp a row of it: dy = prob * dout, and
+// the dot <y[row], dout[t]> in the order of common/reduce.h. Further blocks zero the padding rows.
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cuda/device/convert.cuh"
@@ -29,8 +29,8 @@ struct Params {
 
 // The row of a kept slot, by one warp.
 template <typename T>
-__device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, char* dy, float prob,
-                                               int vectors, int lane) {
+__device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, char* dy,
+                                               float prob, int vectors, int lane) {
   constexpr int kN = 16 / sizeof(T);
   constexpr int kLanes = 128 / kN;  // of a 128-term tile: 16 or 32
   float dot = 0.0f;
@@ -76,9 +76,8 @@ __global__ void __launch_bounds__(256) backward(const __grid_constant__ Params p
   const int64_t row_bytes = int64_t{p.vectors} * 16;
   for (int i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
     const KeptSlot slot = kept[i];
-    const float dot =
-        scale_and_dot<T>(p.dout + token * row_bytes, p.y + slot.row * row_bytes,
-                         p.dy + slot.row * row_bytes, slot.prob, p.vectors, lane);
+    const float dot = scale_and_dot<T>(p.dout + token * row_bytes, p.y + slot.row * row_bytes,
+                                       p.dy + slot.row * row_bytes, slot.prob, p.vectors, lane);
     if (lane == 0) dprobs[slot.slot] = dot;
   }
 }
@@ -89,22 +88,21 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
                               const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
                               Stream stream) {
   if (!probs.defined())
-    return cuda::permute_pad({.data = dout, .scale_inv = {}}, plan, {}, {.data = dy, .scale_inv = {}},
-                             {}, stream);
+    return cuda::permute_pad({.data = dout, .scale_inv = {}}, plan, {},
+                             {.data = dy, .scale_inv = {}}, {}, stream);
   if (plan.tokens == 0) return;
   const DeviceGuard guard(dy.device);
   const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(plan);
-  const Params params{
-      .dout = dout.as<const char>(),
-      .y = y.as<const char>(),
-      .dy = dy.as<char>(),
-      .probs = probs.as<const float>(),
-      .dprobs = dprobs.as<float>(),
-      .plan = view_of(plan),
-      .slots = static_cast<int>(plan.slots),
-      .vectors = static_cast<int>(dout.shape[1] * size_of(dout.dtype) / 16),
-      .zero_blocks = zero_blocks_an_expert * static_cast<unsigned>(plan.experts),
-      .zero_blocks_an_expert = zero_blocks_an_expert};
+  const Params params{.dout = dout.as<const char>(),
+                      .y = y.as<const char>(),
+                      .dy = dy.as<char>(),
+                      .probs = probs.as<const float>(),
+                      .dprobs = dprobs.as<float>(),
+                      .plan = view_of(plan),
+                      .slots = static_cast<int>(plan.slots),
+                      .vectors = static_cast<int>(dout.shape[1] * size_of(dout.dtype) / 16),
+                      .zero_blocks = zero_blocks_an_expert * static_cast<unsigned>(plan.experts),
+                      .zero_blocks_an_expert = zero_blocks_an_expert};
   const auto warps = static_cast<unsigned>(std::min<int64_t>(plan.slots, 8));
   dispatch_float(dout.dtype, [&]<typename T>() {
     launch("unpermute_unpad_backward", backward<T>,

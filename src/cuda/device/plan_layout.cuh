@@ -35,52 +35,85 @@ __device__ __forceinline__ int64_t exclusive_sum(int64_t value, int64_t* total) 
   return (warp == 0 ? 0 : before) + sum - value;
 }
 
-// Where expert threadIdx.x lies. The rank of its i-th assignment is first_rank + i; it has a row
-// when that is below the capacity, that is when i < tokens.
+// A plan under construction.
+struct PlanOut {
+  int32_t* status;
+  int32_t* tokens_per_expert;  // [E]
+  int32_t* row_offsets;        // [E+1]
+  int32_t* col_offsets;        // [E+1]
+  int32_t* token_of_row;       // [R]
+  int32_t* slot_of_row;        // [R]
+  int32_t* row_of;             // [T, S]
+  int experts;
+  int align;
+  int64_t capacity;
+};
+
+inline PlanOut out_of(const RoutingPlan& plan) {
+  return {.status = plan.status(),
+          .tokens_per_expert = plan.tokens_per_expert(),
+          .row_offsets = plan.row_offsets(),
+          .col_offsets = plan.col_offsets(),
+          .token_of_row = plan.token_of_row(),
+          .slot_of_row = plan.slot_of_row(),
+          .row_of = plan.row_of(),
+          .experts = static_cast<int>(plan.experts),
+          .align = static_cast<int>(plan.align),
+          .capacity = plan.capacity};
+}
+
+// Where an expert lies. The rank of its i-th assignment is first_rank + i; it has a row, first_row
+// + i, when that is below the capacity, that is when i < tokens.
 struct ExpertPlace {
   int64_t first_rank;
   int tokens;
   int first_row;
-  int end_row;
 };
 
-// count: assignments of expert threadIdx.x (0 from plan.experts on). With write, the block also
-// writes the plan's tokens_per_expert, row_offsets, col_offsets and status (bad: ids that name no
+// The place of expert threadIdx.x, which has `count` assignments (0 from plan.experts on). With
+// `write` the block also writes what a plan says of experts, and its status (bad: ids of no
 // expert).
-__device__ __forceinline__ ExpertPlace place_expert(int64_t count, int64_t capacity, int align,
-                                                    const PlanView& plan,
-                                                    int32_t* tokens_per_expert,
-                                                    int32_t* row_offsets, int32_t* col_offsets,
-                                                    bool write, int64_t bad) {
+__device__ __forceinline__ ExpertPlace place_expert(const PlanOut& plan, int64_t count, int64_t bad,
+                                                    bool write) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
   const int e = threadIdx.x;
   int64_t ranks, ends;
   const int64_t rank = exclusive_sum(count, &ranks);
-  const int64_t left = capacity - rank;
+  const int64_t left = plan.capacity - rank;
   const int tokens = static_cast<int>(left < 0 ? 0 : left < count ? left : count);
-  const int rows = (tokens + align - 1) / align * align;
+  const int rows = (tokens + plan.align - 1) / plan.align * plan.align;
   const int columns = (tokens + 127) / 128 * 128;
   // Rows and columns are below 2^31: one scan does both.
   const int64_t begin = exclusive_sum(int64_t{columns} << 32 | rows, &ends);
-  const int first_row = static_cast<int>(begin & 0xFFFFFFFF);
-  if (write) {
-    if (e < plan.experts) {
-      tokens_per_expert[e] = tokens;
-      row_offsets[e] = first_row;
-      col_offsets[e] = static_cast<int>(begin >> 32);
-    }
-    if (e == 0) {
-      row_offsets[plan.experts] = static_cast<int>(ends & 0xFFFFFFFF);
-      col_offsets[plan.experts] = static_cast<int>(ends >> 32);
-    }
-    if (e < RoutingPlan::kStatusWords) {
-      const int64_t overflow = ranks > capacity ? ranks - capacity : 0;
-      const int64_t word = e == kOverflow ? overflow : e == kBadExpert ? bad : 0;
-      plan.status[e] = static_cast<int32_t>(word < kMaxInt ? word : kMaxInt);
+  if (write && e < plan.experts) {
+    plan.tokens_per_expert[e] = tokens;
+    plan.row_offsets[e] = static_cast<int>(begin & 0xFFFFFFFF);
+    plan.col_offsets[e] = static_cast<int>(begin >> 32);
+  }
+  if (write && e == 0) {
+    plan.row_offsets[plan.experts] = static_cast<int>(ends & 0xFFFFFFFF);
+    plan.col_offsets[plan.experts] = static_cast<int>(ends >> 32);
+  }
+  if (write && e < RoutingPlan::kStatusWords) {
+    const int64_t overflow = ranks > plan.capacity ? ranks - plan.capacity : 0;
+    const int64_t word = e == kOverflow ? overflow : e == kBadExpert ? bad : 0;
+    plan.status[e] = static_cast<int32_t>(word < kMaxInt ? word : kMaxInt);
+  }
+  return {.first_rank = rank, .tokens = tokens, .first_row = static_cast<int>(begin & 0xFFFFFFFF)};
+}
+
+// -1 in the padding rows, a warp an expert, the experts spread over the grid. tokens and first_row
+// [E] in shared memory.
+__device__ __forceinline__ void mark_padding(const PlanOut& plan, const int* tokens,
+                                             const int* first_row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  for (int e = blockIdx.x * warps + warp; e < plan.experts; e += gridDim.x * warps) {
+    const int rows = (tokens[e] + plan.align - 1) / plan.align * plan.align;
+    for (int i = tokens[e] + lane; i < rows; i += 32) {
+      plan.token_of_row[first_row[e] + i] = -1;
+      plan.slot_of_row[first_row[e] + i] = -1;
     }
   }
-  return {
-      .first_rank = rank, .tokens = tokens, .first_row = first_row, .end_row = first_row + rows};
 }
 
 }  // namespace fp8moe::cuda

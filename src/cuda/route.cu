@@ -1,0 +1,229 @@
+// route: a counting sort of the flat assignments by expert, stable, in two launches.
+//   count: each chunk's assignments per expert, to the workspace;
+//   scan:  (past kTwoLaunchTokens) the counts become sums over the earlier chunks;
+//   place: each block lays the experts out for itself, then ranks its chunk: the warps' own counts
+//   give
+//          every warp its first rank of every expert, matching lanes the rank within a step of 32.
+// Key: the expert, -1 for none, E for an id that names no expert.
+#include "core/backends.h"
+#include "core/check.h"
+#include "cuda/device/plan_layout.cuh"
+#include "cuda/device/slots.cuh"
+#include "cuda/runtime.h"
+
+namespace fp8moe::cuda {
+namespace {
+
+constexpr int kThreads = kLayoutThreads;
+constexpr int kWarps = kThreads / 32;
+constexpr int64_t kTwoLaunchTokens = 65536;
+
+// Assignments are cut into at most 128 chunks (512 where a launch sums them), whole steps of a
+// block.
+struct Chunks {
+  int count;
+  int64_t size;
+  bool scanned;
+
+  explicit Chunks(const RoutingPlan& plan) : scanned(plan.tokens > kTwoLaunchTokens) {
+    const int64_t n = plan.tokens * plan.slots;
+    size = round_up(std::max<int64_t>(cdiv(n, scanned ? 512 : 128), 1), kThreads);
+    count = static_cast<int>(std::max<int64_t>(1, cdiv(n, size)));
+  }
+};
+
+enum class Source { ids32, ids64, map8, map32, map64 };
+
+struct Params {
+  const void* from;  // topk_idx [T, S] or routing_map [T, E]
+  Source source;
+  int64_t assignments;
+  int64_t chunk;
+  int chunks;
+  bool scanned;
+  int slots;
+  int32_t* counts;  // [chunks + 1, E + 1]; after the scan the last row is the sum
+  PlanOut plan;
+};
+
+__device__ __forceinline__ int key_of(const Params& p, int64_t i) {
+  const int experts = p.plan.experts;
+  if (i >= p.assignments) return -1;
+  if (p.source == Source::ids64) {
+    const int64_t id = __ldg(static_cast<const int64_t*>(p.from) + i);
+    return id < -1 || id >= experts ? experts : static_cast<int>(id);
+  }
+  if (p.source == Source::ids32) {
+    const int id = __ldg(static_cast<const int32_t*>(p.from) + i);
+    return id < -1 || id >= experts ? experts : id;
+  }
+  const bool routed = p.source == Source::map8 ? __ldg(static_cast<const uint8_t*>(p.from) + i) != 0
+                      : p.source == Source::map32
+                          ? __ldg(static_cast<const int32_t*>(p.from) + i) != 0
+                          : __ldg(static_cast<const int64_t*>(p.from) + i) != 0;
+  return routed ? static_cast<int>(static_cast<unsigned>(i) % static_cast<unsigned>(experts)) : -1;
+}
+
+__global__ void __launch_bounds__(kThreads) count_keys(const __grid_constant__ Params p) {
+  extern __shared__ int count[];  // [E + 1]
+  const int keys = p.plan.experts + 1;
+  for (int k = threadIdx.x; k < keys; k += kThreads) count[k] = 0;
+  __syncthreads();
+  const int64_t first = blockIdx.x * p.chunk + threadIdx.x;
+#pragma unroll 4
+  for (int64_t i = 0; i < p.chunk; i += kThreads) {
+    const int key = key_of(p, first + i);
+    if (key >= 0) atomicAdd(&count[key], 1);  // integers: any order gives the same sum
+  }
+  __syncthreads();
+  for (int k = threadIdx.x; k < keys; k += kThreads)
+    p.counts[blockIdx.x * int64_t{keys} + k] = count[k];
+}
+
+// 32 keys a block, a lane each; a warp sums a slice of the chunks.
+__global__ void __launch_bounds__(kThreads) scan_counts(int32_t* counts, int chunks, int keys) {
+  __shared__ int sums[kWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int key = blockIdx.x * 32 + lane;
+  const int slice = (chunks + kWarps - 1) / kWarps;
+  const int begin = min(chunks, warp * slice), end = min(chunks, begin + slice);
+  int sum = 0;
+  if (key < keys)
+    for (int c = begin; c < end; ++c) sum += counts[c * int64_t{keys} + key];
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (key >= keys) return;
+  int before = 0;
+  for (int w = 0; w < warp; ++w) before += sums[w][lane];
+  for (int c = begin; c < end; ++c) {
+    const int here = counts[c * int64_t{keys} + key];
+    counts[c * int64_t{keys} + key] = before;
+    before += here;
+  }
+  if (warp == kWarps - 1) counts[chunks * int64_t{keys} + key] = before;
+}
+
+// before[k]: assignments of key k in earlier chunks; total[k]: in all.
+__device__ __forceinline__ void sum_chunks(const Params& p, int keys, int* before, int* total) {
+  const int chunk = blockIdx.x;
+  if (p.scanned) {
+    for (int k = threadIdx.x; k < keys; k += kThreads) {
+      before[k] = p.counts[chunk * int64_t{keys} + k];
+      total[k] = p.counts[p.chunks * int64_t{keys} + k];
+    }
+    return;
+  }
+  const int width = min((keys + 31) / 32 * 32, kThreads);
+  const int groups = kThreads / width, group = threadIdx.x / width;
+  if (group >= groups) return;
+  for (int k = threadIdx.x % width; k < keys; k += width) {
+    int earlier = 0, all = 0;
+#pragma unroll 8
+    for (int c = group; c < p.chunks; c += groups) {
+      const int here = __ldg(p.counts + c * keys + k);
+      all += here;
+      earlier += c < chunk ? here : 0;
+    }
+    atomicAdd(&before[k], earlier);
+    atomicAdd(&total[k], all);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ Params p) {
+  extern __shared__ int shared[];
+  const int experts = p.plan.experts, keys = experts + 1;
+  int* next = shared;                  // [warps][E + 1]: the next rank of an expert, for each warp
+  int* before = next + kWarps * keys;  // [E + 1]
+  int* total = before + keys;          // [E + 1]
+  int* tokens = total + keys;          // [E]
+  int* first_row = tokens + keys;      // [E]
+  for (int i = threadIdx.x; i < (kWarps + 2) * keys; i += kThreads) shared[i] = 0;
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t steps = p.chunk / kThreads;
+  const int64_t first = blockIdx.x * p.chunk + warp * steps * 32 + lane;
+  int* mine = next + warp * keys;
+  for (int64_t step = 0; step < steps; ++step) {
+    const int key = key_of(p, first + step * 32);
+    const unsigned same = __match_any_sync(kFullWarp, key);
+    if (key >= 0 && lanes_below(same) == 0) mine[key] += __popc(same);
+    __syncwarp();
+  }
+  sum_chunks(p, keys, before, total);
+  __syncthreads();
+
+  const int e = threadIdx.x;
+  const ExpertPlace place =
+      place_expert(p.plan, e < experts ? total[e] : 0, total[experts], blockIdx.x == 0);
+  if (e < experts) {
+    tokens[e] = place.tokens;
+    first_row[e] = place.first_row;
+    int rank = before[e];
+    for (int w = 0; w < kWarps; ++w) {
+      const int here = next[w * keys + e];
+      next[w * keys + e] = rank;
+      rank += here;
+    }
+  }
+  __syncthreads();
+
+  mark_padding(p.plan, tokens, first_row);
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t i = first + step * 32;
+    const int key = key_of(p, i);
+    const unsigned same = __match_any_sync(kFullWarp, key);
+    const bool routed = key >= 0 && key < experts;
+    const int rank = routed ? mine[key] + static_cast<int>(lanes_below(same)) : 0;
+    __syncwarp();
+    if (routed && lanes_below(same) == 0) mine[key] += __popc(same);
+    __syncwarp();
+    const int row = routed && rank < tokens[key] ? first_row[key] + rank : -1;
+    if (i < p.assignments) p.plan.row_of[i] = row;
+    if (row >= 0) {
+      const auto flat = static_cast<unsigned>(i), slots = static_cast<unsigned>(p.slots);
+      p.plan.token_of_row[row] = static_cast<int>(flat / slots);
+      p.plan.slot_of_row[row] = static_cast<int>(flat % slots);
+    }
+  }
+}
+
+Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
+  if (topk_idx.defined()) return topk_idx.dtype == DType::i64 ? Source::ids64 : Source::ids32;
+  return routing_map.dtype == DType::i64   ? Source::map64
+         : routing_map.dtype == DType::i32 ? Source::map32
+                                           : Source::map8;
+}
+
+}  // namespace
+
+int64_t route_workspace(const RoutingPlan& plan) {
+  return (Chunks(plan).count + 1) * (plan.experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+}
+
+void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
+           const Tensor& workspace, Stream stream) {
+  FP8MOE_CHECK(plan.experts <= kMaxExperts, "[route] on CUDA a plan has at most ", kMaxExperts,
+               " experts; got ", plan.experts);
+  const DeviceGuard guard(plan.slab.device);
+  const Chunks chunks(plan);
+  const int keys = static_cast<int>(plan.experts) + 1;
+  const Params params{.from = topk_idx.defined() ? topk_idx.data : routing_map.data,
+                      .source = source_of(topk_idx, routing_map),
+                      .assignments = plan.tokens * plan.slots,
+                      .chunk = chunks.size,
+                      .chunks = chunks.count,
+                      .scanned = chunks.scanned,
+                      .slots = static_cast<int>(plan.slots),
+                      .counts = workspace.as<int32_t>(),
+                      .plan = out_of(plan)};
+  const auto grid = static_cast<unsigned>(chunks.count);
+  const cudaStream_t on = stream_of(stream);
+  launch("route", count_keys, grid, kThreads, keys * sizeof(int), on, params);
+  if (chunks.scanned)
+    launch("route", scan_counts, static_cast<unsigned>(cdiv(keys, 32)), kThreads, 0, on,
+           params.counts, chunks.count, keys);
+  launch("route", place_keys, grid, kThreads, (kWarps + 4) * keys * sizeof(int), on, params);
+}
+
+}  // namespace fp8moe::cuda
