@@ -1,4 +1,4 @@
-"""The expert block in bfloat16 with plain torch: what FP8 is compared with, and what runs elsewhere.
+"""The expert block in bfloat16, in plain torch: what FP8 is compared with, and runs anywhere.
 
 The same steps, the same names and the same deterministic sums as fp8.py, without FP8 and without
 this library's kernels.

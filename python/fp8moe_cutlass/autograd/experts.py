@@ -40,7 +40,7 @@ def fp8_experts(
     """
     if not _needs_grad(x, probs, gate_up.weight, down.weight):
         return fp8.forward(_quantize(x, recipe), probs, plan, weights, recipe)[0].to(x.dtype)
-    out: Tensor = _Fp8Experts.apply(
+    out: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep
     )
     return out
@@ -59,7 +59,7 @@ def bf16_experts(
     if not _needs_grad(x, probs, gate_up.weight, down.weight):
         w1, w2 = gate_up.weight.bfloat16(), down.weight.bfloat16()
         return bf16.forward(x.bfloat16(), probs, groups, w1, w2)[0].to(x.dtype)
-    out: Tensor = _Bf16Experts.apply(
+    out: Tensor = _Bf16Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up.weight, down.weight, groups, gate_up, down, keep
     )
     return out
@@ -67,7 +67,7 @@ def bf16_experts(
 
 class _Fp8Experts(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         probs: Tensor,
@@ -90,7 +90,7 @@ class _Fp8Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
         *kept, slab, gate_up, gate_up_t, down_t = load(ctx)
         grads = fp8.backward(
@@ -112,7 +112,7 @@ class _Fp8Experts(torch.autograd.Function):
 
 class _Bf16Experts(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         probs: Tensor,
@@ -131,7 +131,7 @@ class _Bf16Experts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
         x, z, probs, *groups, gate_up_proj, down_proj = load(ctx)
         dx, dprobs, gate_up_wgrad, down_wgrad = bf16.backward(

@@ -7,7 +7,7 @@ before `backward`. Everything between stays in FP8 or is quantized by the SwiGLU
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,9 +22,9 @@ from fp8moe_cutlass.tensor import Fp8Tensor
 class Fp8Weights:
     """Both projections in 128x128 blocks, and their transposes, which the dgrads read."""
 
-    gate_up: Fp8Tensor | None  # [E, 2I, H]; the backward reads it only to compute z again
+    gate_up: Any  # Fp8Tensor [E, 2I, H]; in the backward None unless z is computed again
     gate_up_t: Fp8Tensor  # [E, H, 2I]
-    down: Fp8Tensor | None  # [E, H, I]; the backward does not read it
+    down: Any  # Fp8Tensor [E, H, I]; in the backward None
     down_t: Fp8Tensor  # [E, I, H]
 
 
@@ -61,6 +61,7 @@ def forward(
     keep: the pre-activation z is kept in "bf16", in "fp8", or not ("none").
     """
     rows, row_probs = ops.permute_pad(x, plan, probs=probs)
+    assert row_probs is not None
     z = ops.grouped_gemm(rows, weights.gate_up, plan)
     h, kept = _activate(z, plan, row_probs, recipe, keep)
     y = ops.grouped_gemm(h, weights.down, plan)
@@ -86,32 +87,33 @@ def backward(
     if z is None:
         z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], weights.gate_up, plan)
 
-    options = {"fp8_dtype": recipe.grad_dtype, "scale": recipe.scale, "eps": recipe.eps}
-    if need_gate_up or need_down:
-        dz, dz_columns, h_columns, row_dprobs = ops.swiglu_quantize_backward(
-            dh,
-            z,
-            plan,
-            probs=saved.row_probs,
-            columns=recipe.columns,
-            h_fp8_dtype=recipe.fp8_dtype,
-            **options,
-        )
-    else:
-        dz, row_dprobs = ops.swiglu_quantize_backward(dh, z, plan, probs=saved.row_probs, **options)
-    del dy, dh, z
+    made: Any = ops.swiglu_quantize_backward(
+        dh,
+        z,
+        plan,
+        probs=saved.row_probs,
+        columns=recipe.columns if need_gate_up or need_down else None,
+        fp8_dtype=recipe.grad_dtype,
+        h_fp8_dtype=recipe.fp8_dtype,
+        scale=recipe.scale,
+        eps=recipe.eps,
+    )
+    dz, *columns, row_dprobs = made
+    del dy, dh, z, made
 
     def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        x_columns = _columns(x, plan, recipe)
-        return ops.grouped_gemm_wgrad(
+        dz_columns, x_columns = columns[0], _columns(x, plan, recipe)
+        dw: Tensor = ops.grouped_gemm_wgrad(
             dz_columns, x_columns, plan, out=out, accumulate=accumulate, out_dtype=dtype
         )
+        return dw
 
     def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        dy_columns = _columns(dout, plan, recipe)
-        return ops.grouped_gemm_wgrad(
+        dy_columns, h_columns = _columns(dout, plan, recipe), columns[1]
+        dw: Tensor = ops.grouped_gemm_wgrad(
             dy_columns, h_columns, plan, out=out, accumulate=accumulate, out_dtype=dtype
         )
+        return dw
 
     dx, dprobs = None, None
     if need_dx:
@@ -131,11 +133,16 @@ def _activate(
     z: Tensor, plan: RoutingPlan, row_probs: Tensor, recipe: Fp8Recipe, keep: str
 ) -> tuple[Fp8Tensor, Tensor | Fp8Tensor | None]:
     """h = Q(silu(gate) * up * prob), and z in the form that is kept."""
-    options = {"fp8_dtype": recipe.fp8_dtype, "scale": recipe.scale, "eps": recipe.eps}
-    if keep == "fp8":
-        return ops.swiglu_quantize(z, plan, probs=row_probs, save_z=True, **options)
-    h = ops.swiglu_quantize(z, plan, probs=row_probs, **options)
-    return h, z if keep == "bf16" else None
+    made: Any = ops.swiglu_quantize(
+        z,
+        plan,
+        probs=row_probs,
+        save_z=keep == "fp8",
+        fp8_dtype=recipe.fp8_dtype,
+        scale=recipe.scale,
+        eps=recipe.eps,
+    )
+    return made if keep == "fp8" else (made, z if keep == "bf16" else None)
 
 
 def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:

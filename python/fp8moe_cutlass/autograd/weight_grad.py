@@ -25,9 +25,8 @@ class WgradQueue:
         pending, self.pending = self.pending, []
         for target, wgrad in pending:
             weight, grad = target.weight, target.compute(wgrad)
-            if grad is None or target.main_grad is not None:
-                continue
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            if target.main_grad is None:
+                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from fp8moe_cutlass.autograd import (
     fp8_experts,
     group,
 )
+from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
@@ -27,7 +28,8 @@ _COPIES = ("gate_up", "gate_up_t", "down", "down_t")
 
 
 class MoEExperts(nn.Module):
-    """out[t] = sum over slots of weight * down_e (silu(gate_e x[t]) * up_e x[t]), e = topk_idx[t, s].
+    """out[t] = sum over slots s of weight[t, s] * down_e (silu(gate_e x[t]) * up_e x[t]), where
+    e = topk_idx[t, s].
 
     Parameters: gate_up_proj [E, 2I, H] (gate first) and down_proj [E, H, I], of `dtype` (bfloat16,
     float32 or float16). H and I are multiples of 16 with an FP8 recipe, of 8 without.
@@ -43,11 +45,15 @@ class MoEExperts(nn.Module):
     changed parameter (replaced, or written in place) and refreshes them; a write through `.data`
     is invisible, so call `quantize_weights()` after it, or pass is_first_microbatch=True, which
     always refreshes. Under torch.compile and CUDA graph capture nothing is noticed: call
-    `quantize_weights()` after every optimizer step; a forward before the first call raises.
+    `quantize_weights()` after every optimizer step; a forward before the first call raises. Under
+    DistributedDataParallel pass broadcast_buffers=False, or it sends the copies around every step.
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype.
     """
+
+    _source: tuple[Any, ...] | None  # of which parameters the FP8 copies are
+    _quantized: bool  # whether the FP8 copies hold anything
 
     def __init__(
         self,
@@ -65,15 +71,8 @@ class MoEExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check_options(recipe, recompute, save_preactivation, bias, activation, dtype)
-        multiple = 8 if recipe is None else 16
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if size <= 0 or size % multiple:
-                raise ValueError(
-                    f"[MoEExperts] {name} must be a positive multiple of {multiple}; got {size}"
-                )
-        if num_experts < 1:
-            raise ValueError(f"[MoEExperts] num_experts must be at least 1; got {num_experts}")
+        check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
+        check_options(recipe, recompute, save_preactivation, bias, activation, dtype)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -108,7 +107,9 @@ class MoEExperts(nn.Module):
         is_first_microbatch: True writes main_grad instead of adding to it and refreshes the FP8
         weights; False leaves the weights as they are; None notices a change by itself.
         """
-        self._check_inputs(x, topk_idx, topk_weights)
+        check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
+        if torch.compiler.is_compiling():
+            self._check_compilable()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
@@ -142,7 +143,7 @@ class MoEExperts(nn.Module):
         )
         for weight, rows, transpose in pairs:
             ops.quantize_weight(
-                weight.detach(),
+                weight.detach().contiguous(),
                 fp8_dtype=self.recipe.fp8_dtype,
                 scale=self.recipe.scale,
                 eps=self.recipe.eps,
@@ -150,6 +151,9 @@ class MoEExperts(nn.Module):
             )
         self._quantized = True
         if not torch.compiler.is_compiling():
+            # Eager ops write behind torch's back: a backward that waits for the old copies must
+            # fail rather than read the new ones.
+            torch.autograd.graph.increment_version(list(self.buffers(recurse=False)))
             self._source = self._fingerprint()
 
     def backward_dw(self) -> None:
@@ -170,22 +174,21 @@ class MoEExperts(nn.Module):
                     "[MoEExperts] call quantize_weights() before a compiled or captured forward: "
                     "a changed parameter is not noticed there; got weights never quantized"
                 )
-        elif is_first_microbatch or self._source is None:
-            self.quantize_weights()
-        elif is_first_microbatch is None and self._source != self._fingerprint():
+            return
+        stale = is_first_microbatch is None and self._source != self._fingerprint()
+        if is_first_microbatch or self._source is None or stale:
             self.quantize_weights()
 
     def _fingerprint(self) -> tuple[Any, ...]:
         """Equal for equal parameter objects, storage and in-place version."""
         return tuple(
-            (weakref.ref(p), p.data_ptr(), None if p.is_inference() else p._version)
+            (weakref.ref(p), _address(p), None if p.is_inference() else p._version)
             for p in (self.gate_up_proj, self.down_proj)
         )
 
     def _allocate_copies(self) -> None:
         """(Re)make the FP8 copies beside the parameters; they hold nothing yet."""
-        self._source: tuple[Any, ...] | None = None
-        self._quantized = False
+        self._source, self._quantized = None, False
         if self.recipe is None:
             return
         e, n, k = self.gate_up_proj.shape
@@ -197,6 +200,10 @@ class MoEExperts(nn.Module):
             scale_inv = torch.empty(scale_shape(shape, "block"), device=device)
             self.register_buffer(f"{name}_fp8", data, persistent=False)
             self.register_buffer(f"{name}_scale_inv", scale_inv, persistent=False)
+
+    @staticmethod
+    def _copy_names() -> list[str]:
+        return [f"{name}_{part}" for name in _COPIES for part in ("fp8", "scale_inv")]
 
     def _copies(self) -> Fp8Weights:
         pow2 = self.recipe is not None and self.recipe.scale == "pow2"
@@ -216,78 +223,36 @@ class MoEExperts(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEExperts:
         # .to(dtype), .cuda(), to_empty(): the copies follow the parameters' device, never a dtype.
         if self.recipe is not None:
-            for name in _COPIES:
-                setattr(self, f"{name}_fp8", None)
-                setattr(self, f"{name}_scale_inv", None)
-        super()._apply(fn, recurse)
+            for name in self._copy_names():
+                setattr(self, name, None)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._allocate_copies()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has other parameters, and no gradients that wait.
-        return {**self.__dict__, "_source": None, "_wgrads": WgradQueue()}
+        # A copy makes its own FP8 weights (pickle cannot carry them) and has no gradients waiting.
+        buffers = {k: v for k, v in self._buffers.items() if k not in self._copy_names()}
+        return {**self.__dict__, "_buffers": buffers, "_source": None, "_wgrads": WgradQueue()}
 
-    def _check_inputs(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
-        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"[MoEExperts] x must be bfloat16, float16 or float32; got {x.dtype}")
-        if x.ndim < 2 or x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"[MoEExperts] x must be [..., {self.hidden_size}]; got {tuple(x.shape)}"
-            )
-        if topk_idx.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"[MoEExperts] topk_idx must be int32 or int64; got {topk_idx.dtype}")
-        if topk_idx.ndim != x.ndim or topk_idx.shape[:-1] != x.shape[:-1]:
-            raise ValueError(
-                f"[MoEExperts] topk_idx must be [..., slots] with x's leading sizes "
-                f"{tuple(x.shape[:-1])}; got {tuple(topk_idx.shape)}"
-            )
-        if topk_weights.shape != topk_idx.shape:
-            raise ValueError(
-                f"[MoEExperts] topk_weights must have topk_idx's shape {tuple(topk_idx.shape)}; "
-                f"got {tuple(topk_weights.shape)}"
-            )
-        if not topk_weights.dtype.is_floating_point:
-            raise ValueError(
-                f"[MoEExperts] topk_weights must be floating point; got {topk_weights.dtype}"
-            )
-        for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            if t.device != self.gate_up_proj.device:
-                raise ValueError(
-                    f"[MoEExperts] {name} must be on the parameters' device "
-                    f"{self.gate_up_proj.device}; got {t.device}"
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._allocate_copies()
+
+    def _check_compilable(self) -> None:
+        # What the backward would have to do to Python objects, which a compiled one cannot.
+        if self.delay_wgrad:
+            raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
+        for name, weight in self.named_parameters():
+            if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
+                raise RuntimeError(
+                    "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
+                    f"got it on {name}; delete the attribute to have main_grad accumulate alone"
                 )
 
 
-def _check_options(
-    recipe: Fp8Recipe | None,
-    recompute: str,
-    save_preactivation: str,
-    bias: bool,
-    activation: str,
-    dtype: torch.dtype,
-) -> None:
-    if bias:
-        raise NotImplementedError("[MoEExperts] expert biases are not supported; got bias=True")
-    if activation != "swiglu":
-        raise NotImplementedError(
-            "[MoEExperts] activation must be 'swiglu', silu(gate) * up; the shifted, clamped one "
-            f"of GPT-OSS is not supported; got {activation!r}"
-        )
-    if recompute not in ("none", "expert"):
-        raise ValueError(f"[MoEExperts] recompute must be 'none' or 'expert'; got {recompute!r}")
-    if save_preactivation not in ("bf16", "fp8"):
-        raise ValueError(
-            f"[MoEExperts] save_preactivation must be 'bf16' or 'fp8'; got {save_preactivation!r}"
-        )
-    if save_preactivation == "fp8" and recipe is None:
-        raise ValueError("[MoEExperts] save_preactivation must be 'bf16' without a recipe")
-    if save_preactivation == "fp8" and recompute == "expert":
-        raise ValueError(
-            "[MoEExperts] save_preactivation='fp8' saves what recompute='expert' computes again; "
-            "choose one"
-        )
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"[MoEExperts] dtype must be bfloat16, float16 or float32; got {dtype}")
+def _address(t: Tensor) -> int:
+    # Fake tensors have none; 0 then, their identity and version must do.
+    return 0 if torch._C._len_torch_dispatch_stack() else t.data_ptr()
 
 
 def _capturing(t: Tensor) -> bool:

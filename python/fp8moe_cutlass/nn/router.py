@@ -32,6 +32,8 @@ class Router(nn.Module):
     (share of assignments e received) * (mean probability of e); 1 when balanced.
     """
 
+    selection_bias: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -117,7 +119,7 @@ class Router(nn.Module):
         """The top k experts of each token [T, top_k], best first."""
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if self.topk_groups < self.num_groups:
-            groups = choice.unflatten(1, (self.num_groups, -1))
+            groups = choice.view(len(choice), self.num_groups, -1)
             best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(dim=-1)
             chosen = best.topk(self.topk_groups, dim=-1).indices
             closed = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
