@@ -44,7 +44,7 @@ class RoutingPlan:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """(tokens, slots, experts, align, capacity): `plan_shape` of the flat ops."""
+        """(tokens, slots, experts, align, capacity), as the flat ops take them after the slab."""
         return (self.tokens, self.slots, self.experts, self.align, self.capacity)
 
     @property

@@ -88,11 +88,6 @@ class Fp8Tensor:
         """The framework's device object; "cpu" for arrays that have none."""
         return getattr(self.data, "device", "cpu")
 
-    @property
-    def layout_arg(self) -> str:
-        """Layout and format as the flat ops take them: "gemm:e4m3"."""
-        return f"{self.scale_layout}:{self.fp8_dtype}"
-
     def dequantize(self, dtype: DType = "bfloat16") -> Array:
         """The values, rounded once to `dtype`: ops.dequantize."""
         from fp8moe_cutlass import ops

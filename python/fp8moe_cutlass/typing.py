@@ -25,3 +25,7 @@ class DLPackArray(Protocol):
 
     @property
     def __dlpack_device__(self) -> Callable[[], tuple[Any, int]]: ...
+
+
+ArrayArg: TypeAlias = DLPackArray | tuple[DLPackArray, str]
+"""An argument of the extension: an array, or uint8 codes with their format ("e4m3", "e5m2")."""

@@ -87,6 +87,8 @@ Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char
          "bool; "
          "got ",
          name_of(view.dtype));
+  if (arg.format && *dtype != DType::u8)
+    fail(op_, name, part, "with its format named must hold uint8 codes; got ", name_of(view.dtype));
   if (view.ndim > Tensor::kMaxDims)
     fail(op_, name, part, "must have at most ", Tensor::kMaxDims, " dimensions; got ",
          brackets(view.shape, view.ndim));
@@ -95,7 +97,7 @@ Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char
          " with strides ", brackets(view.strides, view.ndim));
 
   Tensor t;
-  t.dtype = *dtype;
+  t.dtype = arg.format.value_or(*dtype);
   t.ndim = view.ndim;
   for (int32_t i = 0; i < view.ndim; ++i) t.shape[i] = view.shape[i];
   const int32_t type = view.device.device_type;
@@ -123,41 +125,28 @@ Fp8Tensor Call::fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& 
   Fp8Tensor q{.data = tensor(data, name), .scale_inv = tensor(scale, name, ".scale_inv")};
   if (!q.defined()) return q;
   const std::string_view text = layout;
-  const auto colon = text.find(':');
-  const auto layout_name = text.substr(0, colon);
-  if (layout_name == "row") {
+  if (text == "row") {
     q.layout = ScaleLayout::row;
-  } else if (layout_name == "gemm") {
+  } else if (text == "gemm") {
     q.layout = ScaleLayout::gemm;
-  } else if (layout_name == "block") {
+  } else if (text == "block") {
     q.layout = ScaleLayout::block;
   } else {
-    fail(op_, name, ".scale_layout", "must be 'row', 'gemm' or 'block'; got '", layout_name, "'");
+    fail(op_, name, ".scale_layout", "must be 'row', 'gemm' or 'block'; got '", text, "'");
   }
-  if (colon == std::string_view::npos) return q;
-  const auto format = text.substr(colon + 1);
-  if (format != "e4m3" && format != "e5m2")
-    fail(op_, name, "", "has fp8_dtype 'e4m3' or 'e5m2'; got '", format, "'");
-  const DType named = format == "e4m3" ? DType::e4m3 : DType::e5m2;
-  if (q.data.dtype == DType::u8) q.data.dtype = named;
-  if (q.data.dtype != named)
-    fail(op_, name, "", "must hold ", format, " or uint8; got ", name_of(data.view.dtype));
   return q;
 }
 
 template <bool kWritable>
-RoutingPlan Call::plan(const ArrayArg<kWritable>& slab, const PlanShape& shape) {
-  if (slab.given != shape.given)
-    fail(op_, "plan", "", "and plan_shape go together; got only one of them");
+RoutingPlan Call::plan(const ArrayArg<kWritable>& slab, PlanSizes sizes) {
   RoutingPlan plan;
-  if (!shape.given) return plan;
+  if (!slab.given) return plan;
   plan.slab = tensor(slab, "plan");
-  const auto [tokens, slots, experts, align, capacity] = shape.sizes;
-  plan.tokens = tokens;
-  plan.slots = slots;
-  plan.experts = experts;
-  plan.align = align;
-  plan.capacity = capacity;
+  plan.tokens = sizes.tokens;
+  plan.slots = sizes.slots;
+  plan.experts = sizes.experts;
+  plan.align = sizes.align;
+  plan.capacity = sizes.capacity;
   return plan;
 }
 
@@ -205,7 +194,7 @@ template Tensor Call::tensor(const TensorArg&, const char*, const char*);
 template Tensor Call::tensor(const OutArg&, const char*, const char*);
 template Fp8Tensor Call::fp8(const TensorArg&, const TensorArg&, const char*, const char*);
 template Fp8Tensor Call::fp8(const OutArg&, const OutArg&, const char*, const char*);
-template RoutingPlan Call::plan(const TensorArg&, const PlanShape&);
-template RoutingPlan Call::plan(const OutArg&, const PlanShape&);
+template RoutingPlan Call::plan(const TensorArg&, PlanSizes);
+template RoutingPlan Call::plan(const OutArg&, PlanSizes);
 
 }  // namespace fp8moe

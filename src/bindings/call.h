@@ -10,6 +10,10 @@ namespace fp8moe {
 // its own through the exchange API; 0, the default stream, at first. Returns the previous one.
 int64_t set_stream(int64_t handle);
 
+struct PlanSizes {
+  int64_t tokens, slots, experts, align, capacity;
+};
+
 class Call {
  public:
   explicit Call(const char* op) : op_(op) {}
@@ -19,13 +23,13 @@ class Call {
   template <bool kWritable>
   Tensor tensor(const ArrayArg<kWritable>& arg, const char* name, const char* part = "");
 
-  // layout: "row", "gemm" or "block", and for uint8 data its format too, as in "gemm:e4m3".
+  // layout: "row", "gemm" or "block".
   template <bool kWritable>
   Fp8Tensor fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& scale,
                 const char* layout, const char* name);
 
   template <bool kWritable>
-  RoutingPlan plan(const ArrayArg<kWritable>& slab, const PlanShape& shape);
+  RoutingPlan plan(const ArrayArg<kWritable>& slab, PlanSizes sizes);
 
   // function(arguments..., stream) without the GIL.
   template <typename Function, typename... Arguments>

@@ -1,7 +1,8 @@
 // The extension _C: one m.def an op, arguments as in fp8moe/ops.h, flattened.
 //
-// An Fp8Tensor argument `q` is `q`, `q_scale` and `q_layout`; a RoutingPlan is `plan` (its slab)
-// and `plan_shape` = (tokens, slots, experts, align, capacity). None leaves an optional array out.
+// An Fp8Tensor argument `q` is `q`, `q_scale` and, where more than one is legal, `q_layout` ("row",
+// "gemm" or "block"); a RoutingPlan is `plan` (its slab) and its five sizes, zero without a plan.
+// None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
 #include <nanobind/nanobind.h>
 
 #include "call.h"
@@ -17,7 +18,10 @@ using nb::literals::operator""_a;
 using In = const TensorArg&;
 using Out = const OutArg&;
 using Layout = const char*;
-using Shape = const PlanShape&;
+
+// A plan's sizes travel as plain integers: torch's dispatcher is twice as slow with a list.
+#define PLAN_SIZES int64_t tokens, int64_t slots, int64_t experts, int64_t align, int64_t capacity
+#define PLAN_NAMES "tokens"_a, "slots"_a, "experts"_a, "align"_a, "capacity"_a
 
 ScaleRule rule(bool pow2, double eps) { return {.pow2 = pow2, .eps = static_cast<float>(eps)}; }
 
@@ -32,26 +36,27 @@ void bind_quantization(nb::module_& m) {
 
   m.def(
       "quantize_dual",
-      [](In x, In plan, Shape plan_shape, Out rows, Out rows_scale, Layout rows_layout, Out columns,
+      [](In x, In plan, PLAN_SIZES, Out rows, Out rows_scale, Layout rows_layout, Out columns,
          Out columns_scale, Layout columns_layout, bool pow2, double eps) {
         Call op("quantize_dual");
-        op.run(quantize_dual, op.tensor(x, "x"), op.plan(plan, plan_shape),
+        op.run(quantize_dual, op.tensor(x, "x"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
                op.fp8(rows, rows_scale, rows_layout, "rows"),
                op.fp8(columns, columns_scale, columns_layout, "columns"), rule(pow2, eps));
       },
-      "x"_a, "plan"_a, "plan_shape"_a, "rows"_a, "rows_scale"_a, "rows_layout"_a, "columns"_a,
+      "x"_a, "plan"_a, PLAN_NAMES, "rows"_a, "rows_scale"_a, "rows_layout"_a, "columns"_a,
       "columns_scale"_a, "columns_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
       "quantize_weight",
-      [](In w, Out q, Out q_scale, Layout q_layout, Out q_t, Out q_t_scale, Layout q_t_layout,
-         bool pow2, double eps, int64_t interleave) {
+      [](In w, Out q, Out q_scale, Out q_t, Out q_t_scale, bool pow2, double eps,
+         int64_t interleave) {
         Call op("quantize_weight");
-        op.run(quantize_weight, op.tensor(w, "w"), op.fp8(q, q_scale, q_layout, "q"),
-               op.fp8(q_t, q_t_scale, q_t_layout, "q_t"), rule(pow2, eps), interleave);
+        op.run(quantize_weight, op.tensor(w, "w"), op.fp8(q, q_scale, "block", "q"),
+               op.fp8(q_t, q_t_scale, "block", "q_t"), rule(pow2, eps), interleave);
       },
-      "w"_a, "q"_a.none(), "q_scale"_a.none(), "q_layout"_a, "q_t"_a.none(), "q_t_scale"_a.none(),
-      "q_t_layout"_a, "pow2"_a, "eps"_a, "interleave"_a);
+      "w"_a, "q"_a.none(), "q_scale"_a.none(), "q_t"_a.none(), "q_t_scale"_a.none(), "pow2"_a,
+      "eps"_a, "interleave"_a);
 
   m.def(
       "dequantize",
@@ -65,142 +70,150 @@ void bind_quantization(nb::module_& m) {
 void bind_routing(nb::module_& m) {
   m.def(
       "route_workspace",
-      [](In plan, Shape plan_shape) {
-        return route_workspace(Call("route_workspace").plan(plan, plan_shape));
+      [](In plan, PLAN_SIZES) {
+        return route_workspace(
+            Call("route_workspace").plan(plan, {tokens, slots, experts, align, capacity}));
       },
-      "plan"_a, "plan_shape"_a, "Bytes of scratch `route` needs for a plan of this shape.");
+      "plan"_a, PLAN_NAMES, "Bytes of scratch `route` needs for a plan of this shape.");
 
   m.def(
       "route",
-      [](In topk_idx, In routing_map, Out plan, Shape plan_shape, Out workspace) {
+      [](In topk_idx, In routing_map, Out plan, PLAN_SIZES, Out workspace) {
         Call op("route");
         op.run(route, op.tensor(topk_idx, "topk_idx"), op.tensor(routing_map, "routing_map"),
-               op.plan(plan, plan_shape), op.tensor(workspace, "workspace"));
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
+               op.tensor(workspace, "workspace"));
       },
-      "topk_idx"_a.none(), "routing_map"_a.none(), "plan"_a, "plan_shape"_a, "workspace"_a);
+      "topk_idx"_a.none(), "routing_map"_a.none(), "plan"_a, PLAN_NAMES, "workspace"_a);
 
   m.def(
       "plan_from_counts",
-      [](In tokens_per_expert, Out plan, Shape plan_shape) {
+      [](In tokens_per_expert, Out plan, PLAN_SIZES) {
         Call op("plan_from_counts");
         op.run(plan_from_counts, op.tensor(tokens_per_expert, "tokens_per_expert"),
-               op.plan(plan, plan_shape));
+               op.plan(plan, {tokens, slots, experts, align, capacity}));
       },
-      "tokens_per_expert"_a, "plan"_a, "plan_shape"_a);
+      "tokens_per_expert"_a, "plan"_a, PLAN_NAMES);
 }
 
 void bind_movement(nb::module_& m) {
   m.def(
       "permute_pad",
-      [](In x, In x_scale, Layout x_layout, In plan, Shape plan_shape, In probs, Out y, Out y_scale,
+      [](In x, In x_scale, Layout x_layout, In plan, PLAN_SIZES, In probs, Out y, Out y_scale,
          Layout y_layout, Out permuted_probs) {
         Call op("permute_pad");
         if (x_scale.given || y_scale.given) {
           using F = void (*)(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
                              const Tensor&, Stream);
           op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x"),
-                 op.plan(plan, plan_shape), op.tensor(probs, "probs"),
-                 op.fp8(y, y_scale, y_layout, "y"), op.tensor(permuted_probs, "permuted_probs"));
+                 op.plan(plan, {tokens, slots, experts, align, capacity}),
+                 op.tensor(probs, "probs"), op.fp8(y, y_scale, y_layout, "y"),
+                 op.tensor(permuted_probs, "permuted_probs"));
         } else {
           using F = void (*)(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
                              const Tensor&, Stream);
-          op.run(static_cast<F>(permute_pad), op.tensor(x, "x"), op.plan(plan, plan_shape),
+          op.run(static_cast<F>(permute_pad), op.tensor(x, "x"),
+                 op.plan(plan, {tokens, slots, experts, align, capacity}),
                  op.tensor(probs, "probs"), op.tensor(y, "y"),
                  op.tensor(permuted_probs, "permuted_probs"));
         }
       },
-      "x"_a, "x_scale"_a.none(), "x_layout"_a, "plan"_a, "plan_shape"_a, "probs"_a.none(), "y"_a,
+      "x"_a, "x_scale"_a.none(), "x_layout"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "y"_a,
       "y_scale"_a.none(), "y_layout"_a, "permuted_probs"_a.none());
 
   m.def(
       "permute_pad_backward",
-      [](In dy, In plan, Shape plan_shape, In permuted_dprobs, Out dx, Out dprobs) {
+      [](In dy, In plan, PLAN_SIZES, In permuted_dprobs, Out dx, Out dprobs) {
         Call op("permute_pad_backward");
-        op.run(permute_pad_backward, op.tensor(dy, "dy"), op.plan(plan, plan_shape),
+        op.run(permute_pad_backward, op.tensor(dy, "dy"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
                op.tensor(permuted_dprobs, "permuted_dprobs"), op.tensor(dx, "dx"),
                op.tensor(dprobs, "dprobs"));
       },
-      "dy"_a, "plan"_a, "plan_shape"_a, "permuted_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
+      "dy"_a, "plan"_a, PLAN_NAMES, "permuted_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
 
   m.def(
       "unpermute_unpad",
-      [](In y, In plan, Shape plan_shape, In probs, Out out) {
+      [](In y, In plan, PLAN_SIZES, In probs, Out out) {
         Call op("unpermute_unpad");
-        op.run(unpermute_unpad, op.tensor(y, "y"), op.plan(plan, plan_shape),
-               op.tensor(probs, "probs"), op.tensor(out, "out"));
+        op.run(unpermute_unpad, op.tensor(y, "y"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
+               op.tensor(out, "out"));
       },
-      "y"_a, "plan"_a, "plan_shape"_a, "probs"_a.none(), "out"_a);
+      "y"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "out"_a);
 
   m.def(
       "unpermute_unpad_backward",
-      [](In dout, In plan, Shape plan_shape, In y, In probs, Out dy, Out dprobs) {
+      [](In dout, In plan, PLAN_SIZES, In y, In probs, Out dy, Out dprobs) {
         Call op("unpermute_unpad_backward");
-        op.run(unpermute_unpad_backward, op.tensor(dout, "dout"), op.plan(plan, plan_shape),
-               op.tensor(y, "y"), op.tensor(probs, "probs"), op.tensor(dy, "dy"),
-               op.tensor(dprobs, "dprobs"));
+        op.run(unpermute_unpad_backward, op.tensor(dout, "dout"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(y, "y"),
+               op.tensor(probs, "probs"), op.tensor(dy, "dy"), op.tensor(dprobs, "dprobs"));
       },
-      "dout"_a, "plan"_a, "plan_shape"_a, "y"_a.none(), "probs"_a.none(), "dy"_a,
-      "dprobs"_a.none());
+      "dout"_a, "plan"_a, PLAN_NAMES, "y"_a.none(), "probs"_a.none(), "dy"_a, "dprobs"_a.none());
 }
 
 void bind_transposes(nb::module_& m) {
   m.def(
       "transpose_fp8",
-      [](In q, In q_scale, Layout q_layout, Out plan, Shape plan_shape, Out columns,
-         Out columns_scale, Layout columns_layout, bool requantize, bool pow2, double eps) {
+      [](In q, In q_scale, Layout q_layout, Out plan, PLAN_SIZES, Out columns, Out columns_scale,
+         Layout columns_layout, bool requantize, bool pow2, double eps) {
         Call op("transpose_fp8");
-        op.run(transpose_fp8, op.fp8(q, q_scale, q_layout, "q"), op.plan(plan, plan_shape),
+        op.run(transpose_fp8, op.fp8(q, q_scale, q_layout, "q"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
                op.fp8(columns, columns_scale, columns_layout, "columns"), requantize,
                rule(pow2, eps));
       },
-      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, "plan_shape"_a, "columns"_a, "columns_scale"_a,
+      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a, "columns_scale"_a,
       "columns_layout"_a, "requantize"_a, "pow2"_a, "eps"_a);
 
   m.def(
       "permute_transpose_fp8",
-      [](In q, In q_scale, Layout q_layout, Out plan, Shape plan_shape, Out columns,
-         Out columns_scale, Layout columns_layout) {
+      [](In q, In q_scale, Layout q_layout, Out plan, PLAN_SIZES, Out columns, Out columns_scale,
+         Layout columns_layout) {
         Call op("permute_transpose_fp8");
-        op.run(permute_transpose_fp8, op.fp8(q, q_scale, q_layout, "q"), op.plan(plan, plan_shape),
+        op.run(permute_transpose_fp8, op.fp8(q, q_scale, q_layout, "q"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
                op.fp8(columns, columns_scale, columns_layout, "columns"));
       },
-      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, "plan_shape"_a, "columns"_a, "columns_scale"_a,
+      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a, "columns_scale"_a,
       "columns_layout"_a);
 }
 
 void bind_activation(nb::module_& m) {
   m.def(
       "swiglu_quantize",
-      [](In z, In plan, Shape plan_shape, In probs, double clamp, Out h, Out h_scale,
-         Layout h_layout, Out h_columns, Out h_columns_scale, Layout h_columns_layout, Out z_q,
-         Out z_q_scale, Layout z_q_layout, bool pow2, double eps) {
+      [](In z, In plan, PLAN_SIZES, In probs, double clamp, Out h, Out h_scale, Layout h_layout,
+         Out h_columns, Out h_columns_scale, Layout h_columns_layout, Out z_q, Out z_q_scale,
+         Layout z_q_layout, bool pow2, double eps) {
         Call op("swiglu_quantize");
-        op.run(swiglu_quantize, op.tensor(z, "z"), op.plan(plan, plan_shape),
-               op.tensor(probs, "probs"), static_cast<float>(clamp),
-               op.fp8(h, h_scale, h_layout, "h"),
+        op.run(swiglu_quantize, op.tensor(z, "z"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
+               static_cast<float>(clamp), op.fp8(h, h_scale, h_layout, "h"),
                op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"),
                op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), rule(pow2, eps));
       },
-      "z"_a, "plan"_a.none(), "plan_shape"_a, "probs"_a.none(), "clamp"_a, "h"_a, "h_scale"_a,
+      "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "clamp"_a, "h"_a, "h_scale"_a,
       "h_layout"_a, "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a,
       "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
       "swiglu_quantize_backward",
-      [](In dh, In z, In z_q, In z_q_scale, Layout z_q_layout, In plan, Shape plan_shape, In probs,
+      [](In dh, In z, In z_q, In z_q_scale, Layout z_q_layout, In plan, PLAN_SIZES, In probs,
          double clamp, Out dz, Out dz_scale, Layout dz_layout, Out dprobs, Out dz_columns,
          Out dz_columns_scale, Layout dz_columns_layout, Out h_columns, Out h_columns_scale,
          Layout h_columns_layout, bool pow2, double eps) {
         Call op("swiglu_quantize_backward");
         op.run(swiglu_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
-               op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), op.plan(plan, plan_shape),
-               op.tensor(probs, "probs"), static_cast<float>(clamp),
-               op.fp8(dz, dz_scale, dz_layout, "dz"), op.tensor(dprobs, "dprobs"),
+               op.fp8(z_q, z_q_scale, z_q_layout, "z_q"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
+               static_cast<float>(clamp), op.fp8(dz, dz_scale, dz_layout, "dz"),
+               op.tensor(dprobs, "dprobs"),
                op.fp8(dz_columns, dz_columns_scale, dz_columns_layout, "dz_columns"),
                op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"), rule(pow2, eps));
       },
       "dh"_a, "z"_a.none(), "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "plan"_a.none(),
-      "plan_shape"_a, "probs"_a.none(), "clamp"_a, "dz"_a, "dz_scale"_a, "dz_layout"_a,
+      PLAN_NAMES, "probs"_a.none(), "clamp"_a, "dz"_a, "dz_scale"_a, "dz_layout"_a,
       "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(), "dz_columns_layout"_a,
       "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a, "pow2"_a, "eps"_a);
 }
@@ -208,26 +221,25 @@ void bind_activation(nb::module_& m) {
 void bind_gemm(nb::module_& m) {
   m.def(
       "grouped_gemm",
-      [](In a, In a_scale, Layout a_layout, In w, In w_scale, Layout w_layout, In plan,
-         Shape plan_shape, Out d) {
+      [](In a, In a_scale, In w, In w_scale, In plan, PLAN_SIZES, Out d) {
         Call op("grouped_gemm");
-        op.run(grouped_gemm, op.fp8(a, a_scale, a_layout, "a"), op.fp8(w, w_scale, w_layout, "w"),
-               op.plan(plan, plan_shape), op.tensor(d, "d"));
+        op.run(grouped_gemm, op.fp8(a, a_scale, "gemm", "a"), op.fp8(w, w_scale, "block", "w"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(d, "d"));
       },
-      "a"_a, "a_scale"_a, "a_layout"_a, "w"_a, "w_scale"_a, "w_layout"_a, "plan"_a, "plan_shape"_a,
-      "d"_a);
+      "a"_a, "a_scale"_a, "w"_a, "w_scale"_a, "plan"_a, PLAN_NAMES, "d"_a);
 
   m.def(
       "grouped_gemm_wgrad",
       [](In dy_t, In dy_t_scale, Layout dy_t_layout, In x_t, In x_t_scale, Layout x_t_layout,
-         In plan, Shape plan_shape, Out dw, bool accumulate) {
+         In plan, PLAN_SIZES, Out dw, bool accumulate) {
         Call op("grouped_gemm_wgrad");
         op.run(grouped_gemm_wgrad, op.fp8(dy_t, dy_t_scale, dy_t_layout, "dy_t"),
-               op.fp8(x_t, x_t_scale, x_t_layout, "x_t"), op.plan(plan, plan_shape),
-               op.tensor(dw, "dw"), accumulate);
+               op.fp8(x_t, x_t_scale, x_t_layout, "x_t"),
+               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(dw, "dw"),
+               accumulate);
       },
       "dy_t"_a, "dy_t_scale"_a, "dy_t_layout"_a, "x_t"_a, "x_t_scale"_a, "x_t_layout"_a, "plan"_a,
-      "plan_shape"_a, "dw"_a, "accumulate"_a);
+      PLAN_NAMES, "dw"_a, "accumulate"_a);
 }
 
 }  // namespace

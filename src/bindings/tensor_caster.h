@@ -9,11 +9,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include <array>
 #include <cstdint>
+#include <optional>
+#include <string_view>
 #include <type_traits>
 
 #include "exchange_api.h"
+#include "fp8moe/tensor.h"
 
 namespace fp8moe {
 
@@ -28,17 +30,12 @@ struct ArrayArg {
   const ExchangeApi* api = nullptr;  // set where the exchange API lent the view
   Fallback owner;                    // set where nb::ndarray did
   bool given = false;                // false: None
+  std::optional<DType> format;       // of uint8 codes, given as (array, "e4m3")
   Problem problem = Problem::none;
 };
 
 using TensorArg = ArrayArg<false>;
 using OutArg = ArrayArg<true>;
-
-// (tokens, slots, experts, align, capacity); empty where there is no plan.
-struct PlanShape {
-  std::array<int64_t, 5> sizes{};
-  bool given = false;
-};
 
 }  // namespace fp8moe
 
@@ -47,10 +44,11 @@ namespace nanobind::detail {
 template <bool kWritable>
 struct type_caster<fp8moe::ArrayArg<kWritable>> {
   using Arg = fp8moe::ArrayArg<kWritable>;
-  NB_TYPE_CASTER(Arg, const_name("fp8moe_cutlass.typing.DLPackArray"))
+  NB_TYPE_CASTER(Arg, const_name("fp8moe_cutlass.typing.ArrayArg"))
 
   bool from_python(handle src, uint32_t flags, cleanup_list* cleanup) noexcept {
     if (src.is_none()) return true;
+    if (PyTuple_Check(src.ptr())) return from_pair(src, flags, cleanup);
     value.given = true;
     if (const auto* api = fp8moe::exchange_api(Py_TYPE(src.ptr()))) {
       value.api = api;
@@ -82,25 +80,19 @@ struct type_caster<fp8moe::ArrayArg<kWritable>> {
     }
     return false;
   }
-};
 
-template <>
-struct type_caster<fp8moe::PlanShape> {
-  NB_TYPE_CASTER(fp8moe::PlanShape, const_name("collections.abc.Sequence[int]"))
-
-  bool from_python(handle src, uint32_t, cleanup_list*) noexcept {
-    const Py_ssize_t size = PySequence_Size(src.ptr());
-    value.given = size == static_cast<Py_ssize_t>(value.sizes.size());
-    for (Py_ssize_t i = 0; value.given && i < size; ++i) {
-      PyObject* item = PySequence_GetItem(src.ptr(), i);
-      value.sizes[i] = item ? PyLong_AsLongLong(item) : -1;
-      Py_XDECREF(item);
-    }
-    if (PyErr_Occurred()) {
-      PyErr_Clear();
-      return false;
-    }
-    return value.given || size == 0;
+ private:
+  // (array, "e4m3" or "e5m2"): codes of a framework without FP8 dtypes.
+  bool from_pair(handle src, uint32_t flags, cleanup_list* cleanup) noexcept {
+    make_caster<const char*> format;
+    if (PyTuple_Size(src.ptr()) != 2) return false;
+    const handle array = PyTuple_GetItem(src.ptr(), 0);
+    if (PyTuple_Check(array.ptr()) || !from_python(array, flags, cleanup)) return false;
+    if (!format.from_python(PyTuple_GetItem(src.ptr(), 1), flags, cleanup)) return false;
+    const std::string_view name = static_cast<const char*>(format);
+    if (name != "e4m3" && name != "e5m2") return false;
+    value.format = name == "e4m3" ? fp8moe::DType::e4m3 : fp8moe::DType::e5m2;
+    return true;
   }
 };
 

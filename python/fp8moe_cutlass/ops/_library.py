@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe_cutlass import _C
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
 from fp8moe_cutlass.typing import Array, DType
 
@@ -28,6 +29,11 @@ _NAMES: dict[Any, str] = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
+_BYTES: tuple[Any, ...] = (np.dtype("uint8"),)
+
+# A plan's sizes in a schema. Plain integers: torch's dispatcher is twice as slow with a list.
+PLAN = "SymInt tokens, SymInt slots, SymInt experts, SymInt align, SymInt capacity"
+
 if torch is not None:
     _LIBRARY: Any = torch.library.Library("fp8moe", "DEF")  # type: ignore[no-untyped-call]
     _TORCH = {
@@ -39,6 +45,7 @@ if torch is not None:
         "int32": torch.int32,
         "uint8": torch.uint8,
     }
+    _BYTES += (torch.uint8,)
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
 
 
@@ -179,7 +186,28 @@ def column_layout(op: str, columns: str) -> str:
 
 
 def flat(t: Fp8Tensor | None) -> tuple[Array, Array, str]:
-    """An Fp8Tensor, or none, as the three flat arguments (data, scale, layout)."""
+    """An Fp8Tensor, or none, as the flat arguments (data, scale, layout)."""
     if t is None:
         return None, None, ""
-    return t.data, t.scale_inv, t.layout_arg
+    return _codes(t), t.scale_inv, t.scale_layout
+
+
+def flat_in(op: str, name: str, t: Fp8Tensor, layout: str) -> tuple[Array, Array]:
+    """An Fp8Tensor where only `layout` is legal, as the flat arguments (data, scale)."""
+    if t.scale_layout != layout:
+        raise ValueError(f"[{op}] {name} must have scale layout {layout!r}; got {t.scale_layout!r}")
+    return _codes(t), t.scale_inv
+
+
+def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:
+    """A plan, or none, as the flat arguments (slab, tokens, slots, experts, align, capacity)."""
+    return (None, 0, 0, 0, 0, 0) if plan is None else (plan.slab, *plan.sizes)
+
+
+def _codes(t: Fp8Tensor) -> Array:
+    """The data; uint8 codes as torch's FP8 dtype, or with their format where there is none."""
+    if t.data.dtype not in _BYTES:
+        return t.data
+    if torch is not None and isinstance(t.data, torch.Tensor):
+        return t.data.view(_TORCH[str(t.fp8_dtype)])
+    return t.data, t.fp8_dtype

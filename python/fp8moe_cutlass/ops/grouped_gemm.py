@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, dtype_name, empty, flat
+from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, flat_in, flat_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
 _op = define(
-    "grouped_gemm(Tensor a, Tensor a_scale, str a_layout, Tensor w, Tensor w_scale, str w_layout, "
-    "Tensor plan, SymInt[] plan_shape, Tensor(a!) d)"
+    "grouped_gemm(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, "
+    f"Tensor plan, {PLAN}, Tensor(a!) d)"
 )
 
 
@@ -34,5 +34,6 @@ def grouped_gemm(
     name = dtype_name("grouped_gemm", out_dtype, "bfloat16", "float32")
     if out is None:
         out = empty("grouped_gemm", a.data, (a.shape[0], w.shape[1]), name)
-    _op(*flat(a), *flat(w), plan.slab, plan.sizes, out)
+    op = "grouped_gemm"
+    _op(*flat_in(op, "a", a, "gemm"), *flat_in(op, "w", w, "block"), *flat_plan(plan), out)
     return out

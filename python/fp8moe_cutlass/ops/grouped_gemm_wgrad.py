@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, dtype_name, empty, flat
+from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, flat, flat_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
 _op = define(
     "grouped_gemm_wgrad(Tensor dy_t, Tensor dy_t_scale, str dy_t_layout, "
-    "Tensor x_t, Tensor x_t_scale, str x_t_layout, Tensor plan, SymInt[] plan_shape, "
+    f"Tensor x_t, Tensor x_t_scale, str x_t_layout, Tensor plan, {PLAN}, "
     "Tensor(a!) dw, bool accumulate)"
 )
 
@@ -35,5 +35,5 @@ def grouped_gemm_wgrad(
             raise ValueError("[grouped_gemm_wgrad] accumulate=True adds to out; got out=None")
         shape = (plan.experts, dy_t.shape[0], x_t.shape[0])
         out = empty("grouped_gemm_wgrad", dy_t.data, shape, name)
-    _op(*flat(dy_t), *flat(x_t), plan.slab, plan.sizes, out, accumulate)
+    _op(*flat(dy_t), *flat(x_t), *flat_plan(plan), out, accumulate)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
-from fp8moe_cutlass.ops._library import define, empty, flat, fp8_output
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat, flat_plan, fp8_output
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleLayout
@@ -12,11 +12,11 @@ from fp8moe_cutlass.typing import Array, ScaleLayout
 T = TypeVar("T")
 
 _op = define(
-    "permute_pad(Tensor x, Tensor? x_scale, str x_layout, Tensor plan, SymInt[] plan_shape, "
+    f"permute_pad(Tensor x, Tensor? x_scale, str x_layout, Tensor plan, {PLAN}, "
     "Tensor? probs, Tensor(a!) y, Tensor(b!)? y_scale, str y_layout, Tensor(c!)? permuted_probs)"
 )
 _backward = define(
-    "permute_pad_backward(Tensor dy, Tensor plan, SymInt[] plan_shape, Tensor? permuted_dprobs, "
+    f"permute_pad_backward(Tensor dy, Tensor plan, {PLAN}, Tensor? permuted_dprobs, "
     "Tensor(a!) dx, Tensor(b!)? dprobs)"
 )
 
@@ -42,11 +42,11 @@ def permute_pad(
         shape = (plan.rows, x.shape[1])
         given = cast("Fp8Tensor | None", y)
         y8 = fp8_output("permute_pad", given, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
-        _op(*flat(x), plan.slab, plan.sizes, probs, *flat(y8), permuted)
+        _op(*flat(x), *flat_plan(plan), probs, *flat(y8), permuted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:
         y = empty("permute_pad", x, (plan.rows, x.shape[1]))  # type: ignore[attr-defined]
-    _op(x, None, "", plan.slab, plan.sizes, probs, y, None, "", permuted)
+    _op(x, None, "", *flat_plan(plan), probs, y, None, "", permuted)
     return y, permuted
 
 
@@ -67,5 +67,5 @@ def permute_pad_backward(
         dx = empty("permute_pad_backward", dy, (plan.tokens, dy.shape[1]))
     if dprobs is not None and dprobs_out is None:
         dprobs_out = empty("permute_pad_backward", dprobs, (plan.tokens, plan.slots))
-    _backward(dy, plan.slab, plan.sizes, dprobs, dx, dprobs_out)
+    _backward(dy, *flat_plan(plan), dprobs, dx, dprobs_out)
     return dx, dprobs_out

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import column_layout, define, flat, fp8_output
+from fp8moe_cutlass.ops._library import PLAN, column_layout, define, flat, flat_plan, fp8_output
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns
 
 _op = define(
     "permute_transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, "
-    "SymInt[] plan_shape, Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout)"
+    f"{PLAN}, Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout)"
 )
 
 
@@ -28,5 +28,5 @@ def permute_transpose_fp8(
     layout = column_layout("permute_transpose_fp8", columns)
     shape = (t.shape[1], plan.columns)
     q = fp8_output("permute_transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, True)
-    _op(*flat(t), plan.slab, plan.sizes, *flat(q))
+    _op(*flat(t), *flat_plan(plan), *flat(q))
     return q

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, empty
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
 from fp8moe_cutlass.typing import Array
 
-_op = define("plan_from_counts(Tensor tokens_per_expert, Tensor(a!) plan, SymInt[] plan_shape)")
+_op = define(f"plan_from_counts(Tensor tokens_per_expert, Tensor(a!) plan, {PLAN})")
 
 
 def plan_from_counts(
@@ -28,5 +28,5 @@ def plan_from_counts(
         )
     elif out.sizes != sizes:
         raise ValueError(f"[plan_from_counts] out must be a plan of {sizes}; got {out.sizes}")
-    _op(tokens_per_expert, out.slab, sizes)
+    _op(tokens_per_expert, *flat_plan(out))
     return out

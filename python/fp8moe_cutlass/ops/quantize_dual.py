@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import column_layout, define, flat, fp8_output, is_pow2
+from fp8moe_cutlass.ops._library import (
+    PLAN,
+    column_layout,
+    define,
+    flat,
+    flat_plan,
+    fp8_output,
+    is_pow2,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 
 _op = define(
-    "quantize_dual(Tensor x, Tensor plan, SymInt[] plan_shape, "
+    f"quantize_dual(Tensor x, Tensor plan, {PLAN}, "
     "Tensor(a!) rows, Tensor(b!) rows_scale, str rows_layout, "
     "Tensor(c!) columns, Tensor(d!) columns_scale, str columns_layout, bool pow2, float eps)"
 )
@@ -37,5 +45,5 @@ def quantize_dual(
     given = out or (None, None)
     rows = fp8_output("quantize_dual", given[0], x, (r, c), scale_layout, fp8_dtype, pow2)
     cols = fp8_output("quantize_dual", given[1], x, (c, plan.columns), t_layout, fp8_dtype, pow2)
-    _op(x, plan.slab, plan.sizes, *flat(rows), *flat(cols), pow2, eps)
+    _op(x, *flat_plan(plan), *flat(rows), *flat(cols), pow2, eps)
     return rows, cols

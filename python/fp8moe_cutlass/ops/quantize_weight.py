@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, flat, fp8_output, is_pow2
+from fp8moe_cutlass.ops._library import define, flat_in, fp8_output, is_pow2
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
 
 _op = define(
-    "quantize_weight(Tensor w, Tensor(a!)? q, Tensor(b!)? q_scale, str q_layout, "
-    "Tensor(c!)? q_t, Tensor(d!)? q_t_scale, str q_t_layout, bool pow2, float eps, int interleave)"
+    "quantize_weight(Tensor w, Tensor(a!)? q, Tensor(b!)? q_scale, "
+    "Tensor(c!)? q_t, Tensor(d!)? q_t_scale, bool pow2, float eps, int interleave)"
 )
 
 
@@ -32,5 +32,6 @@ def quantize_weight(
     given = out or (None, None)
     q = fp8_output("quantize_weight", given[0], w, (e, n, k), "block", fp8_dtype, pow2, interleave)
     q_t = fp8_output("quantize_weight", given[1], w, (e, k, n), "block", fp8_dtype, pow2)
-    _op(w, *flat(q), *flat(q_t), pow2, eps, interleave)
+    op = "quantize_weight"
+    _op(w, *flat_in(op, "q", q, "block"), *flat_in(op, "q_t", q_t, "block"), pow2, eps, interleave)
     return q, q_t

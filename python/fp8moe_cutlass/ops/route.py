@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import define, empty, zeros
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, zeros
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
 from fp8moe_cutlass.typing import Array
 
 
 def _run(
-    topk_idx: Array | None, routing_map: Array | None, plan: Array, plan_shape: tuple[int, ...]
+    topk_idx: Array | None,
+    routing_map: Array | None,
+    plan: Array,
+    tokens: int,
+    slots: int,
+    experts: int,
+    align: int,
+    capacity: int,
 ) -> None:
-    workspace = zeros("route", plan, (_C.route_workspace(plan, plan_shape),), "uint8")
-    _C.route(topk_idx, routing_map, plan, plan_shape, workspace)
+    sizes = (tokens, slots, experts, align, capacity)
+    workspace = zeros("route", plan, (_C.route_workspace(plan, *sizes),), "uint8")
+    _C.route(topk_idx, routing_map, plan, *sizes, workspace)
 
 
-_op = define(
-    "route(Tensor? topk_idx, Tensor? routing_map, Tensor(a!) plan, SymInt[] plan_shape)", _run
-)
+_op = define(f"route(Tensor? topk_idx, Tensor? routing_map, Tensor(a!) plan, {PLAN})", _run)
 
 
 def route(
@@ -50,5 +56,5 @@ def route(
         out = empty_plan(lambda words: empty("route", given, (words,), "int32"), sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[route] out must be a plan of {sizes}; got {out.sizes}")
-    _op(topk_idx, routing_map, out.slab, sizes)
+    _op(topk_idx, routing_map, *flat_plan(out))
     return out

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import column_layout, define, empty, flat, fp8_output, is_pow2
+from fp8moe_cutlass.ops._library import (
+    PLAN,
+    column_layout,
+    define,
+    empty,
+    flat,
+    flat_plan,
+    fp8_output,
+    is_pow2,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 
 _op = define(
-    "swiglu_quantize(Tensor z, Tensor? plan, SymInt[] plan_shape, Tensor? probs, float clamp, "
+    f"swiglu_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
     "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
     "Tensor(c!)? h_columns, Tensor(d!)? h_columns_scale, str h_columns_layout, "
     "Tensor(e!)? z_q, Tensor(f!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
 )
 _backward = define(
     "swiglu_quantize_backward(Tensor dh, Tensor? z, Tensor? z_q, Tensor? z_q_scale, "
-    "str z_q_layout, Tensor? plan, SymInt[] plan_shape, Tensor? probs, float clamp, "
+    f"str z_q_layout, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
     "Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
     "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
     "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
@@ -64,7 +73,7 @@ def swiglu_quantize(
     z_q = made[-1] if save_z else None
     _op(
         z,
-        *_flat_plan(plan),
+        *flat_plan(plan),
         probs,
         clamp or 0.0,
         *flat(made[0]),
@@ -120,7 +129,7 @@ def swiglu_quantize_backward(
         dh,
         None if z_q is not None else z,
         *flat(z_q),
-        *_flat_plan(plan),
+        *flat_plan(plan),
         probs,
         clamp or 0.0,
         *flat(made[0]),
@@ -137,7 +146,3 @@ def _needed(plan: RoutingPlan | None, op: str) -> RoutingPlan:
     if plan is None:
         raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
     return plan
-
-
-def _flat_plan(plan: RoutingPlan | None) -> tuple[Array | None, tuple[int, ...]]:
-    return (None, ()) if plan is None else (plan.slab, plan.sizes)

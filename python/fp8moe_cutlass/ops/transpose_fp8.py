@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import column_layout, define, flat, fp8_output, is_pow2
+from fp8moe_cutlass.ops._library import (
+    PLAN,
+    column_layout,
+    define,
+    flat,
+    flat_plan,
+    fp8_output,
+    is_pow2,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns, ScaleKind
 
 _op = define(
-    "transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, SymInt[] plan_shape, "
+    f"transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, {PLAN}, "
     "Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout, "
     "bool requantize, bool pow2, float eps)"
 )
@@ -41,5 +49,5 @@ def transpose_fp8(
     layout = column_layout("transpose_fp8", columns)
     shape = (t.shape[1], plan.columns)
     q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
-    _op(*flat(t), plan.slab, plan.sizes, *flat(q), requantize, pow2, eps)
+    _op(*flat(t), *flat_plan(plan), *flat(q), requantize, pow2, eps)
     return q

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fp8moe_cutlass.ops._library import define, empty
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
 from fp8moe_cutlass.ops.permute_pad import permute_pad
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -12,11 +12,9 @@ from fp8moe_cutlass.typing import Array
 
 T = TypeVar("T")
 
-_op = define(
-    "unpermute_unpad(Tensor y, Tensor plan, SymInt[] plan_shape, Tensor? probs, Tensor(a!) out)"
-)
+_op = define(f"unpermute_unpad(Tensor y, Tensor plan, {PLAN}, Tensor? probs, Tensor(a!) out)")
 _backward = define(
-    "unpermute_unpad_backward(Tensor dout, Tensor plan, SymInt[] plan_shape, Tensor? y, "
+    f"unpermute_unpad_backward(Tensor dout, Tensor plan, {PLAN}, Tensor? y, "
     "Tensor? probs, Tensor(a!) dy, Tensor(b!)? dprobs)"
 )
 
@@ -30,7 +28,7 @@ def unpermute_unpad(
     """
     if out is None:
         out = empty("unpermute_unpad", y, (plan.tokens, y.shape[1]))
-    _op(y, plan.slab, plan.sizes, probs, out)
+    _op(y, *flat_plan(plan), probs, out)
     return out
 
 
@@ -59,5 +57,5 @@ def unpermute_unpad_backward(
         dy = empty("unpermute_unpad_backward", dout, shape)
     if probs is not None and dprobs is None:
         dprobs = empty("unpermute_unpad_backward", probs, (plan.tokens, plan.slots))
-    _backward(dout, plan.slab, plan.sizes, y, probs, dy, dprobs)
+    _backward(dout, *flat_plan(plan), y, probs, dy, dprobs)
     return dy, dprobs
