@@ -48,13 +48,9 @@ struct SwigluInput {
   bool up_open;
 };
 
-// What the magnitudes are bounded by: clamp, or nothing where it is 0.
-FP8MOE_HD float clamp_bound(float clamp) {
-  return clamp > 0.0f ? clamp : bit_cast<float>(0x7F800000u);
-}
-
-// gate <= bound, |up| <= bound; NaN passes. Without branches, so that a loop over it vectorizes.
-FP8MOE_HD SwigluInput clamp_swiglu(float gate, float up, float bound) {
+// clamp > 0: gate <= clamp, |up| <= clamp; NaN passes. Without branches, so that a loop vectorizes.
+FP8MOE_HD SwigluInput clamp_swiglu(float gate, float up, float clamp) {
+  const float bound = clamp > 0.0f ? clamp : bit_cast<float>(0x7F800000u);
   const bool gate_open = !(gate > bound);
   const bool up_open = !(up > bound) & !(up < -bound);
   return {gate_open ? gate : bound, up > bound ? bound : up < -bound ? -bound : up, gate_open, up_open};

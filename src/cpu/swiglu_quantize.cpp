@@ -11,7 +11,6 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
   const int64_t inner = z.shape[1] / 2;
   const std::vector<TokenTile> tiles = tiles_of("swiglu_quantize", plan, z.shape[0]);
   const int64_t kept = h_columns.defined() ? kTile : 1;  // rows of h
-  const float bound = clamp_bound(clamp);
   const RowSink h_rows(h);
   const RowSink z_rows(z_q);
   if (plan.defined()) {
@@ -31,7 +30,7 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
           float* h_row = h_block.data() + (r - tile.row) % kept * inner;
           widen_row<T>(from, 2 * inner, z_row.data());
           swiglu_row(z_row.data(), inner, probs.defined() ? probs.as<const float>()[r] : 1.0f,
-                     bound, h_row);
+                     clamp, h_row);
           h_rows.put(r, h_row, rule);
           if (z_q.defined()) z_rows.put(r, from, rule);
         }

@@ -23,10 +23,10 @@ FP8MOE_CLONES void dequantize_row(const uint8_t* q, const float* scale_inv, int6
 // dgate, dup and the terms of dprob
 FP8MOE_CLONES void swiglu_grad_row(const float* __restrict gate, const float* __restrict up,
                                    const float* __restrict dh, int64_t inner, float prob,
-                                   float bound, float* __restrict dgate, float* __restrict dup,
+                                   float clamp, float* __restrict dgate, float* __restrict dup,
                                    float* __restrict terms) {
   for (int64_t i = 0; i < inner; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], bound);
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], clamp);
     const SwigluGrad grad = swiglu_grad(in, pinned_sigmoid(in.gate), prob, dh[i]);
     dgate[i] = grad.dgate;
     dup[i] = grad.dup;
@@ -54,7 +54,6 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   const int64_t inner = dh.shape[1];
   const std::vector<TokenTile> tiles = tiles_of("swiglu_quantize_backward", plan, dh.shape[0]);
   const int64_t kept = dz_columns.defined() ? kTile : 1;  // rows of dz
-  const float bound = clamp_bound(clamp);
   const RowSink dz_rows(dz);
   if (plan.defined()) {
     dz_rows.zero_padding(plan);
@@ -86,12 +85,12 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
         const float prob = probs.defined() ? probs.as<const float>()[r] : 1.0f;
         read_z(r, z_row.data());
         read(dh, r, inner, dh_row.data());
-        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, bound,
+        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, clamp,
                         dz_row, dz_row + inner, terms.data());
         dz_rows.put(r, dz_row, rule);
         if (dprobs.defined()) dprobs.as<float>()[r] = sum_row(terms.data(), inner);
         if (h_columns.defined())
-          swiglu_row(z_row.data(), inner, prob, bound, h_block.data() + i * inner);
+          swiglu_row(z_row.data(), inner, prob, clamp, h_block.data() + i * inner);
       }
       if (dz_columns.defined()) put_columns(dz_columns, tile, dz_block.data(), rule);
       if (h_columns.defined()) put_columns(h_columns, tile, h_block.data(), rule);
