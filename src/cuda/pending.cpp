@@ -30,12 +30,5 @@ void transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, bool,
 void permute_transpose_fp8(const Fp8Tensor&, const RoutingPlan&, const Fp8Tensor&, Stream) {
   pending("permute_transpose_fp8");
 }
-void grouped_gemm(const Fp8Tensor&, const Fp8Tensor&, const RoutingPlan&, const Tensor&, Stream) {
-  pending("grouped_gemm");
-}
-void grouped_gemm_wgrad(const Fp8Tensor&, const Fp8Tensor&, const RoutingPlan&, const Tensor&, bool,
-                        Stream) {
-  pending("grouped_gemm_wgrad");
-}
 
 }  // namespace fp8moe::cuda

@@ -134,7 +134,7 @@ def plan_of(
 ) -> tuple[Tensor, RoutingPlan]:
     """A routing and its plan, on the CPU."""
     idx = routing(kind, tokens, experts, slots)
-    return idx, ops.route(experts, idx, align=align)
+    return idx, ops.route(experts, topk_idx=idx, align=align)
 
 
 def awkward(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:

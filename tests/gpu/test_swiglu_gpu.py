@@ -97,7 +97,7 @@ def test_infinities_and_nans():
 def test_empty(columns):
     for tokens in (0, 3):
         idx = torch.full((tokens, 2), -1)
-        plan = ops.route(4, idx)
+        plan = ops.route(4, topk_idx=idx)
         z, dh, probs = inputs(plan, 128)
         check(ops.swiglu_quantize, z, probs=probs, columns=columns, plan=plan)
         check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
