@@ -3,9 +3,9 @@
     python examples/dlpack.py numpy|jax|cupy
 
 Outputs are given by the caller: NumPy arrays for JAX on the CPU (a JAX array is immutable, and is
-refused as an output), CuPy arrays on the GPU. NumPy alone may leave `out=` away. FP8 codes travel as
-uint8, with the format named. The tests run `numpy` always and `jax` where it is installed; `cupy`
-needs a Hopper GPU and is not run by them.
+refused as an output), CuPy arrays on the GPU. NumPy alone may leave `out=` away. FP8 codes travel
+as uint8, with the format named. The tests run `numpy` always and `jax` where it is installed;
+`cupy` needs a Hopper GPU and is not run by them.
 """
 
 from __future__ import annotations
