@@ -248,7 +248,7 @@ def test_bad_arguments_write_nothing() -> None:
             ops.grouped_gemm(left, right, plan, out_dtype="float32", out=d)
         assert (d == -77.0).all()
     dy, x = noise(48, plan.columns, layout="block"), noise(32, plan.columns, layout="gemm")
-    with pytest.raises(ValueError, match="must have one scale layout; got '?block'? and '?gemm"):
+    with pytest.raises(ValueError, match=r"must have one scale layout; got '?block'? and '?gemm"):
         ops.grouped_gemm_wgrad(dy, x, plan)
     with pytest.raises(ValueError, match="adds to out"):
         ops.grouped_gemm_wgrad(dy, dy, plan, accumulate=True)

@@ -24,7 +24,8 @@ TILE = 128
 UNIT = 2.0**-13
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 
-# The largest c that tests/test_grouped_gemm.py meets is 0.0043 (the CPU sums in float32); twice that is let pass.
+# The largest c that tests/test_grouped_gemm.py meets is 0.0043 (the CPU sums in float32); twice
+# that is let pass.
 C_CPU = 0.0086
 
 
