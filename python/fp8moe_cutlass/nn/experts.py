@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
@@ -42,8 +44,8 @@ class MoEExperts(nn.Module):
     delay_wgrad: backward leaves the weight gradients to `backward_dw()`.
 
     The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
-    changed parameter (replaced, or written in place) and refreshes them; a write through `.data`
-    is invisible, so call `quantize_weights()` after it, or pass is_first_microbatch=True, which
+    changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
+    write through `.data` alone is invisible, so call `quantize_weights()` after it, or pass is_first_microbatch=True, which
     always refreshes. Under torch.compile and CUDA graph capture nothing is noticed: call
     `quantize_weights()` after every optimizer step; a forward before the first call raises. Under
     DistributedDataParallel pass broadcast_buffers=False, or it sends the copies around every step.
@@ -180,10 +182,15 @@ class MoEExperts(nn.Module):
             self.quantize_weights()
 
     def _fingerprint(self) -> tuple[Any, ...]:
-        """Equal for equal parameter objects, storage and in-place version."""
-        return tuple(
-            (weakref.ref(p), _address(p), None if p.is_inference() else p._version)
-            for p in (self.gate_up_proj, self.down_proj)
+        """Equal while the parameters are the same objects at the same address and version, and no
+        optimizer has stepped."""
+        _watch_optimizers()
+        return (
+            _optimizer_steps[0],
+            *(
+                (weakref.ref(p), _address(p), None if p.is_inference() else p._version)
+                for p in (self.gate_up_proj, self.down_proj)
+            ),
         )
 
     def _allocate_copies(self) -> None:
@@ -248,6 +255,17 @@ class MoEExperts(nn.Module):
                     "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
                     f"got it on {name}; delete the attribute to have main_grad accumulate alone"
                 )
+
+
+_optimizer_steps = [0]  # of any optimizer: fused ones write parameters without a new version
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    def count(*_: Any) -> None:
+        _optimizer_steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 def _address(t: Tensor) -> int:

@@ -1,0 +1,83 @@
+"""A small expert block with its inputs, what the layer's tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass.nn import MoEExperts
+from reference import Result, moe_experts_grads
+
+
+@dataclass
+class Problem:
+    """Gaussian tokens, weights and output gradient; uniform probs; a routing."""
+
+    x: Tensor  # [T, H]
+    topk_idx: Tensor  # [T, S]
+    probs: Tensor  # [T, S] f32
+    gate_up: Tensor  # [E, 2I, H]
+    down: Tensor  # [E, H, I]
+    dout: Tensor  # [T, H]
+
+    def experts(self, **options: Any) -> MoEExperts:
+        """A layer with these weights."""
+        e, h, i = self.down.shape
+        layer = MoEExperts(e, h, i, dtype=options.pop("dtype", self.gate_up.dtype), **options)
+        with torch.no_grad():
+            layer.gate_up_proj.copy_(self.gate_up)
+            layer.down_proj.copy_(self.down)
+        return layer
+
+    def run(self, layer: Any, **call: Any) -> Result:
+        """Output and gradients of the layer; the weights' are what .grad then holds."""
+        x, probs = self.x.clone().requires_grad_(), self.probs.clone().requires_grad_()
+        out = layer(x, self.topk_idx, probs, **call)
+        out.backward(self.dout.to(out.dtype))
+        return Result(
+            out.detach(), x.grad, probs.grad, layer.gate_up_proj.grad, layer.down_proj.grad
+        )
+
+    def truth(self) -> Result:
+        """The float64 reference."""
+        return moe_experts_grads(
+            self.x, self.topk_idx, self.probs, self.gate_up, self.down, self.dout
+        )
+
+
+def problem(
+    tokens: int = 256,
+    slots: int = 2,
+    experts: int = 4,
+    hidden: int = 256,
+    intermediate: int = 128,
+    *,
+    topk_idx: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> Problem:
+    """Random routing to distinct experts unless topk_idx [tokens, slots] is given."""
+    g = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype)
+
+    if topk_idx is None:
+        topk_idx = torch.rand(tokens, experts, generator=g).topk(slots).indices
+    return Problem(
+        gaussian(tokens, hidden),
+        topk_idx,
+        torch.rand(topk_idx.shape, generator=g),
+        gaussian(experts, 2 * intermediate, hidden) / hidden**0.5,
+        gaussian(experts, hidden, intermediate) / intermediate**0.5,
+        gaussian(tokens, hidden),
+    )
+
+
+def assert_same(got: Result, want: Result) -> None:
+    """Every tensor of the two results is bit-equal."""
+    for name in vars(want):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
