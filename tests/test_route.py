@@ -1,0 +1,158 @@
+"""route and plan_from_counts against the plain loop of reference_routing.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import reference_routing as ref
+from fp8moe_cutlass import RoutingPlan, ops
+
+ALIGNS = [1, 16, 32, 128]
+
+
+def assert_plan(plan: RoutingPlan, want: ref.Routing) -> None:
+    rows = want.row_offsets[-1]
+    assert rows <= plan.rows
+    assert want.col_offsets[-1] <= plan.columns
+    assert plan.tokens_per_expert.tolist() == want.counts
+    assert plan.row_offsets.tolist() == want.row_offsets
+    assert plan.col_offsets.tolist() == want.col_offsets
+    assert plan.row_of.tolist() == want.row_of
+    assert plan.token_of_row.tolist()[:rows] == [-1 if r is None else r[0] for r in want.rows]
+    assert plan.slot_of_row.tolist()[:rows] == [-1 if r is None else r[1] for r in want.rows]
+    assert plan.status.tolist() == [want.overflow] + [0] * 7
+
+
+def check(idx: Tensor, experts: int, align: int = 1, capacity: int | None = None) -> RoutingPlan:
+    plan = ops.route(experts, topk_idx=idx, align=align, capacity=capacity)
+    limit = idx.numel() if capacity is None else capacity
+    assert_plan(plan, ref.route(idx, experts, align, limit))
+    return plan
+
+
+@pytest.mark.parametrize("align", ALIGNS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_topk(dtype: torch.dtype, align: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    idx = torch.rand(300, 9, generator=g).topk(3).indices.to(dtype)
+    check(idx, 9, align).check()
+    idx[torch.rand(300, 3, generator=g) < 0.3] = -1
+    check(idx, 9, align).check()
+
+
+@pytest.mark.parametrize(
+    "idx",
+    [
+        torch.zeros(0, 2, dtype=torch.int32),
+        torch.full((5, 2), -1),
+        torch.full((40, 2), 3),  # every token names one expert twice
+        torch.tensor([[0], [2], [0]]),  # experts 1 and 3 have none
+        torch.tensor([[3, 3, -1, 0]]),
+    ],
+    ids=["no tokens", "all dropped", "one expert, twice", "empty experts", "one token"],
+)
+@pytest.mark.parametrize("align", ALIGNS)
+def test_corners(idx: Tensor, align: int) -> None:
+    check(idx, 4, align)
+
+
+def test_one_expert() -> None:
+    check(torch.zeros(130, 1, dtype=torch.int64), 1, 16)
+
+
+def test_tokens_beyond_one_chunk_of_work() -> None:
+    """Several parallel chunks: ranks run on across them."""
+    idx = torch.randint(-1, 5, (9001, 4), generator=torch.Generator().manual_seed(1))
+    check(idx, 5, 32)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_routing(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 40))
+    tokens, slots = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 6))
+    capacity = data.draw(st.one_of(st.none(), st.integers(0, tokens * slots + 10)))
+    seed = data.draw(st.integers(0, 2**31))
+    spread = data.draw(st.integers(1, experts))
+    g = torch.Generator().manual_seed(seed)
+    idx = torch.randint(-1, spread, (tokens, slots), generator=g)
+    check(idx, experts, data.draw(st.sampled_from(ALIGNS)), capacity)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+def test_mask(dtype: torch.dtype) -> None:
+    """A mask is S == E slots, slot e being expert e."""
+    g = torch.Generator().manual_seed(2)
+    mask = (torch.rand(77, 6, generator=g) < 0.4).to(dtype)
+    if dtype not in (torch.bool, torch.uint8):
+        mask *= 5  # any value but zero routes
+    total = int((mask != 0).sum())
+    for capacity in (total, total + 9, total // 2, 0):
+        plan = ops.route(6, routing_map=mask, capacity=capacity, align=16)
+        assert_plan(plan, ref.route(ref.ids_of_map(mask), 6, 16, capacity))
+
+
+@pytest.mark.parametrize("align", ALIGNS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("counts", [[3, 0, 200, 1], [0, 0], [129], [0, 5, 0]])
+def test_from_counts(counts: list[int], dtype: torch.dtype, align: int) -> None:
+    total = sum(counts)
+    for capacity in (total, total + 20, total // 2):
+        plan = RoutingPlan.from_counts(torch.tensor(counts, dtype=dtype), capacity, align)
+        packed = [e for e, n in enumerate(counts) for _ in range(n)]
+        ids = torch.tensor(packed + [-1] * max(0, capacity - total), dtype=torch.int64)
+        want = ref.route(ids[:, None], len(counts), align, capacity)
+        want.row_of = want.row_of[:capacity]
+        assert_plan(plan, want)
+
+
+def test_overflow_is_counted_and_reported() -> None:
+    plan = ops.route(2, topk_idx=torch.zeros(10, 1, dtype=torch.int32), capacity=4)
+    assert plan.row_of.flatten().tolist() == [0, 1, 2, 3] + [-1] * 6
+    assert int(plan.status[0]) == 6
+    with pytest.raises(ValueError, match="6 assignments dropped"):
+        plan.check()
+
+
+@pytest.mark.parametrize("bad", [4, -2, 2**31 - 1])
+def test_bad_id_is_an_error_and_writes_nothing(bad: int) -> None:
+    out = ops.route(4, topk_idx=torch.zeros(5, 2, dtype=torch.int64))
+    before = out.slab.clone()
+    idx = torch.ones(5, 2, dtype=torch.int64)
+    idx[3, 1] = bad
+    with pytest.raises(ValueError, match=rf"\[route\].*got {bad} at token 3, slot 1"):
+        ops.route(4, topk_idx=idx, out=out)
+    assert torch.equal(out.slab, before)
+
+
+def test_bad_counts_are_errors() -> None:
+    with pytest.raises(ValueError, match="got -1 for expert 1"):
+        RoutingPlan.from_counts(torch.tensor([2, -1]), 4)
+    huge = torch.tensor([2**62, 2**62])
+    with pytest.raises(ValueError, match="sum to less than"):
+        RoutingPlan.from_counts(huge, 4)
+
+
+def test_bad_arguments_are_errors() -> None:
+    idx = torch.zeros(3, 2, dtype=torch.int32)
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match="exactly one"):
+        ops.route(4)
+    with pytest.raises(ValueError, match="exactly one"):
+        ops.route(4, topk_idx=idx, routing_map=mask, capacity=3)
+    with pytest.raises(ValueError, match="capacity"):
+        ops.route(4, routing_map=mask)
+    with pytest.raises(ValueError, match="align must be 1, 16, 32 or 128; got 8"):
+        ops.route(4, topk_idx=idx, align=8)
+    with pytest.raises(ValueError, match="int32, int64; got float32"):
+        ops.route(4, topk_idx=idx.float())
+    with pytest.raises(ValueError, match=r"slots must be plan\.experts"):
+        ops.route(5, routing_map=mask, capacity=3)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        ops.route(4, topk_idx=idx[0])
+    with pytest.raises(ValueError, match=r"plan needs .*experts >= 1"):
+        ops.route(0, topk_idx=idx)
