@@ -45,10 +45,11 @@ class MoEExperts(nn.Module):
 
     The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
     changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
-    write through `.data` alone is invisible, so call `quantize_weights()` after it, or pass is_first_microbatch=True, which
-    always refreshes. Under torch.compile and CUDA graph capture nothing is noticed: call
-    `quantize_weights()` after every optimizer step; a forward before the first call raises. Under
-    DistributedDataParallel pass broadcast_buffers=False, or it sends the copies around every step.
+    write through `.data` alone is invisible, so call `quantize_weights()` after it, or pass
+    is_first_microbatch=True, which always refreshes. Under torch.compile and CUDA graph capture
+    nothing is noticed: call `quantize_weights()` after every optimizer step; a forward before the
+    first call raises. Under DistributedDataParallel pass broadcast_buffers=False, or it sends the
+    copies around every step.
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype.
