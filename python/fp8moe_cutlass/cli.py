@@ -167,7 +167,7 @@ def train(
     text: Annotated[
         Path | None, typer.Option(help="A file or folder; default: Python's standard library.")
     ] = None,
-    size: Annotated[str, typer.Option(help="small (minutes on two cores) or h200.")] = "small",
+    size: Annotated[str, typer.Option(help="tiny (seconds), small (minutes) or h200.")] = "small",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the size's.")] = None,
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="Where checkpoints and curves go.")] = Path(

@@ -71,25 +71,29 @@ def commit() -> str | None:
 
 
 def measure(op: str, shape: Shape, work: Work, limits: Limits) -> Record:
-    """One result row. The limit is the larger of the copy and the arithmetic."""
-    sample = limits.timer.measure(work.run)
-    copy = limits.copy_ms(work.bytes)
-    peers: dict[str, float] = {}
-    for name, factory in PEERS.get(op, {}).items():
-        call = factory(work.inputs)
-        if call is not None:
-            peers[name] = limits.timer.measure(call).median
+    """One result row; the call, its peers and, where it is a call, its limit run interleaved."""
+    peers = {name: factory(work.inputs) for name, factory in PEERS.get(op, {}).items()}
+    calls = {name: call for name, call in peers.items() if call is not None}
+    limit = None
+    if work.mnk is None:
+        limit = limits.copy(work.bytes)
+    elif limits.device.type == "cpu":
+        limit = limits.matmul(*work.mnk)
+    sample, *others = limits.timer.measure(
+        work.run, *calls.values(), *([] if limit is None else [limit])
+    )
+    limit_ms = others[-1].ms if limit else work.flops / limits.tensor_tflops / 1e9
     row = {
         "op": op,
         "shape": shape,
         "variant": work.variant,
-        "ms": sample.median,
+        "ms": sample.ms,
         "host_us": sample.host_us,
         "bytes": work.bytes,
         "flops": work.flops,
-        "limit_ms": limits.matmul_ms(*work.mnk) if work.mnk else copy,
-        "peers": peers,
-        "repeat": {"min": sample.min, "median": sample.median, "max": sample.max},
+        "limit_ms": limit_ms,
+        "peers": {name: other.ms for name, other in zip(calls, others, strict=False)},
+        "repeat": sample.repeat,
     }
     sustained = limits.timer.sustained(work.run) if work.flops else None
     return row if sustained is None else {**row, "sustained_ms": sustained}

@@ -69,7 +69,7 @@ def routing(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Te
     """Random distinct experts [T, S], their plan, and probs [T, S]."""
     scores = torch.rand(shape["T"], shape["E"], device=device)
     probs, experts = scores.topk(shape["S"], dim=-1)
-    return experts, ops.route(shape["E"], topk_idx=experts, align=max(1, shape["align"])), probs
+    return experts, ops.route(shape["E"], topk_idx=experts, align=shape["align"]), probs
 
 
 def ragged(rows: int, experts: int, device: torch.device) -> RoutingPlan:

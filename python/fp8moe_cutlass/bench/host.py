@@ -8,34 +8,33 @@ from typing import Any
 
 import torch
 
-from fp8moe_cutlass import _C
+from fp8moe_cutlass import _C, ops
 
 CALLS = 20000
 # The same call; the torch op adds torch's dispatcher.
 ROUTES: dict[str, Callable[..., object]] = {
     "_C": _C.grouped_gemm,
-    "torch op": lambda *args: torch.ops.fp8moe.grouped_gemm(*args),
+    "torch op": torch.ops.fp8moe.grouped_gemm.default,
 }
 
 
 def arguments() -> tuple[Any, ...]:
     """grouped_gemm's flat arguments for no tokens, one expert, N = K = 128."""
-    plan_shape = (0, 1, 1, 1, 0)
     data = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
     weight = torch.zeros(1, 128, 128).to(torch.float8_e4m3fn)
-    slab = torch.zeros(8 + 4 + 4 + 4, dtype=torch.int32)
+    plan = ops.plan_from_counts(torch.zeros(1, dtype=torch.int32), capacity=0)
     d = torch.empty(0, 128, dtype=torch.bfloat16)
     return (
-        *(data, torch.empty(1, 0), "gemm"),
-        *(weight, torch.ones(1, 1, 1), "block"),
-        *(slab, plan_shape, d),
+        *(data, torch.empty(1, 0)),
+        *(weight, torch.ones(1, 1, 1)),
+        *(plan.slab, *plan.sizes, d),
     )
 
 
 def host_overhead() -> list[dict[str, Any]]:
     """A result row for each route; host_us is the best of seven rounds."""
     args = arguments()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, call in ROUTES.items():
         call(*args)
         times = timeit.repeat(lambda call=call: call(*args), number=CALLS, repeat=7)

@@ -12,6 +12,10 @@ def moe(tokens: int, experts: int, slots: int, hidden: int, align: int = 1) -> S
     return {"T": tokens, "E": experts, "S": slots, "H": hidden, "align": align}
 
 
+def routing(tokens: int, experts: int, slots: int) -> Shape:
+    return {"T": tokens, "E": experts, "S": slots, "align": 1}
+
+
 def grouped(rows: int, hidden: int, experts: int) -> Shape:
     return {"R": rows, "C": hidden, "E": experts}
 
@@ -61,7 +65,7 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         "quantize_dual": [grouped(32768, 7168, 32), grouped(32768, 2048, 32)],
         "quantize_weight": [{"E": 32, "N": 4096, "K": 7168}, {"E": 128, "N": 1536, "K": 2048}],
         "dequantize": [matrix(32768, 7168)],
-        "route": [moe(4096, 256, 8, 0), moe(4096, 512, 8, 0), moe(65536, 256, 8, 0)],
+        "route": [routing(4096, 256, 8), routing(4096, 512, 8), routing(65536, 256, 8)],
         "permute_pad": _PERMUTE,
         "permute_pad_backward": _PERMUTE,
         "unpermute_unpad": _PERMUTE,
@@ -84,7 +88,7 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         "quantize_dual": [grouped(4096, 1024, 8)],
         "quantize_weight": [{"E": 8, "N": 1024, "K": 1024}],
         "dequantize": [matrix(4096, 1024)],
-        "route": [moe(4096, 64, 8, 0)],
+        "route": [routing(4096, 64, 8)],
         "permute_pad": [moe(2048, 8, 2, 1024)],
         "permute_pad_backward": [moe(2048, 8, 2, 1024)],
         "unpermute_unpad": [moe(2048, 8, 2, 1024)],
@@ -103,7 +107,7 @@ QUICK: dict[str, Shape] = {
     "quantize_dual": grouped(256, 256, 2),
     "quantize_weight": {"E": 2, "N": 256, "K": 256},
     "dequantize": matrix(256, 256),
-    "route": moe(128, 4, 2, 0),
+    "route": routing(128, 4, 2),
     "permute_pad": moe(128, 4, 2, 256),
     "permute_pad_backward": moe(128, 4, 2, 256),
     "unpermute_unpad": moe(128, 4, 2, 256),

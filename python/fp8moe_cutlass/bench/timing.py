@@ -1,7 +1,8 @@
-"""How long a call takes, and the two limits it is held against: a copy, and dense arithmetic.
+"""How long calls take, and the two limits they are held against: a copy, and dense arithmetic.
 
-CUDA: the L2 is made cold by READING twice its size (a flush that writes leaves dirty lines),
-events around the call alone, median; sustained is back to back for a second. CPU: wall clock.
+Calls to compare run interleaved. CUDA: the L2 is made cold by READING twice its size (one that
+writes leaves dirty lines), events around the call alone, median; sustained is back to back for a
+second. CPU: wall clock, the best of the repetitions, because other processes only ever add.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
@@ -21,31 +22,36 @@ Run = Callable[[], object]
 class Sample:
     """Milliseconds of one call over the repetitions, and what the host spends on it."""
 
-    median: float
-    min: float
-    max: float
+    ms: float
+    times: list[float]
     host_us: float | None = None
 
-
-def sample_of(times_ms: list[float], host_us: float | None = None) -> Sample:
-    return Sample(statistics.median(times_ms), min(times_ms), max(times_ms), host_us)
+    @property
+    def repeat(self) -> dict[str, float]:
+        return {
+            "min": min(self.times),
+            "median": statistics.median(self.times),
+            "max": max(self.times),
+        }
 
 
 class CpuTimer:
-    """Repeats a call for about `seconds`, at least five times."""
+    """Repeats the calls in turn for about `seconds` each, at least five times."""
 
-    def __init__(self, seconds: float = 0.4) -> None:
+    def __init__(self, seconds: float = 0.3) -> None:
         self.seconds = seconds
 
-    def measure(self, run: Run) -> Sample:
-        run()
-        times: list[float] = []
-        began = time.perf_counter()
-        while len(times) < 5 or (time.perf_counter() - began < self.seconds and len(times) < 1000):
-            start = time.perf_counter()
+    def measure(self, *runs: Run) -> list[Sample]:
+        times: list[list[float]] = [[] for _ in runs]
+        for run in runs:
             run()
-            times.append(1e3 * (time.perf_counter() - start))
-        return sample_of(times)
+        end = time.perf_counter() + self.seconds * len(runs)
+        while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 1000):
+            for run, taken in zip(runs, times, strict=True):
+                start = time.perf_counter()
+                run()
+                taken.append(1e3 * (time.perf_counter() - start))
+        return [Sample(min(taken), taken) for taken in times]
 
     def sustained(self, run: Run) -> float | None:
         return None  # the CPU has no burst to tell it from
@@ -62,44 +68,52 @@ class CudaTimer:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return torch.zeros(2 * properties.L2_cache_size // 4, device="cuda")
 
-    def measure(self, run: Run) -> Sample:
+    def measure(self, *runs: Run) -> list[Sample]:
+        host = [self._host_us(run) for run in runs]
+        events = [
+            [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in runs]
+            for _ in range(self.repeats)
+        ]
+        torch.cuda._sleep(4_000_000)  # the host gets ahead, so that no event waits for an enqueue
+        for repeat in events:
+            for run, (before, after) in zip(runs, repeat, strict=True):
+                self.cache.sum()
+                before.record()
+                run()
+                after.record()
+        torch.cuda.synchronize()
+        samples = []
+        for index, host_us in enumerate(host):
+            times = [repeat[index][0].elapsed_time(repeat[index][1]) for repeat in events]
+            samples.append(Sample(statistics.median(times), times, host_us))
+        return samples
+
+    def _host_us(self, run: Run) -> float:
+        """Microseconds the host needs to enqueue the call; warms it up as well."""
         for _ in range(3):
             run()
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(20):
             run()
-        host_us = 1e6 * (time.perf_counter() - start) / 20
+        taken = time.perf_counter() - start
         torch.cuda.synchronize()
-        events = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(self.repeats)
-        ]
-        torch.cuda._sleep(4_000_000)  # the host gets ahead, so that no event waits for an enqueue
-        for before, after in events:
-            self.cache.sum()
-            before.record()
-            run()
-            after.record()
-        torch.cuda.synchronize()
-        return sample_of([before.elapsed_time(after) for before, after in events], host_us)
+        return 1e6 * taken / 20
 
     def sustained(self, run: Run, seconds: float = 1.0) -> float:
         """Milliseconds a call over about a second of calls back to back."""
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        run()
-        torch.cuda.synchronize()
-        before.record()
-        run()
-        after.record()
-        torch.cuda.synchronize()
-        count = max(10, int(1e3 * seconds / max(before.elapsed_time(after), 1e-3)))
-        before.record()
-        for _ in range(count):
-            run()
-        after.record()
-        torch.cuda.synchronize()
-        return float(before.elapsed_time(after)) / count
+        count = 1
+        while True:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            for _ in range(count):
+                run()
+            after.record()
+            torch.cuda.synchronize()
+            taken = float(before.elapsed_time(after))
+            if taken >= 500.0 * seconds or count >= 100_000:
+                return taken / count
+            count = int(count * min(1e3 * seconds / max(taken, 1e-3), 1000.0)) + 1
 
 
 def timer_for(device: torch.device) -> CpuTimer | CudaTimer:
@@ -112,45 +126,39 @@ class Limits:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.timer = timer_for(device)
-        self.copy_ms = lru_cache(maxsize=None)(self._copy_ms)
-        self.matmul_ms = lru_cache(maxsize=None)(self._matmul_ms)
 
-    def _copy_ms(self, moved: int) -> float:
+    def copy(self, moved: int) -> Run:
         """A copy_ that reads and writes `moved` bytes in all."""
         source = torch.ones(max(1, moved // 2), dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
-        return self.timer.measure(lambda: target.copy_(source)).median
+        return lambda: target.copy_(source)
+
+    def matmul(self, m: int, n: int, k: int) -> Run:
+        """A float32 matmul [m, k] x [n, k]^T."""
+        a, b = torch.randn(m, k, device=self.device), torch.randn(n, k, device=self.device)
+        out = torch.empty(m, n, device=self.device)
+        return lambda: torch.mm(a, b.t(), out=out)
 
     @cached_property
     def copy_tb_s(self) -> float:
         """Bytes read and written a second by a large copy, TB/s."""
         moved = 2**31 if self.device.type == "cuda" else 2**27
-        return moved / self.copy_ms(moved) / 1e9
-
-    def _matmul_ms(self, m: int, n: int, k: int) -> float:
-        """CPU: float32 matmul of this size. CUDA: its arithmetic at the FP8 tensor peak."""
-        if self.device.type == "cuda":
-            return 2.0 * m * n * k / self.tensor_tflops / 1e9
-        a, b, out = torch.randn(m, k), torch.randn(n, k), torch.empty(m, n)
-        return self.timer.measure(lambda: torch.mm(a, b.t(), out=out)).median
+        return moved / self.timer.measure(self.copy(moved))[0].ms / 1e9
 
     @cached_property
     def tensor_tflops(self) -> float:
-        """Dense 8192^3 in FP8, per-tensor scales and fast accumulation (CPU: 2048^3 float32)."""
+        """CUDA: dense 8192^3 in FP8, per-tensor scales, fast accumulation. CPU: 2048^3 float32."""
         if self.device.type == "cpu":
-            return 2.0 * 2048**3 / self.matmul_ms(2048, 2048, 2048) / 1e9
-        n = 8192
-        a = torch.randn(n, n, device=self.device).to(torch.float8_e4m3fn)
-        b = torch.randn(n, n, device=self.device).to(torch.float8_e4m3fn).t()
+            return 2.0 * 2048**3 / self.timer.measure(self.matmul(2048, 2048, 2048))[0].ms / 1e9
+        n, dtype = 8192, torch.bfloat16
+        a, b = (torch.randn(n, n, device=self.device).to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device=self.device)
-        ms = self.timer.measure(
-            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        ).median
-        return 2.0 * n**3 / ms / 1e9
+        run = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=dtype, use_fast_accum=True)  # noqa: E731
+        return 2.0 * n**3 / self.timer.measure(run)[0].ms / 1e9
 
     @cached_property
     def bf16_tflops(self) -> float:
         """Dense bf16: 8192^3 on CUDA, 2048^3 on the CPU."""
         n = 8192 if self.device.type == "cuda" else 2048
         a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-        return 2.0 * n**3 / self.timer.measure(lambda: a @ b).median / 1e9
+        return 2.0 * n**3 / self.timer.measure(lambda: a @ b)[0].ms / 1e9

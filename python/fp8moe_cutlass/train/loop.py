@@ -34,12 +34,20 @@ class TrainConfig:
     warmup: int = 50
     weight_decay: float = 0.1
     clip: float = 1.0
+    balance: float = 0.01  # weight of the routers' balancing loss
     seed: int = 0
     eval_every: int = 100
     eval_windows: int = 256
 
 
 SIZES = {
+    "tiny": TrainConfig(
+        ModelConfig(layers=1, heads=2, experts=4, context=32),
+        steps=20,
+        batch=4,
+        eval_every=10,
+        eval_windows=8,
+    ),
     "small": TrainConfig(),
     "h200": TrainConfig(
         ModelConfig(
@@ -92,7 +100,7 @@ class Trainer:
             ],
             lr=config.lr,
             betas=(0.9, 0.95),
-            fused=True,
+            fused=False,
         )
         self.step = 0
         self.curve = Curve()
@@ -127,7 +135,7 @@ class Trainer:
         c = self.config
         windows = self.corpus.batch(c.seed, self.step, c.batch, c.model.context)
         loss = self.loss(windows)
-        (loss + self.model.balance_loss()).backward()
+        (loss + c.balance * self.model.balance_loss()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
     def balance_loss(self) -> Tensor:
-        """Mean auxiliary loss of the routers in the last forward."""
+        """Mean balancing loss of the routers in the last forward; 1 is perfect balance."""
         return torch.stack([block.moe.aux_loss for block in self.blocks]).mean()
 
     @torch.no_grad()

@@ -1,0 +1,326 @@
+"""The command line end to end at tiny sizes, through the console script's own entry."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fp8moe_cutlass import build_info, cli, ops
+from fp8moe_cutlass.train import data
+from fp8moe_cutlass.verify import checks
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `fp8moe-cutlass ARGS...` in this process; gives exit code and all it printed."""
+
+    def run(*args: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fp8moe-cutlass", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out + printed.err
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text with structure a model can learn: repeated lines with a counter."""
+    path = tmp_path / "text.py"
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i % 10}\n\n" for i in range(800)))
+    return path
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+# ---- extras -------------------------------------------------------------------------------------
+
+
+def test_import_needs_no_extra() -> None:
+    code = (
+        "import sys, fp8moe_cutlass\n"
+        "print([m for m in ('typer', 'rich', 'matplotlib', 'torch') if m in sys.modules])"
+    )
+    assert python(code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_extra_says_what_to_install(missing: str) -> None:
+    done = python(f"import sys; sys.modules['{missing}'] = None; import fp8moe_cutlass.cli")
+    assert done.returncode == 1
+    assert missing in done.stderr
+    assert "pip install 'fp8moe-cutlass[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- doctor and verify --------------------------------------------------------------------------
+
+
+def test_doctor(command: Command) -> None:
+    code, out = command("doctor")
+    info = build_info()
+    assert code == 0
+    assert info["version"] in out
+    assert torch.__version__ in out
+    assert f"run here: {info['cpu_isa']}" in out
+    assert ("CPU and CUDA sm_90a" if info["cuda"] else "CPU alone") in out
+    if not torch.cuda.is_available():
+        assert "CUDA tensors  do not run" in out
+
+
+def test_verify_passes_and_covers_every_operator(command: Command) -> None:
+    code, out = command("verify")
+    assert code == 0
+    assert "FAILED" not in out
+    # plan_from_counts is route's other form; its tests are its own.
+    assert [op for op in ops.__all__ if op not in out and op != "plan_from_counts"] == []
+
+
+def test_verify_fails_on_a_wrong_bit(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ops.dequantize
+
+    def off_by_one_bit(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = honest(*args, **kwargs)
+        x.view(torch.int32)[3, 5] ^= 1
+        return x
+
+    monkeypatch.setattr(checks.ops, "dequantize", off_by_one_bit)
+    code, out = command("verify")
+    assert code == 1
+    assert out.count("FAILED") == 1
+    assert "1 of 40800 differ" in out
+
+
+def test_verify_reports_an_operator_that_raises(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(checks.ops, "dequantize", broken)
+    code, out = command("verify")
+    assert code == 1
+    assert "RuntimeError: no luck" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("name", ["verify", "bench", "train"])
+def test_no_gpu_is_one_clear_line(command: Command, name: str) -> None:
+    code, out = command(name, "--device", "cuda")
+    assert code == 2
+    assert "torch sees no GPU" in out
+    assert "Traceback" not in out
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+RESULT_KEYS = {
+    *("op", "shape", "variant", "ms", "host_us", "bytes", "flops", "limit_ms", "peers", "repeat")
+}
+ENVIRONMENT_KEYS = {
+    *("gpu", "driver", "cuda", "torch", "python", "commit", "date", "copy_tb_s", "tensor_tflops")
+}
+
+
+def test_bench_writes_table_json_and_plot(command: Command, tmp_path: Path) -> None:
+    code, out = command(
+        "bench", "--quick", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"
+    )
+    assert code == 0
+    record = json.loads((tmp_path / "b.json").read_text())
+    assert record["environment"].keys() >= ENVIRONMENT_KEYS
+    assert record["environment"]["copy_tb_s"] > 0
+    timed = {row["op"] for row in record["results"]}
+    assert set(ops.__all__) - timed == {"plan_from_counts"}
+    for row in record["results"]:
+        assert row.keys() >= RESULT_KEYS
+        assert 0 < row["repeat"]["min"] <= row["repeat"]["median"] <= row["repeat"]["max"]
+        assert row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
+        assert row["op"] in out
+        if row["op"] != "host overhead":
+            assert row["limit_ms"] > 0
+            assert row["bytes"] > 0
+            assert (row["flops"] > 0) == row["op"].startswith("grouped_gemm")
+    host = {r["variant"]: r["host_us"] for r in record["results"] if r["op"] == "host overhead"}
+    assert set(host) == {"_C, grouped_gemm", "torch op, grouped_gemm"}
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_of_one_op_counts_its_bytes(command: Command, tmp_path: Path) -> None:
+    code, _ = command("bench", "--quick", "--op", "dequantize", "--json", tmp_path / "b.json")
+    assert code == 0
+    (row,) = json.loads((tmp_path / "b.json").read_text())["results"]
+    assert row["bytes"] == 256 * 256 + 256 * 2 * 4 + 256 * 256 * 2  # codes, scales, bf16
+
+
+def test_bench_refuses_an_unknown_op(command: Command) -> None:
+    code, out = command("bench", "--op", "transpoze")
+    assert code == 2
+    assert "got transpoze" in out
+
+
+# ---- the text -----------------------------------------------------------------------------------
+
+
+def test_batches_depend_on_seed_and_step_alone(text: Path) -> None:
+    one, two = data.load(text, 32), data.load(text, 32)
+    assert one.fingerprint == two.fingerprint
+    assert torch.equal(one.batch(3, 7, 4, 32), two.batch(3, 7, 4, 32))
+    assert not torch.equal(one.batch(3, 7, 4, 32), one.batch(3, 8, 4, 32))
+    assert not torch.equal(one.batch(3, 7, 4, 32), one.batch(4, 7, 4, 32))
+    assert one.batch(3, 7, 4, 32).shape == (4, 33)
+
+
+def test_every_byte_is_in_one_part(text: Path) -> None:
+    corpus = data.load(text, 32)
+    assert len(corpus.train) + len(corpus.heldout) == text.stat().st_size
+    assert 0.05 < len(corpus.heldout) / text.stat().st_size < 0.15
+    parts = Counter(corpus.train.tolist()) + Counter(corpus.heldout.tolist())
+    assert parts == Counter(text.read_bytes())
+
+
+def test_unigram_entropy(text: Path) -> None:
+    counts = Counter(text.read_bytes())
+    n = sum(counts.values())
+    expected = -sum(c / n * math.log(c / n) for c in counts.values())
+    assert data.load(text, 32).unigram_entropy() == pytest.approx(expected, rel=1e-12)
+
+
+def test_standard_library_is_the_default_text() -> None:
+    name, files = data.find_text(None)
+    assert "standard library" in name
+    assert len(files) > 100
+    assert files == data.find_text(None)[1]
+    assert not any("site-packages" in f.parts or "test" in f.parts for f in files)
+
+
+def test_folder_of_text_and_too_little_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b.txt").write_text("b" * 3000)
+    (tmp_path / "a" / "a.md").write_text("a" * 3000)
+    (tmp_path / "a" / "image.bin").write_bytes(bytes(5000))
+    corpus = data.load(tmp_path, 32)
+    assert np.concatenate([corpus.train, corpus.heldout]).tobytes().count(b"a") == 3000
+    assert len(corpus.train) + len(corpus.heldout) == 6001
+    with pytest.raises(ValueError, match="got 6001 from 2 files"):
+        data.load(tmp_path, 1024)
+    with pytest.raises(ValueError, match="must be a file or a folder"):
+        data.load(tmp_path / "nothing", 32)
+
+
+# ---- train --------------------------------------------------------------------------------------
+
+
+def tiny(text: Path, out: Path, *args: object) -> tuple[object, ...]:
+    return ("train", "--size", "tiny", "--text", text, "--out", out, *args)
+
+
+def checkpoint(out: Path, variant: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(out / variant / "checkpoint.pt", weights_only=True)
+    return state
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal in every bit, through nested dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def test_train_learns_compares_and_reports(command: Command, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, printed = command(*tiny(text, out, "--steps", 60))
+    assert code == 0
+    result = json.loads((out / "loss.json").read_text())
+    assert result["unigram_entropy"] == pytest.approx(data.load(text, 32).unigram_entropy())
+    for name in ("fp8", "bf16"):
+        run = result["runs"][name]
+        assert len(run["loss"]) == 60
+        assert [step for step, _ in run["heldout"]] == [10, 20, 30, 40, 50, 60]
+        assert run["heldout"][-1][1] < 0.7 * result["unigram_entropy"]
+    fp8, bf16 = (result["runs"][name]["heldout"][-1][1] for name in ("fp8", "bf16"))
+    assert result["heldout_deviation"] == pytest.approx((fp8 - bf16) / bf16)
+    # Same seed, same batches: the first losses differ by FP8's rounding alone; but they do differ.
+    first = [result["runs"][name]["loss"][0] for name in ("fp8", "bf16")]
+    assert first[0] != first[1]
+    assert first[0] == pytest.approx(first[1], rel=0.01)
+    assert f"{fp8:.4f}" in printed
+    assert f"{bf16:.4f}" in printed
+    assert f"{100 * result['heldout_deviation']:+.3f}%" in printed
+    assert f"{result['unigram_entropy']:.4f}" in printed
+    assert "def " in printed.split("What the FP8 model writes")[1]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_equals_an_uninterrupted_run(command: Command, text: Path, tmp_path: Path) -> None:
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert command(*tiny(text, whole, "--steps", 7))[0] == 0
+    for stop_at in (2, 5):
+        code, printed = command(*tiny(text, pieces, "--steps", 7, "--resume", "--stop-at", stop_at))
+        assert code == 0
+        assert f"fp8 stopped after step {stop_at}" in printed
+        assert not (pieces / "loss.json").exists()
+    assert command(*tiny(text, pieces, "--steps", 7, "--resume"))[0] == 0
+    for variant in ("fp8", "bf16"):
+        a, b = checkpoint(whole, variant), checkpoint(pieces, variant)
+        a["curve"].pop("seconds"), b["curve"].pop("seconds")
+        assert_same(a, b)
+    # Nothing is left to do: a further --resume changes nothing and still reports.
+    before = checkpoint(pieces, "fp8")
+    assert command(*tiny(text, pieces, "--steps", 7, "--resume"))[0] == 0
+    assert_same(before, checkpoint(pieces, "fp8"))
+
+
+def test_resume_refuses_another_run(command: Command, text: Path, tmp_path: Path) -> None:
+    assert command(*tiny(text, tmp_path, "--steps", 2))[0] == 0
+    before = checkpoint(tmp_path, "fp8")
+    code, printed = command(*tiny(text, tmp_path, "--steps", 2, "--seed", 1, "--resume"))
+    assert code == 2
+    assert "was written with seed = 0; got 1" in " ".join(printed.split())
+    assert_same(before, checkpoint(tmp_path, "fp8"))
+
+
+def test_ctrl_c_asks_first_and_stops_second() -> None:
+    stop = cli.Stop(at=None, minutes=None)
+    with stop.on_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(("--size", "huge"), "got huge"), (("--steps", 0), "got 0"), (("--text", "/no"), "got /no")],
+)
+def test_train_refuses_bad_settings(command: Command, args: Any, message: str) -> None:
+    code, printed = command("train", *args)
+    assert code == 2
+    assert message in printed
