@@ -9,8 +9,8 @@
 
 namespace fp8moe::cuda::gemm {
 
-// A thread of a warpgroup holds, of a [64, N] tile: sum[4 j + 0..1] at row r, columns 8 j + 2 q + 0..1
-// and sum[4 j + 2..3] at row r + 8, with r = 16 warp + lane / 4 and q = lane % 4.
+// A thread of a warpgroup holds, of a [64, N] tile: sum[4 j + 0..1] at row r, columns 8 j + 2 q +
+// 0..1 and sum[4 j + 2..3] at row r + 8, with r = 16 warp + lane / 4 and q = lane % 4.
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -35,8 +35,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&word)[4], int q) {
   }
 }
 
-// Two column groups of 8: lane q gives away half of what it holds and keeps four contiguous columns,
-// 8 (q % 2) + 4 (q / 2) of the 16.
+// Two column groups of 8: lane q gives away half of what it holds and keeps four contiguous
+// columns, 8 (q % 2) + 4 (q / 2) of the 16.
 __device__ __forceinline__ float4 gather_four(const float* group0, const float* group1, int q) {
   const bool odd = q & 1;
   const float x = __shfl_xor_sync(0xffffffffu, odd ? group0[0] : group1[0], 1);
@@ -44,7 +44,9 @@ __device__ __forceinline__ float4 gather_four(const float* group0, const float* 
   return odd ? make_float4(x, y, group1[0], group1[1]) : make_float4(group0[0], group0[1], x, y);
 }
 
-__device__ __forceinline__ void put(float* to, float4 v) { __stcs(reinterpret_cast<float4*>(to), v); }
+__device__ __forceinline__ void put(float* to, float4 v) {
+  __stcs(reinterpret_cast<float4*>(to), v);
+}
 
 __device__ __forceinline__ void add(float* to, float4 v) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x),
@@ -57,8 +59,8 @@ __device__ __forceinline__ void add(__nv_bfloat16* to, float4 v) {
   const uint2 old = *reinterpret_cast<const uint2*>(to);
   const float2 low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(old.x));
   const float2 high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(old.y));
-  *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(low.x + v.x, low.y + v.y),
-                                             pack_bf16(high.x + v.z, high.y + v.w));
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(pack_bf16(low.x + v.x, low.y + v.y), pack_bf16(high.x + v.z, high.y + v.w));
 }
 
 // Where a warpgroup's [64, N] part of a tile goes in D.
@@ -107,7 +109,8 @@ __device__ __forceinline__ void store_fours(const float (&sum)[N / 2], const Par
   for (int group = 0; group < N / 16; ++group) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 four = gather_four(&sum[8 * group + 2 * half], &sum[8 * group + 4 + 2 * half], q);
+      const float4 four =
+          gather_four(&sum[8 * group + 2 * half], &sum[8 * group + 4 + 2 * half], q);
       if (row + 8 * half < to.rows && 16 * group < to.columns)
         write(d + half * next + 16 * group, four);
     }

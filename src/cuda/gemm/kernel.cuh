@@ -37,7 +37,7 @@ struct Ring {
   __device__ float* scale_a(int s) const {
     return reinterpret_cast<float*>(base + stages * S::kTileBytes + s * S::kScaleBytes);
   }
-  __device__ float* scale_b(int s) const { return scale_a(s) + S::kScaleABytes / sizeof(float); }
+  __device__ float* scale_b(int s) const { return scale_a(s) + S::kScaleBAt / sizeof(float); }
   __device__ uint64_t* barriers() const {
     return reinterpret_cast<uint64_t*>(base + stages * (S::kTileBytes + S::kScaleBytes));
   }
@@ -97,7 +97,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring, in
     for (int k = 0; k < tile.k_blocks; ++k, at.advance(ring.stages)) {
       ring.empty(at.stage).wait(at.phase ^ 1);
       FullBarrier& full = ring.full(at.stage);
-      full.arrive_and_expect_tx(S::kTileBytes + S::kScaleBytes);
+      full.arrive_and_expect_tx(S::kLoadBytes);
       const int block = tile.k_first + k;
       load_operand<kTileM, Cluster>(params.a, full, ring.a(at.stage), tile.shared == Shared::a,
                                     rank, block * kBlockK, tile.row, 0);
@@ -108,7 +108,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring, in
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
       if constexpr (S::kScaleABytes > 0)
         cute::SM90_TMA_LOAD_2D::copy(&params.scale_a, barrier, hint, ring.scale_a(at.stage),
-                                     tile.row, block);
+                                     tile.row / 4 * 4, block);
       if constexpr (S::kScaleBBytes > 0)
         cute::SM90_TMA_LOAD_2D::copy(&params.scale_b, barrier, hint, ring.scale_b(at.stage),
                                      tile.column, block);

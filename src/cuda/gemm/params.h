@@ -20,13 +20,16 @@ enum class Output : int { store_bf16, store_f32, add_bf16, add_f32 };
 
 inline constexpr int kTileM = 128;
 inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
+// TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
+// starts at the multiple of 4 rows before the tile and holds 4 more than it.
+inline constexpr int kScaleBoxA = kTileM + 4;
 inline constexpr int kMaxExperts = 4096;
 
 struct Params {
-  CUtensorMap a, b;              // FP8, 3-D (K, row, expert), boxes of 128 bytes swizzled
-  CUtensorMap scale_a, scale_b;  // f32 1x128 scales, 2-D (row, K-block)
-  const float* block_scale_a;    // [cdiv(M,128), K-blocks]         tokens_block
-  const float* block_scale_b;    // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
+  CUtensorMap a, b;                  // FP8, 3-D (K, row, expert), boxes of 128 bytes swizzled
+  CUtensorMap scale_a, scale_b;      // f32 1x128 scales, 2-D (row, K-block)
+  const float* block_scale_a;        // [cdiv(M,128), K-blocks]         tokens_block
+  const float* block_scale_b;        // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
   const int32_t* row_offsets;        // [E+1] rows
   const int32_t* tokens_per_expert;  // [E]   tokens_*
   const int32_t* col_offsets;        // [E+1] tokens_*

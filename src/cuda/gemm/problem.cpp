@@ -22,7 +22,7 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   Params params{};
   params.a = operand_map(op, "a", a.data.data, 1, rows, k, kTileM / config.cluster);
   params.b = operand_map(op, "w", w.data.data, plan.experts, n, k, config.tile_n / config.cluster);
-  params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kTileM);
+  params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBoxA);
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
   params.d = d.data;
@@ -43,7 +43,7 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =
-        scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kTileM);
+        scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kScaleBoxA);
     params.scale_b =
         scale_map(op, "x_t.scale_inv", x_t.scale_inv.data, k_blocks, pad4(n), config.tile_n);
   } else {

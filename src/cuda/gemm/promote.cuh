@@ -17,7 +17,8 @@ class BlockScalesB {
   static constexpr int kGroups = TileN / kStep;
   static_assert(TileN <= 128 + kStep, "a tile must not touch three blocks");
 
-  __device__ BlockScalesB(const Params& params, const Tile& tile, int64_t row_length, bool by_expert)
+  __device__ BlockScalesB(const Params& params, const Tile& tile, int64_t row_length,
+                          bool by_expert)
       : boundary_(128 - tile.column % 128) {
     const int blocks = (params.n + 127) / 128;
     const int block = tile.column / 128;
@@ -34,9 +35,7 @@ class BlockScalesB {
     scale_[1] = __ldg(second_);
   }
   // Of columns [kStep group, kStep (group + 1)) of the tile.
-  __device__ float of(int group) const {
-    return kStep * group < boundary_ ? scale_[0] : scale_[1];
-  }
+  __device__ float of(int group) const { return kStep * group < boundary_ ? scale_[0] : scale_[1]; }
 
  private:
   const float* first_;
@@ -71,7 +70,7 @@ class Promoter<Kind::rows, TileN> {
 
   __device__ Promoter(const Params& params, const Tile& tile, int half)
       : scale_b_(params, tile, params.k_blocks, true),
-        row_(64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4),
+        row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4),
         left_(tile.k_blocks) {}
 
   __device__ void load(const float* scale_a) {
@@ -84,8 +83,7 @@ class Promoter<Kind::rows, TileN> {
     if (--left_ > 0) scale_b_.next();
   }
   template <bool First>
-  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
-                      const float*) const {
+  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2], const float*) const {
     add_scaled<First, TileN>(part, sum, scale_);
   }
 
@@ -104,7 +102,8 @@ class Promoter<Kind::tokens_block, TileN> {
 
   __device__ Promoter(const Params& params, const Tile& tile, int)
       : scale_b_(params, tile, params.k_blocks, false),
-        scale_a_(params.block_scale_a + int64_t{tile.row / kTileM} * params.k_blocks + tile.k_first),
+        scale_a_(params.block_scale_a + int64_t{tile.row / kTileM} * params.k_blocks +
+                 tile.k_first),
         next_a_(__ldg(scale_a_)),
         left_(tile.k_blocks) {}
 
@@ -118,8 +117,7 @@ class Promoter<Kind::tokens_block, TileN> {
     }
   }
   template <bool First>
-  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
-                      const float*) const {
+  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2], const float*) const {
     add_scaled<First, TileN>(part, sum, scale_);
   }
 

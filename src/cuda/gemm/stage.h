@@ -13,9 +13,11 @@ struct Stage {
   static constexpr int kABytes = kTileM * kBlockK;
   static constexpr int kBBytes = TileN * kBlockK;
   static constexpr int kTileBytes = kABytes + kBBytes;
-  static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kTileM;
+  static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kScaleBoxA;
   static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
-  static constexpr int kScaleBytes = kScaleABytes + kScaleBBytes;
+  static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;
+  static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;  // TMA writes at 128 bytes
+  static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
   static constexpr int kBarrierBytes = 16;
   static_assert(kABytes % 1024 == 0 && kBBytes % 2048 == 0, "swizzled tiles start at 1024 bytes");
 
@@ -28,8 +30,8 @@ struct Stage {
   }
   static constexpr int stages(int shared_bytes, int experts) {
     constexpr int kMost = 8;
-    return std::min(kMost, (shared_bytes - fixed_bytes(experts)) /
-                               (kTileBytes + kScaleBytes + kBarrierBytes));
+    return std::min(
+        kMost, (shared_bytes - fixed_bytes(experts)) / (kTileBytes + kScaleBytes + kBarrierBytes));
   }
 };
 

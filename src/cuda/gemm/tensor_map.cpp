@@ -38,10 +38,10 @@ CUtensorMap encode(const char* op, const char* name, CUtensorMapDataType type,
   std::array<cuuint32_t, Rank> step;
   step.fill(1);
   CUtensorMap map{};
-  const CUresult result = encoder()(
-      &map, type, Rank, const_cast<void*>(data), size.data(), stride_bytes.data(), box.data(),
-      step.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder()(&map, type, Rank, const_cast<void*>(data), size.data(), stride_bytes.data(),
+                box.data(), step.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw CudaError("[" + std::string(op) + "] cuTensorMapEncodeTiled(" + name +
                     ") failed with CUresult " + std::to_string(result));

@@ -1,4 +1,5 @@
-// wgmma on FP8 operands in 128-byte-swizzled shared memory, through the instruction wrappers of cute.
+// wgmma on FP8 operands in 128-byte-swizzled shared memory, through the instruction wrappers of
+// cute.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -15,9 +16,9 @@ namespace fp8moe::cuda::gemm {
 template <DType A, DType B, int N>
 struct Instruction;
 
-#define FP8MOE_WGMMA(N, A, B, NAME)               \
-  template <>                                     \
-  struct Instruction<DType::A, DType::B, N> {     \
+#define FP8MOE_WGMMA(N, A, B, NAME)                                   \
+  template <>                                                         \
+  struct Instruction<DType::A, DType::B, N> {                         \
     using Op = cute::SM90::GMMA::MMA_64x##N##x32_F32##NAME##_SS_TN<>; \
   };
 #define FP8MOE_WGMMA_FORMATS(N)         \
@@ -46,7 +47,8 @@ __device__ __forceinline__ uint64_t descriptor(const void* tile) {
 template <typename Op, int N, size_t... I>
 __device__ __forceinline__ void issue(uint64_t a, uint64_t b, float (&sum)[N], bool add,
                                       std::index_sequence<I...>) {
-  Op::fma(a, b, sum[I]..., add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+  Op::fma(a, b, sum[I]...,
+          add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 // part [64, N] = a [64, 128] b [N, 128]^T, asynchronously: part is undefined until `finish`.
