@@ -1,5 +1,5 @@
-"""Prints a digest of what routing, movement and SwiGLU give on fixed inputs; without torch, to start
-quickly. Run by test_permute.py with several OMP_NUM_THREADS.
+"""Prints a digest of what routing, movement and SwiGLU give on fixed inputs; without torch, to
+start quickly. Run by test_permute.py with several OMP_NUM_THREADS.
 """
 
 from __future__ import annotations

@@ -1,0 +1,355 @@
+"""swiglu_quantize and its backward against float64, and their quantization against its rule.
+
+What is quantized is known here only up to a few float32 roundings, so codes may be one code off the
+float64 reference's, and a scale off by a factor of two where the tile's largest value lies within
+8 ulp of a boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import reference_quantize as ref
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+
+TILE = 128
+
+
+@dataclass
+class Truth:
+    """The float64 values: h, and for a gradient dh of h also dz and dprob (without the factor)."""
+
+    h: Tensor
+    dz: Tensor
+    dprobs: Tensor
+
+
+def truth(
+    z: Tensor, dh: Tensor | None = None, probs: Tensor | None = None, clamp: float | None = None
+) -> Truth:
+    """Autograd of silu(gate) * up * prob in float64; clamp: gate <= c, |up| <= c."""
+    z64 = z.double().requires_grad_()
+    p64 = (torch.ones(z.shape[0]) if probs is None else probs).double().requires_grad_()
+    gate, up = z64.chunk(2, -1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    h = torch.nn.functional.silu(gate) * up * p64[:, None]
+    h.backward((torch.zeros_like(h) if dh is None else dh).double())
+    assert z64.grad is not None
+    assert p64.grad is not None
+    return Truth(h.detach(), z64.grad, p64.grad)
+
+
+def codes_and_scales(q: Fp8Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes [M, K] and scale_inv [M, cdiv(K, 128)]."""
+    scale = q.scale_inv[:, : q.shape[0]].T if q.scale_layout == "gemm" else q.scale_inv
+    return q.data.view(torch.uint8), scale
+
+
+def ordinal(codes: Tensor) -> Tensor:
+    """Codes as integers that order like their values: neighbours differ by one."""
+    magnitude = (codes & 0x7F).int()
+    return torch.where(codes >= 0x80, -magnitude, magnitude)
+
+
+def assert_quantized(q: Fp8Tensor, values: Tensor, pow2: bool = True, eps: float = 1e-10) -> None:
+    """q is Q(values) [M, K] by 1x128 tiles, up to what float32 arithmetic may do to the values."""
+    codes, scale_inv = codes_and_scales(q)
+    fmt = ref.FORMATS[str(q.fp8_dtype)]
+    want_codes, want_scale = ref.quantize(
+        values.float().numpy(), fmt, tile=(1, TILE), pow2=pow2, eps=eps
+    )
+    tiles = torch.nn.functional.pad(values.abs(), (0, -values.shape[1] % TILE))
+    amax = tiles.unflatten(-1, (-1, TILE)).amax(-1)
+    ratio = scale_inv.double() / torch.from_numpy(want_scale).double()
+    if pow2:
+        # fmt.max / amax is a power of two up to 8 ulp: the scale may fall on either side.
+        octave = torch.log2(fmt.max / amax.clamp_min(1e-30))
+        near = (octave - octave.round()).abs() < 8 * 2.0**-23 / 0.69
+        assert ((ratio == 1) | (near & ((ratio == 2) | (ratio == 0.5)))).all()
+    else:
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=4e-6, atol=0)
+    same = (ratio - 1).abs().repeat_interleave(TILE, 1)[:, : values.shape[1]] < 0.1
+    apart = (ordinal(codes) - ordinal(torch.from_numpy(want_codes))).abs()
+    assert int(apart[same].max()) <= 1
+
+
+def awkward(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(rows, width) * torch.exp2(torch.randint(-6, 4, (rows, 1)).float())
+    x[torch.rand(rows, width) < 0.03] = 0
+    return x.to(dtype)
+
+
+def plan_of(counts: list[int], align: int = 16) -> RoutingPlan:
+    return RoutingPlan.from_counts(torch.tensor(counts), sum(counts), align)
+
+
+def valid_rows(plan: RoutingPlan) -> Tensor:
+    starts, counts = plan.row_offsets.tolist(), plan.tokens_per_expert.tolist()
+    parts = [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=False)]
+    return torch.cat(parts)
+
+
+def padding_rows(plan: RoutingPlan) -> Tensor:
+    everything = torch.arange(int(plan.row_offsets[-1]))
+    return everything[~torch.isin(everything, valid_rows(plan))]
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_forward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
+    for inner in (16, 128, 368):
+        z, probs = awkward(40, 2 * inner, dtype), torch.rand(40)
+        for layout in ("row", "gemm"):
+            h = ops.swiglu_quantize(
+                z, probs=probs, scale=scale, fp8_dtype=fp8_dtype, scale_layout=layout
+            )
+            assert_quantized(h, truth(z, probs=probs).h, scale == "pow2")
+        assert_quantized(ops.swiglu_quantize(z, scale=scale), truth(z).h, scale == "pow2")
+
+
+@pytest.mark.parametrize("clamp", [0.5, 7.0])
+def test_clamp(clamp: float) -> None:
+    z, dh = 4 * torch.randn(50, 512), torch.randn(50, 256)
+    want = truth(z, dh, clamp=clamp)
+    assert_quantized(ops.swiglu_quantize(z, clamp=clamp), want.h)
+    dz, _ = ops.swiglu_quantize_backward(dh, z, clamp=clamp)
+    assert_quantized(dz, want.dz)
+    shut = torch.cat([z[:, :256] > clamp, z[:, 256:].abs() > clamp], 1)
+    assert shut.any()
+    assert ((dz.data.view(torch.uint8)[shut] & 0x7F) == 0).all()
+
+
+def test_extreme_gates() -> None:
+    """silu far out: -0 on the left, the identity on the right; zero and denormal tiles."""
+    gates = [0.0, -0.0, 1e-40, -1e-40, 30.0, -30.0, 86.9, -86.9, 88.0, -88.0, 500.0, -500.0, 1e30]
+    z = torch.ones(len(gates), 256)
+    z[:, :128] = torch.tensor(gates)[:, None]
+    h = ops.swiglu_quantize(z, scale="fp32", eps=0.0).dequantize("float32")
+    want = truth(z).h.float()
+    # One value a tile: nearly exact. The sigmoid is 0 below -87.
+    torch.testing.assert_close(h, want, rtol=2**-4, atol=1e-36)
+
+
+def test_nan_and_inf_stay_in_their_place() -> None:
+    z = torch.randn(6, 256)
+    z[1, 3], z[2, 130], z[3, 5] = torch.nan, torch.nan, torch.inf
+    codes = ops.swiglu_quantize(z).data.view(torch.uint8)
+    nan = (codes & 0x7F) == 0x7F
+    assert nan.nonzero().tolist() == [[1, 3], [2, 2]]
+    assert int(codes[3, 5] & 0x7F) == 0x7E  # saturated
+    dz, dprobs = ops.swiglu_quantize_backward(torch.ones(6, 128), z, probs=torch.ones(6))
+    assert dprobs.isnan().tolist() == [False, True, True, False, False, False]
+    nan = (dz.data.view(torch.uint8) & 0x7F) == 0x7F
+    assert nan[1].nonzero().flatten().tolist() == [3, 131]
+    assert nan[2].nonzero().flatten().tolist() == [2]  # d up does not see up
+
+
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+def test_saved_z_is_quantize(fp8_dtype: str) -> None:
+    z = awkward(33, 544, torch.bfloat16)
+    _, z_q = ops.swiglu_quantize(z, save_z=True, fp8_dtype=fp8_dtype)
+    want = ops.quantize(z, fp8_dtype=fp8_dtype)
+    assert torch.equal(z_q.data.view(torch.uint8), want.data.view(torch.uint8))
+    assert torch.equal(z_q.scale_inv, want.scale_inv)
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_backward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
+    """Tiles of dz run over 2I as one row: with I = 368 one of them holds gate and up."""
+    for inner in (16, 128, 368):
+        z, dh, probs = awkward(40, 2 * inner, dtype), awkward(40, inner, dtype), torch.rand(40)
+        want = truth(z, dh, probs)
+        dz, dprobs = ops.swiglu_quantize_backward(
+            dh, z, probs=probs, scale=scale, fp8_dtype=fp8_dtype
+        )
+        assert_quantized(dz, want.dz, scale == "pow2")
+        size = truth(z.abs(), dh.abs(), probs).dprobs.abs()
+        assert ((dprobs - want.dprobs).abs() <= 1e-5 * size + 1e-30).all()
+        alone, none = ops.swiglu_quantize_backward(dh, z, scale_layout="row")
+        assert none is None
+        assert_quantized(alone, truth(z, dh).dz)
+
+
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+def test_backward_from_saved_z(fp8_dtype: str) -> None:
+    """The same as from the bfloat16 that z_q stands for."""
+    z, dh, probs = awkward(40, 544, torch.bfloat16), awkward(40, 272), torch.rand(40)
+    for layout in ("row", "gemm"):
+        z_q = ops.quantize(z, fp8_dtype=fp8_dtype, scale_layout=layout)
+        got, got_dprobs = ops.swiglu_quantize_backward(dh, z_q, probs=probs)
+        want, want_dprobs = ops.swiglu_quantize_backward(
+            dh, z_q.dequantize("bfloat16"), probs=probs
+        )
+        assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(got.scale_inv[:, :40], want.scale_inv[:, :40])
+        assert torch.equal(got_dprobs, want_dprobs)
+
+
+# ---- with a plan: padding and columns -----------------------------------------------------------
+
+COUNTS = [[3, 0, 200, 128], [0, 0, 1], [300]]
+
+
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_padding_rows_are_zero_and_not_read(counts: list[int], align: int) -> None:
+    plan = plan_of(counts, align)
+    z, dh, probs = awkward(plan.rows, 512), awkward(plan.rows, 256), torch.rand(plan.rows)
+    valid, padding = valid_rows(plan), padding_rows(plan)
+    z[padding], dh[padding], probs[padding] = torch.nan, torch.nan, torch.nan
+    h, z_q = ops.swiglu_quantize(z, plan, probs, save_z=True)
+    dz, dprobs = ops.swiglu_quantize_backward(dh, z, plan, probs)
+    for q in (h, z_q, dz):
+        codes, scale = codes_and_scales(q)
+        assert (codes[padding] == 0).all()
+        assert (scale[padding] == 0).all()
+    assert (dprobs[padding] == 0).all()
+    plain = ops.swiglu_quantize(z[valid], probs=probs[valid])
+    plain_dz, plain_dprobs = ops.swiglu_quantize_backward(dh[valid], z[valid], probs=probs[valid])
+    for q, want in ((h, plain), (dz, plain_dz)):
+        for got, expected in zip(codes_and_scales(q), codes_and_scales(want), strict=True):
+            assert torch.equal(got[valid], expected)
+    assert torch.equal(dprobs[valid], plain_dprobs)
+
+
+@pytest.mark.parametrize("columns", ["block", "column"])
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_columns(counts: list[int], fp8_dtype: str, columns: str) -> None:
+    """Columns are one quantization of the values, per expert, zero past its tokens."""
+    plan = plan_of(counts)
+    inner = 208
+    z, dh, probs = awkward(plan.rows, 2 * inner), awkward(plan.rows, inner), torch.rand(plan.rows)
+    want = truth(z, dh, probs)
+    h, h_t = ops.swiglu_quantize(z, plan, probs, columns=columns, fp8_dtype=fp8_dtype)
+    _dz, dz_t, h_t2, _ = ops.swiglu_quantize_backward(
+        dh, z, plan, probs, columns=columns, fp8_dtype=fp8_dtype, h_fp8_dtype="e4m3"
+    )
+    groups = ref.groups_of(counts, 16)
+    used = int(plan.col_offsets[-1])
+    for q, values, name in (
+        (h_t, want.h, fp8_dtype),
+        (dz_t, want.dz, fp8_dtype),
+        (h_t2, want.h, "e4m3"),
+    ):
+        fmt = ref.FORMATS[name]
+        codes, scale = ref.quantize_columns(
+            values.float().numpy(), groups, plan.columns, fmt, columns
+        )
+        c = values.shape[1]
+        got_scale = q.scale_inv if columns == "block" else q.scale_inv[:, :c]
+        blocks = used // TILE
+        at = np.s_[:, :blocks] if columns == "block" else np.s_[:blocks]
+        ratio = got_scale[at].double() / torch.from_numpy(scale[at]).double()
+        assert ((ratio == 1) | (ratio == 2) | (ratio == 0.5)).all()
+        assert (ratio == 1).double().mean() > 0.99  # next to a power of two either is right
+        tiles = ratio.repeat_interleave(TILE, 0)[:c] if columns == "block" else ratio.T
+        same = tiles.repeat_interleave(TILE, 1) == 1
+        apart = ordinal(q.data.view(torch.uint8)) - ordinal(torch.from_numpy(codes))
+        assert int(apart[:, :used][same].abs().max()) <= 1
+        tail = torch.ones(used, dtype=torch.bool)
+        for g in groups:
+            tail[g.col : g.col + g.tokens] = False
+        assert (q.data.view(torch.uint8)[:, :used][:, tail] == 0).all()
+    rows_alone = ops.swiglu_quantize(z, plan, probs, fp8_dtype=fp8_dtype)
+    n = int(plan.row_offsets[-1])
+    assert torch.equal(rows_alone.data.view(torch.uint8)[:n], h.data.view(torch.uint8)[:n])
+    if fp8_dtype == "e4m3":
+        assert torch.equal(
+            h_t.data.view(torch.uint8)[:, :used], h_t2.data.view(torch.uint8)[:, :used]
+        )
+
+
+def test_columns_hold_what_rows_hold_when_nothing_rounds() -> None:
+    """Values that FP8 holds exactly come out of rows and columns alike: no second quantization."""
+    plan = plan_of([150, 70])
+    z = torch.zeros(plan.rows, 512)
+    z[:, :256] = 100.0  # silu(100) = 100
+    z[:, 256:] = torch.randint(-15, 16, (plan.rows, 256)) / 100.0
+    for columns in ("block", "column"):
+        h, h_t = ops.swiglu_quantize(z, plan, columns=columns)
+        rows, cols = h.dequantize("float32"), h_t.dequantize("float32")
+        for g in ref.groups_of([150, 70], 16):
+            torch.testing.assert_close(
+                cols[:, g.col : g.col + g.tokens].T,
+                rows[g.row : g.row + g.tokens],
+                rtol=1e-6,
+                atol=0,
+            )
+
+
+# ---- any shape, bad input -----------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_shape(data: st.DataObject) -> None:
+    rows, inner = data.draw(st.integers(0, 20)), 16 * data.draw(st.integers(1, 24))
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+    clamp = data.draw(st.sampled_from([None, 1.0]))
+    z, dh, probs = awkward(rows, 2 * inner, dtype), awkward(rows, inner, dtype), torch.rand(rows)
+    h = ops.swiglu_quantize(z, probs=probs, clamp=clamp)
+    dz, dprobs = ops.swiglu_quantize_backward(dh, z, probs=probs, clamp=clamp)
+    assert (h.shape, dz.shape, dprobs.shape) == ((rows, inner), (rows, 2 * inner), (rows,))
+    if rows:
+        want = truth(z, dh, probs, clamp)
+        assert_quantized(h, want.h)
+        assert_quantized(dz, want.dz)
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    plan = plan_of([3, 0, 200, 128])
+    z, dh, probs = awkward(plan.rows, 512), awkward(plan.rows, 256), torch.rand(plan.rows)
+    runs = [ops.swiglu_quantize_backward(dh, z, plan, probs, columns="block") for _ in range(2)]
+    n, used = int(plan.row_offsets[-1]), int(plan.col_offsets[-1])
+    assert torch.equal(runs[0][0].data.view(torch.uint8)[:n], runs[1][0].data.view(torch.uint8)[:n])
+    for i in (1, 2):
+        first, again = (run[i].data.view(torch.uint8)[:, :used] for run in runs)
+        assert torch.equal(first, again)
+    assert torch.equal(runs[0][3][:n], runs[1][3][:n])
+
+
+def test_bad_input_is_an_error_and_writes_nothing() -> None:
+    plan = plan_of([3, 20])
+    z, dh = torch.randn(plan.rows, 64), torch.randn(plan.rows, 32)
+    out = ops.swiglu_quantize(z, plan)
+    before = out.data.view(torch.uint8).clone()
+    swiglu, backward = ops.swiglu_quantize, ops.swiglu_quantize_backward
+    gemm_z = ops.quantize(z, block=(128, 128), scale_layout="block")
+    bad = [
+        ("twice a multiple of 16; got 48", lambda: swiglu(torch.randn(3, 48))),
+        ("z must have the plan's 48 rows; got 47", lambda: swiglu(z[:-1], plan, out=out)),
+        ("z must be one of float32", lambda: swiglu(z.int(), plan, out=out)),
+        ("clamp must be positive", lambda: swiglu(z, plan, clamp=-1.0, out=out)),
+        ("clamp must be positive", lambda: swiglu(z, plan, clamp=float("nan"), out=out)),
+        ("need a plan", lambda: swiglu(z, columns="block")),
+        ("'block' or 'column'", lambda: swiglu(z, plan, columns="rows")),
+        (r"probs must be \[48\]", lambda: swiglu(z, plan, torch.rand(47), out=out)),
+        ("probs must be one of float32", lambda: swiglu(z, plan, torch.rand(48).half(), out=out)),
+        ("h must be", lambda: swiglu(torch.randn(48, 96), plan, out=out)),
+        ("z must be", lambda: backward(dh, z[:, :32].contiguous(), plan)),
+        ("dh must be one of", lambda: backward(dh.int(), z, plan)),
+        ("scale layout row, gemm; got block", lambda: backward(dh, gemm_z, plan)),
+    ]
+    for message, call in bad:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+    assert torch.equal(out.data.view(torch.uint8), before)
