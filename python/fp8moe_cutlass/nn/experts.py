@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
@@ -189,7 +189,7 @@ class MoEExperts(nn.Module):
         return (
             _optimizer_steps[0],
             *(
-                (weakref.ref(p), _address(p), None if p.is_inference() else p._version)
+                (WeakIdRef(p), _address(p), None if p.is_inference() else p._version)
                 for p in (self.gate_up_proj, self.down_proj)
             ),
         )

@@ -1,0 +1,123 @@
+"""torch.compile(fullgraph=True) of the layer, forward and backward, equals eager bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass.nn import MoE
+from moe_problem import assert_same, problem
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "recompute": {"recompute": "expert"},
+    "fp8_z": {"save_preactivation": "fp8"},
+    "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
+    "bf16": {"recipe": None},
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(module: Any) -> Any:
+    # aot_eager traces forward and backward as inductor does and leaves out its code generation.
+    return torch.compile(module, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer(name: str) -> None:
+    p = problem(96)
+    layer = p.experts(**CASES[name])
+    want = p.run(layer)
+    layer.zero_grad()
+    layer.quantize_weights()
+    fast = compiled(layer)
+    assert_same(p.run(_Parameters(fast, layer)), want)
+    with torch.no_grad():
+        assert torch.equal(fast(p.x, p.topk_idx, p.probs), want.out)
+
+
+def test_another_token_count_and_newer_weights() -> None:
+    p = problem(96)
+    layer = p.experts()
+    layer.quantize_weights()
+    fast = _Parameters(compiled(layer), layer)
+    p.run(fast)
+    for tokens in (64, 160):
+        with torch.no_grad():
+            for w in layer.parameters():
+                w.mul_(1.25)
+        layer.zero_grad()
+        layer.quantize_weights()
+        q = problem(tokens, seed=tokens)
+        got = q.run(fast)
+        q.gate_up, q.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
+        assert_same(got, q.run(q.experts()))
+
+
+def test_main_grad() -> None:
+    p = problem(96)
+    grads = []
+    for wrap in (lambda layer: layer, compiled):
+        layer = p.experts()
+        layer.quantize_weights()
+        for w in layer.parameters():
+            w.main_grad = torch.full(w.shape, 7.0)
+        fast = _Parameters(wrap(layer), layer)
+        p.run(fast, is_first_microbatch=True)
+        p.run(fast, is_first_microbatch=False)
+        grads.append([w.main_grad for w in layer.parameters()])
+        assert layer.down_proj.grad is None
+    for eager, traced in zip(*grads, strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_moe() -> None:
+    torch.manual_seed(0)
+    moe = MoE(128, 128, 4, 2, score_function="sigmoid", shared_intermediate_size=128)
+    moe.quantize_weights()
+    x = torch.randn(64, 128).bfloat16()
+    results = []
+    for f in (moe, compiled(moe)):
+        moe.zero_grad()
+        out = f(x)
+        (out.float().square().mean() + moe.aux_loss).backward()
+        results.append([out, moe.aux_loss, *(w.grad for w in moe.parameters())])
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_weights_never_quantized() -> None:
+    p = problem(32)
+    with pytest.raises(Exception, match="quantize_weights"):
+        compiled(p.experts())(p.x, p.topk_idx, p.probs)
+
+
+def test_what_cannot_be_compiled() -> None:
+    p = problem(32)
+    delayed, megatron = p.experts(delay_wgrad=True), p.experts()
+    for w in megatron.parameters():
+        w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
+    for layer, message in ((delayed, "delay_wgrad"), (megatron, "grad_added_to_main_grad")):
+        layer.quantize_weights()
+        with pytest.raises(Exception, match=message):
+            compiled(layer)(p.x, p.topk_idx, p.probs)
+
+
+class _Parameters:
+    """A compiled layer with the parameters of the layer it compiles."""
+
+    def __init__(self, call: Any, layer: Any) -> None:
+        self.call, self.layer = call, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)

@@ -1,0 +1,382 @@
+"""MoEExperts in a training framework: weight copies, main_grad, deferral, copies, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass.nn import MoEExperts
+from moe_problem import assert_same, problem
+
+FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+
+
+def out_of(layer: nn.Module, p: Any, **call: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return layer(p.x, p.topk_idx, p.probs, **call)
+
+
+# ---- FP8 copies of the weights ------------------------------------------------------------------
+
+
+def sgd(layer: MoEExperts) -> None:
+    with torch.no_grad():
+        for w in layer.parameters():
+            w.add_(torch.ones_like(w), alpha=0.1)
+
+
+def replaced(layer: MoEExperts) -> None:
+    layer.down_proj = nn.Parameter(layer.down_proj.detach() + 0.1)
+
+
+def data_replaced(layer: MoEExperts) -> None:
+    layer.down_proj.data = layer.down_proj.data + 0.1
+
+
+def loaded(layer: MoEExperts) -> None:
+    layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()})
+
+
+def assigned(layer: MoEExperts) -> None:
+    layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()}, assign=True)
+
+
+def fused_adamw(layer: MoEExperts) -> None:
+    for w in layer.parameters():
+        w.grad = torch.ones_like(w)
+    torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True).step()
+
+
+CHANGES = [sgd, replaced, data_replaced, loaded, assigned, fused_adamw]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_changed_parameter_is_noticed(change: Callable[[MoEExperts], None]) -> None:
+    p = problem(64, dtype=torch.float32)
+    layer = p.experts()
+    before = out_of(layer, p)
+    change(layer)
+    p.gate_up, p.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
+    after = out_of(layer, p)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, out_of(p.experts(), p))
+
+
+def test_copies_are_refreshed_only_when_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(64)
+    layer = p.experts()
+    calls = []
+    refresh = layer.quantize_weights
+    monkeypatch.setattr(layer, "quantize_weights", lambda: calls.append(1) or refresh())
+    addresses = [b.data_ptr() for b in layer.buffers()]
+    for first, total in ((None, 1), (None, 1), (False, 1), (True, 2), (None, 2)):
+        out_of(layer, p, is_first_microbatch=first)
+        assert len(calls) == total
+    sgd(layer)
+    out_of(layer, p, is_first_microbatch=False)  # the caller says: not now
+    assert len(calls) == 2
+    out_of(layer, p)
+    assert len(calls) == 3
+    assert [b.data_ptr() for b in layer.buffers()] == addresses  # in place
+
+
+def test_a_backward_does_not_read_newer_copies() -> None:
+    p = problem(64)
+    layer = p.experts()
+    out = layer(p.x, p.topk_idx, p.probs)
+    sgd(layer)
+    layer.quantize_weights()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(p.dout)
+
+
+def test_state_dict_holds_the_parameters_alone() -> None:
+    p = problem(64)
+    layer = p.experts()
+    out_of(layer, p)
+    assert set(layer.state_dict()) == {"gate_up_proj", "down_proj"}
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    other = MoEExperts(4, 256, 128)
+    other.load_state_dict(torch.load(buffer))
+    assert_same(p.run(other), p.run(layer))
+
+
+def saved_and_loaded(layer: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("copier", COPIERS)
+def test_copies_of_the_module(copier: str, recipe: Fp8Recipe | None) -> None:
+    p = problem(64)
+    layer = p.experts(recipe=recipe)
+    want = p.run(layer)
+    layer.zero_grad()
+    twin = COPIERS[copier](layer)
+    assert_same(p.run(twin), want)
+    sgd(twin)
+    assert not torch.equal(out_of(twin, p), want.out)
+    assert torch.equal(out_of(layer, p), want.out)
+
+
+@FP8_AND_BF16
+def test_meta_device(recipe: Fp8Recipe | None) -> None:
+    p = problem(64)
+    want = p.run(p.experts(recipe=recipe))
+    with torch.device("meta"):
+        layer = MoEExperts(4, 256, 128, recipe=recipe)
+    assert layer.gate_up_proj.is_meta
+    with pytest.raises(RuntimeError, match="to_empty"):
+        layer(p.x, p.topk_idx, p.probs)
+    layer.to_empty(device="cpu")
+    layer.load_state_dict({"gate_up_proj": p.gate_up, "down_proj": p.down})
+    assert_same(p.run(layer), want)
+    layer.reset_parameters()
+    assert layer.gate_up_proj.abs().max() <= 256**-0.5
+
+
+@FP8_AND_BF16
+def test_a_cast_of_the_module_spares_the_copies(recipe: Fp8Recipe | None) -> None:
+    p = problem(64, dtype=torch.float32)
+    layer = p.experts(recipe=recipe)
+    out_of(layer, p)
+    layer.to(torch.bfloat16)
+    p.gate_up, p.down = p.gate_up.bfloat16(), p.down.bfloat16()
+    if recipe is not None:
+        assert layer.gate_up_fp8.dtype == torch.float8_e4m3fn
+        assert layer.gate_up_scale_inv.dtype == torch.float32
+    assert torch.equal(out_of(layer, p), out_of(p.experts(recipe=recipe), p))
+
+
+# ---- where weight gradients go ------------------------------------------------------------------
+
+
+def microbatches() -> list[Any]:
+    batches = [problem(96, seed=seed) for seed in range(3)]
+    for b in batches[1:]:
+        b.gate_up, b.down = batches[0].gate_up, batches[0].down
+    return batches
+
+
+def weight_grads(layer: MoEExperts) -> list[torch.Tensor | None]:
+    return [w.grad for w in layer.parameters()]
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_accumulates_the_sum(recipe: Fp8Recipe | None, dtype: torch.dtype) -> None:
+    batches = microbatches()
+    layer = batches[0].experts(recipe=recipe)
+    for w in layer.parameters():
+        w.main_grad = torch.full(w.shape, 7.0, dtype=dtype)  # what beta 0 must overwrite
+    for n, b in enumerate(batches):
+        b.run(layer, is_first_microbatch=n == 0)
+    assert weight_grads(layer) == [None, None]
+    exact = [
+        b.run(b.experts(recipe=recipe, dtype=torch.float32)) for b in batches
+    ]  # float32 parameters: gradients not rounded to bfloat16
+    for w, name in ((layer.gate_up_proj, "dgate_up"), (layer.down_proj, "ddown")):
+        want = sum(getattr(r, name) for r in exact)
+        limit = 1e-5 if dtype == torch.float32 else 1e-2
+        error = (w.main_grad - want).norm() / want.norm()
+        assert error < limit, error
+
+
+def test_main_grad_adds_by_default() -> None:
+    p = problem(96)
+    layer = p.experts()
+    for w in layer.parameters():
+        w.main_grad = torch.zeros(w.shape)
+    p.run(layer)
+    once = [w.main_grad.clone() for w in layer.parameters()]
+    p.run(layer)
+    for w, first in zip(layer.parameters(), once, strict=True):
+        torch.testing.assert_close(w.main_grad, 2 * first)
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("zero", [False, True])
+def test_megatron_hooks_see_the_gradient_arrive(recipe: Fp8Recipe | None, zero: bool) -> None:
+    p = problem(96)
+    layer = p.experts(recipe=recipe)
+    arrived = []
+    for w in layer.parameters():
+        w.main_grad = torch.zeros(w.shape)
+        w.grad_added_to_main_grad = False
+        w.zero_out_wgrad = zero
+        w.register_post_accumulate_grad_hook(arrived.append)
+    p.run(layer)
+    assert len(arrived) == 2
+    for w in layer.parameters():
+        assert w.grad_added_to_main_grad
+        assert w.grad.shape == w.shape
+        assert w.grad.dtype == w.dtype
+        assert w.main_grad.any()
+        if zero:
+            assert not w.grad.any()
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_deferred_wgrad_equals_immediate(recipe: Fp8Recipe | None, main_grad: bool) -> None:
+    batches = microbatches()
+    grads = []
+    for delay in (False, True):
+        layer = batches[0].experts(recipe=recipe, delay_wgrad=delay)
+        if main_grad:
+            for w in layer.parameters():
+                w.main_grad = torch.full(w.shape, 7.0)
+        for n, b in enumerate(batches):
+            b.run(layer, is_first_microbatch=n == 0)
+            if delay:
+                # Nothing has arrived yet, and nothing the next microbatch does may change it.
+                assert all(
+                    w.grad is None and (not main_grad or (w.main_grad == 7).all())
+                    for w in layer.parameters()
+                )
+        layer.backward_dw()
+        grads.append([w.main_grad if main_grad else w.grad for w in layer.parameters()])
+        layer.backward_dw()  # nothing is left
+    for now, later in zip(*grads, strict=True):
+        assert torch.equal(now, later)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.zeros(4, 256, 256, dtype=torch.float16),
+        torch.zeros(4, 256, 128),
+        torch.zeros(4, 256, 256).transpose(1, 2),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_bad_main_grad(bad: torch.Tensor) -> None:
+    p = problem(32)
+    layer = p.experts()
+    layer.gate_up_proj.main_grad = bad
+    out = layer(p.x, p.topk_idx, p.probs)
+    with pytest.raises(ValueError, match=r"\[main_grad\]"):
+        out.backward(p.dout)
+    assert not bad.any()
+
+
+# ---- torch around it ----------------------------------------------------------------------------
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(recipe: Fp8Recipe | None, reentrant: bool) -> None:
+    p = problem(96)
+    want = p.run(p.experts(recipe=recipe))
+    layer = p.experts(recipe=recipe)
+
+    class Checkpointed(nn.Module):
+        gate_up_proj, down_proj = layer.gate_up_proj, layer.down_proj
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            return checkpoint(layer, *args, use_reentrant=reentrant)
+
+    assert_same(p.run(Checkpointed()), want)
+
+
+@FP8_AND_BF16
+def test_autocast(recipe: Fp8Recipe | None) -> None:
+    p = problem(96, dtype=torch.float32)
+    layer = p.experts(recipe=recipe)
+    x = p.x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, p.topk_idx, p.probs)
+    assert out.dtype == torch.bfloat16
+    out.backward(p.dout.bfloat16())
+    assert x.grad.dtype == layer.gate_up_proj.grad.dtype == torch.float32
+    p.x, p.dout = p.x.bfloat16(), p.dout.bfloat16()
+    want = p.run(p.experts(recipe=recipe, dtype=torch.float32))
+    assert torch.equal(out, want.out)
+    assert torch.equal(x.grad, want.dx.float())
+    assert torch.equal(layer.gate_up_proj.grad, want.dgate_up)
+
+
+def test_functional_call_uses_the_given_weights() -> None:
+    p = problem(64)
+    layer = p.experts()
+    other = {"gate_up_proj": p.gate_up * 2, "down_proj": p.down * 2}
+    args = (p.x, p.topk_idx, p.probs)
+    out = torch.func.functional_call(layer, other, args)
+    twin = p.experts()
+    with torch.no_grad():
+        twin.gate_up_proj.mul_(2)
+        twin.down_proj.mul_(2)
+    assert torch.equal(out, twin(*args))
+    assert torch.equal(layer(*args), p.experts()(*args))
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+BAD_OPTIONS = {
+    "bias": ({"bias": True}, NotImplementedError, "biases"),
+    "activation": ({"activation": "swiglu_oai"}, NotImplementedError, "swiglu_oai"),
+    "recompute": ({"recompute": "all"}, ValueError, "'all'"),
+    "save": ({"save_preactivation": "fp16"}, ValueError, "'fp16'"),
+    "save_bf16": ({"save_preactivation": "fp8", "recipe": None}, ValueError, "recipe"),
+    "both": ({"save_preactivation": "fp8", "recompute": "expert"}, ValueError, "choose one"),
+    "dtype": ({"dtype": torch.float64}, ValueError, "float64"),
+    "hidden": ({"hidden_size": 100}, ValueError, "hidden_size .* 100"),
+    "intermediate": ({"intermediate_size": 8}, ValueError, "intermediate_size .* 8"),
+    "experts": ({"num_experts": 0}, ValueError, "num_experts"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_options(name: str) -> None:
+    options, error, message = BAD_OPTIONS[name]
+    sizes = {"num_experts": 2, "hidden_size": 128, "intermediate_size": 128}
+    with pytest.raises(error, match=message):
+        MoEExperts(**{**sizes, **options})
+
+
+BAD_INPUTS: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
+    "x_dtype": ({"x": lambda p: p.x.double()}, "x must be bfloat16.*float64"),
+    "x_fp8": ({"x": lambda p: p.x.to(torch.float8_e4m3fn)}, "x must be .*float8_e4m3fn"),
+    "x_width": ({"x": lambda p: p.x[:, :128]}, r"\(32, 128\)"),
+    "x_rank": ({"x": lambda p: p.x[0]}, r"\(256,\)"),
+    "x_device": ({"x": lambda p: p.x.to("meta")}, "x must be on .*meta"),
+    "idx_dtype": ({"topk_idx": lambda p: p.topk_idx.float()}, "topk_idx .*float32"),
+    "idx_shape": ({"topk_idx": lambda p: p.topk_idx[:7]}, r"topk_idx .*\(7, 2\)"),
+    "idx_high": ({"topk_idx": lambda p: p.topk_idx + 1}, "4"),
+    "idx_low": ({"topk_idx": lambda p: p.topk_idx - 3}, "-"),
+    "probs_shape": ({"probs": lambda p: p.probs[:, :1]}, r"topk_weights .*\(32, 1\)"),
+    "probs_dtype": ({"probs": lambda p: p.topk_idx}, "topk_weights .*int64"),
+}
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_inputs(name: str, recipe: Fp8Recipe | None) -> None:
+    changes, message = BAD_INPUTS[name]
+    p = problem(32)
+    layer = p.experts(recipe=recipe)
+    args = {"x": p.x, "topk_idx": p.topk_idx, "probs": p.probs}
+    args |= {key: change(p) for key, change in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        layer(*args.values())
