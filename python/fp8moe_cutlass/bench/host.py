@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def host_overhead() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, call in ROUTES.items():
         call(*args)
-        times = timeit.repeat(lambda call=call: call(*args), number=CALLS, repeat=7)
+        times = timeit.repeat(partial(call, *args), number=CALLS, repeat=7)
         rounds = sorted(1e3 * t / CALLS for t in times)  # ms a call
         rows.append(
             {

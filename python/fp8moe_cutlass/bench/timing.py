@@ -57,6 +57,10 @@ class CpuTimer:
         return None  # the CPU has no burst to tell it from
 
 
+def event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class CudaTimer:
     """Cold-L2 repetitions by events; `sustained` is the mean of a second of calls back to back."""
 
@@ -70,11 +74,9 @@ class CudaTimer:
 
     def measure(self, *runs: Run) -> list[Sample]:
         host = [self._host_us(run) for run in runs]
-        events = [
-            [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in runs]
-            for _ in range(self.repeats)
-        ]
-        torch.cuda._sleep(4_000_000)  # the host gets ahead, so that no event waits for an enqueue
+        events = [[(event(), event()) for _ in runs] for _ in range(self.repeats)]
+        # The host gets ahead, so that no event waits for an enqueue.
+        torch.cuda._sleep(4_000_000)  # type: ignore[no-untyped-call]
         for repeat in events:
             for run, (before, after) in zip(runs, repeat, strict=True):
                 self.cache.sum()
@@ -104,7 +106,7 @@ class CudaTimer:
         """Milliseconds a call over about a second of calls back to back."""
         count = 1
         while True:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before, after = event(), event()
             before.record()
             for _ in range(count):
                 run()

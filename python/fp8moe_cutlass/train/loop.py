@@ -28,7 +28,7 @@ class TrainConfig:
     """Everything the numbers of a run depend on, but the text and the device."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 500
+    steps: int = 400
     batch: int = 16
     lr: float = 3e-3
     warmup: int = 50
@@ -100,7 +100,7 @@ class Trainer:
             ],
             lr=config.lr,
             betas=(0.9, 0.95),
-            fused=False,
+            fused=True,
         )
         self.step = 0
         self.curve = Curve()
@@ -135,7 +135,7 @@ class Trainer:
         c = self.config
         windows = self.corpus.batch(c.seed, self.step, c.batch, c.model.context)
         loss = self.loss(windows)
-        (loss + c.balance * self.model.balance_loss()).backward()
+        torch.autograd.backward(loss + c.balance * self.model.balance_loss())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)

@@ -56,7 +56,8 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
         )
-        return self.out(y.transpose(1, 2).reshape(b, s, h))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(b, s, h))
+        return out
 
 
 class Block(nn.Module):
@@ -79,7 +80,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.moe(self.moe_norm(x))
+        out: Tensor = x + self.moe(self.moe_norm(x))
+        return out
 
 
 class Decoder(nn.Module):
@@ -97,11 +99,13 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def balance_loss(self) -> Tensor:
         """Mean balancing loss of the routers in the last forward; 1 is perfect balance."""
-        return torch.stack([block.moe.aux_loss for block in self.blocks]).mean()
+        layers = [m for m in self.modules() if isinstance(m, MoE)]
+        return torch.stack([layer.aux_loss for layer in layers]).mean()
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from fp8moe_cutlass import ops
+from fp8moe_cutlass import Fp8Tensor, ops
+from fp8moe_cutlass.typing import Columns, ScaleKind, ScaleLayout
 
 from . import reference as ref
 from .compare import (
@@ -18,6 +19,7 @@ from .compare import (
     column_pairs,
     expand,
     gemm_error,
+    pairs_of,
     quantized,
     rounded,
     tile_rows,
@@ -27,18 +29,19 @@ from .compare import (
 
 def check_quantize(given: Inputs) -> Iterator[Check]:
     x = given.hard(150, 272)
-    for fp8, scale, layout in (
+    cases: list[tuple[str, ScaleKind, ScaleLayout]] = [
         ("e4m3", "pow2", "row"),
         ("e5m2", "pow2", "gemm"),
         ("e4m3", "fp32", "row"),
         ("e4m3", "pow2", "block"),
-    ):
+    ]
+    for fp8, scale, layout in cases:
         block = (128, 128) if layout == "block" else (1, 128)
         q = ops.quantize(x, block=block, fp8_dtype=fp8, scale=scale, scale_layout=layout)
         wanted = ref.quantize(
             array(x), block[0], fp8, scale == "pow2", largest=ref.LARGEST["float32"]
         )
-        pairs = list(zip(quantized(q), wanted, strict=True))
+        pairs = pairs_of(quantized(q), wanted)
         yield bit_equal("quantize", f"{fp8}, {scale} scales, {layout}, Inf and NaN", pairs)
 
 
@@ -49,7 +52,7 @@ def check_quantize_dual(given: Inputs) -> Iterator[Check]:
     for columns in ("block", "column"):
         rows, cols = ops.quantize_dual(y, plan, columns=columns)
         wanted = ref.quantize(x[:end])
-        pairs = list(zip(quantized(rows, end), wanted, strict=True))
+        pairs = pairs_of(quantized(rows, end), wanted)
         pairs += column_pairs(cols, ref.columns_of(x, p, tile_rows(columns)), p)
         yield bit_equal("quantize_dual", f"columns={columns}", pairs)
 
@@ -102,7 +105,9 @@ def check_permute(given: Inputs) -> Iterator[Check]:
     yield bit_equal("permute_pad", "bf16 and probs, align=16", pairs)
     q = ops.quantize(x)
     moved = quantized(ops.permute_pad(q, plan)[0], end)
-    pairs = [(a, ref.permute(b, p)) for a, b in zip(moved, quantized(q), strict=True)]
+    still = quantized(q)
+    wanted_moved = ref.Quantized(ref.permute(still.codes, p), ref.permute(still.scale, p))
+    pairs = pairs_of(moved, wanted_moved)
     yield bit_equal("permute_pad", "FP8 and scales, align=16", pairs)
     dy, drow = given.normal(plan.rows, 272), given.probs(plan.rows)
     dx, dprobs = ops.permute_pad_backward(dy, plan, dprobs=drow)
@@ -132,7 +137,8 @@ def check_unpermute(given: Inputs) -> Iterator[Check]:
 
 
 def check_transpose(given: Inputs) -> Iterator[Check]:
-    for fp8, columns in (("e4m3", "block"), ("e5m2", "block"), ("e4m3", "column")):
+    cases: list[tuple[str, Columns]] = [("e4m3", "block"), ("e5m2", "block"), ("e4m3", "column")]
+    for fp8, columns in cases:
         plan, p = given.routing(300, 4, 2, 16)
         q = ops.quantize(given.normal(300, 256, spread=6.0), fp8_dtype=fp8)
         rows = ops.permute_pad(q, plan)[0]
@@ -156,13 +162,15 @@ def check_swiglu(given: Inputs) -> Iterator[Check]:
     contract = "within 1 code, at most 1 scale in 10^3 at a boundary"
     z, dh, probs = given.normal(260, 512), given.normal(260, 256), given.probs(260)
     args = [array(t).astype(np.float64) for t in (dh, z, probs)]
-    h = ref.swiglu(*args[1:]).astype(np.float32)
-    wanted = ref.quantize(h, largest=ref.LARGEST["float32"])
-    steps, scales = code_steps(quantized(ops.swiglu_quantize(z, probs=probs)), wanted)
+    h = ops.swiglu_quantize(z, probs=probs)
+    assert isinstance(h, Fp8Tensor)
+    exact_h = ref.swiglu(*args[1:]).astype(np.float32)
+    wanted = ref.quantize(exact_h, largest=ref.LARGEST["float32"])
+    steps, scales = code_steps(quantized(h), wanted)
     text = f"{steps} codes, {scales} of {wanted.scale.size} scales"
     passed = steps <= 1 and scales <= 1e-3 * wanted.scale.size
     yield Check("swiglu_quantize", "probs", contract, text, passed)
-    dz, dprobs = ops.swiglu_quantize_backward(dh, z, probs=probs)
+    dz, *_, dprobs = ops.swiglu_quantize_backward(dh, z, probs=probs)
     exact, exact_dprobs = ref.swiglu_backward(*args)
     wanted = ref.quantize(exact.astype(np.float32), largest=ref.LARGEST["float32"])
     steps, scales = code_steps(quantized(dz), wanted)

@@ -13,6 +13,7 @@ from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 
 from . import reference as ref
 
+Pairs = list[tuple[NDArray[Any], NDArray[Any]]]
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -68,12 +69,15 @@ class Inputs:
 # ---- comparing ----------------------------------------------------------------------------------
 
 
-def array(t: torch.Tensor) -> NDArray[Any]:
+def array(t: Any) -> NDArray[Any]:
     """On the host, in NumPy; FP8 as its codes, bf16 as float32."""
     t = t.detach().cpu()
     if t.dtype in FP8_DTYPES:
-        return t.view(torch.uint8).numpy()
-    return (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t).numpy()
+        t = t.view(torch.uint8)
+    elif t.dtype in (torch.bfloat16, torch.float16):
+        t = t.float()
+    out: NDArray[Any] = t.numpy()
+    return out
 
 
 def quantized(t: Fp8Tensor, rows: int | None = None) -> ref.Quantized:
@@ -84,7 +88,12 @@ def quantized(t: Fp8Tensor, rows: int | None = None) -> ref.Quantized:
     return ref.Quantized(codes[:rows], scale[:rows] if t.scale_layout != "block" else scale)
 
 
-def bit_equal(op: str, case: str, pairs: list[tuple[NDArray[Any], NDArray[Any]]]) -> Check:
+def pairs_of(mine: ref.Quantized, wanted: ref.Quantized) -> Pairs:
+    """Codes with codes, scales with scales."""
+    return [(mine.codes, wanted.codes), (mine.scale, wanted.scale)]
+
+
+def bit_equal(op: str, case: str, pairs: Pairs) -> Check:
     """All pairs agree in every bit (any NaN equals any NaN)."""
     differ = total = 0
     for mine, wanted in pairs:
@@ -113,9 +122,7 @@ def tile_rows(columns: str) -> int:
     return 128 if columns == "block" else 1
 
 
-def column_pairs(
-    t: Fp8Tensor, wanted: list[ref.Quantized], p: ref.Plan
-) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+def column_pairs(t: Fp8Tensor, wanted: list[ref.Quantized], p: ref.Plan) -> Pairs:
     """Each expert's segment of a transposed operand, its zero tail and its scales."""
     codes, scale = array(t.data), array(t.scale_inv)
     if t.scale_layout == "gemm":

@@ -122,7 +122,8 @@ class Plan:
 
     def tokens(self, expert: int) -> I64:
         """Rows of the expert that carry an assignment."""
-        return self.row_offsets[expert] + np.arange(self.counts[expert])
+        first, count = int(self.row_offsets[expert]), int(self.counts[expert])
+        return np.arange(first, first + count)
 
 
 def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
@@ -160,7 +161,7 @@ def gather_sum(y: F32, plan: Plan, probs: F32 | None = None) -> F32:
     return out
 
 
-def pinned_dot(a: F32, b: F32) -> np.float32:
+def pinned_dot(a: F32, b: F32) -> float:
     """<a, b>: products in float32, 128 at a time as a tree of neighbours, tiles in order."""
     terms = a * b
     total = np.float32(0)
@@ -170,7 +171,7 @@ def pinned_dot(a: F32, b: F32) -> np.float32:
         while len(tile) > 1:
             tile = tile[0::2] + tile[1::2]
         total = total + tile[0]
-    return total
+    return float(total)
 
 
 # ---- operands contracted over tokens ------------------------------------------------------------
