@@ -2,6 +2,9 @@
 // code' = RNE(code * s_r / S), exact wherever the result is a normal code.
 #include "cpu/shift_columns.h"
 
+#include <array>
+#include <memory>
+
 #include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
@@ -14,29 +17,52 @@ namespace {
 struct TileRows {
   const uint8_t* code[kTile];
   int exponent[kTile];
+  bool nonzero[kTile];  // some code of the row is not zero
   int tokens;
   int channels;
 };
 
 float scale_of_field(int field) { return bit_cast<float>(static_cast<uint32_t>(field) << 23); }
 
+// A shift by k as comparisons of bytes: a magnitude from `normal` on loses k from its exponent
+// field; one below becomes the subnormal j for the most j with from[j - 1] <= magnitude.
 template <typename F>
-FP8MOE_HD void shift_row(const uint8_t* __restrict in, int n, int k, uint8_t* __restrict out) {
-  if (k == 0) {
-    memcpy(out, in, static_cast<size_t>(n));
-    return;
-  }
-  // Common case: every code stays normal, so k leaves the exponent fields.
-  const int least = (k + 1) << F::kMantissa;
-  int normal = 1;
+struct Shift {
+  static constexpr int kSteps = 1 << F::kMantissa;
+  uint8_t normal;
+  uint8_t less;
+  uint8_t from[kSteps];
+};
+
+template <typename F>
+const Shift<F>& shift_by(int k) {
+  static const auto shifts = [] {
+    std::array<Shift<F>, kFp8ShiftToZero<F> + 1> all;
+    for (int k = 0; k <= kFp8ShiftToZero<F>; ++k) {
+      const int normal = std::min<int>((k + 1) << F::kMantissa, F::kFirstNan);
+      all[k].normal = static_cast<uint8_t>(normal);
+      all[k].less = static_cast<uint8_t>(k << F::kMantissa);
+      for (int j = 1; j <= Shift<F>::kSteps; ++j) {
+        int m = 0;
+        while (m < normal && fp8_shift_down<F>(static_cast<uint8_t>(m), k) < j) ++m;
+        all[k].from[j - 1] = static_cast<uint8_t>(m);
+      }
+    }
+    return all;
+  }();
+  return shifts[k];
+}
+
+template <typename F>
+FP8MOE_HD void shift_row(const uint8_t* __restrict in, int n, const Shift<F> shift,
+                         uint8_t* __restrict out) {
   for (int c = 0; c < n; ++c) {
-    const int magnitude = in[c] & 0x7F;
-    normal &= (magnitude >= least) & (magnitude < static_cast<int>(F::kFirstNan));
-  }
-  if (normal) {
-    for (int c = 0; c < n; ++c) out[c] = static_cast<uint8_t>(in[c] - (k << F::kMantissa));
-  } else {
-    for (int c = 0; c < n; ++c) out[c] = fp8_shift_down<F>(in[c], k);
+    const uint8_t magnitude = in[c] & 0x7F;
+    uint8_t code = 0;
+    for (int j = 0; j < Shift<F>::kSteps; ++j) code += magnitude >= shift.from[j];
+    code = magnitude >= shift.normal ? static_cast<uint8_t>(magnitude - shift.less) : code;
+    code = magnitude >= F::kFirstNan ? magnitude : code;
+    out[c] = code | (in[c] & 0x80);
   }
 }
 
@@ -44,17 +70,20 @@ FP8MOE_HD void shift_row(const uint8_t* __restrict in, int n, int k, uint8_t* __
 template <typename F>
 FP8MOE_HD void shift_to_block(const TileRows& rows, CodeTile& tile, float* scale_inv) {
   int top = 0;
-  for (int t = 0; t < rows.tokens; ++t) {
-    uint8_t any = 0;
-    for (int c = 0; c < rows.channels; ++c) any |= rows.code[t][c] & 0x7F;
-    top = any != 0 && rows.exponent[t] > top ? rows.exponent[t] : top;
-  }
+  for (int t = 0; t < rows.tokens; ++t)
+    if (rows.nonzero[t]) top = std::max(top, rows.exponent[t]);
   if (top == 0) top = 127;
   *scale_inv = scale_of_field(top);
   for (int t = 0; t < rows.tokens; ++t) {
     const int e = rows.exponent[t];
     const int k = e == 0 ? kFp8ShiftToZero<F> : std::clamp(top - e, 0, kFp8ShiftToZero<F>);
-    shift_row<F>(rows.code[t], rows.channels, k, tile.code[t]);
+    if (k == 0) {
+      memcpy(tile.code[t], rows.code[t], static_cast<size_t>(rows.channels));
+    } else if (rows.channels == kTile) {
+      shift_row<F>(rows.code[t], kTile, shift_by<F>(k), tile.code[t]);
+    } else {
+      shift_row<F>(rows.code[t], rows.channels, shift_by<F>(k), tile.code[t]);
+    }
   }
 }
 
@@ -111,6 +140,16 @@ FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, const Colu
   transpose_tile(tile, rows.channels, out.data, out.stride);
 }
 
+// nonzero[t] of each 128-channel tile of one row: read along the row, where it streams.
+FP8MOE_CLONES void find_nonzero(const uint8_t* code, int64_t c, bool* nonzero) {
+  for (int64_t first = 0; first < c; first += kTile) {
+    uint8_t any = 0;
+    const int64_t n = std::min(kTile, c - first);
+    for (int64_t i = 0; i < n; ++i) any |= code[first + i];
+    nonzero[first / kTile] = (any & 0x7F) != 0;
+  }
+}
+
 void check_scales(const char* op, const std::vector<TokenTile>& tiles, const int32_t* source,
                   const RowScales& scales, int64_t channel_tiles) {
   int64_t bad = -1;  // the last bad scale in memory: one value whatever the threads
@@ -137,6 +176,7 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
   const int64_t c = q.data.shape[1];
   const int64_t channel_tiles = cdiv(c, kTile);
   const bool per_channel = columns.layout == ScaleLayout::gemm;
+  const uint8_t* codes = q.data.as<uint8_t>();
   const RowScales scales(q);
   const std::vector<TokenTile> tiles = token_tiles(op, plan);
   check_scales(op, tiles, source, scales, channel_tiles);
@@ -145,17 +185,21 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
 #pragma omp parallel for schedule(dynamic)
     for (size_t n = 0; n < tiles.size(); ++n) {
       const TokenTile t = tiles[n];
-      TileRows tile;
-      tile.tokens = t.tokens;
+      const auto nonzero = std::make_unique<bool[]>(kTile * channel_tiles);
+      const auto row_of = [&](int i) { return source != nullptr ? source[t.row + i] : t.row + i; };
+      for (int i = 0; i < t.tokens; ++i)
+        find_nonzero(codes + row_of(i) * c, c, &nonzero[i * channel_tiles]);
+      TileRows rows;
+      rows.tokens = t.tokens;
       for (int64_t ct = 0; ct < channel_tiles; ++ct) {
-        const int64_t first = ct * kTile;
-        tile.channels = static_cast<int>(std::min(kTile, c - first));
+        rows.channels = static_cast<int>(std::min(kTile, c - ct * kTile));
         for (int i = 0; i < t.tokens; ++i) {
-          const int64_t r = source != nullptr ? source[t.row + i] : t.row + i;
-          tile.code[i] = q.data.as<uint8_t>() + r * c + first;
-          tile.exponent[i] = exponent_field(scales.of(r)[ct * scales.tile]);
+          const int64_t row = row_of(i);
+          rows.code[i] = codes + row * c + ct * kTile;
+          rows.exponent[i] = exponent_field(scales.of(row)[ct * scales.tile]);
+          rows.nonzero[i] = nonzero[i * channel_tiles + ct];
         }
-        shift_tile<F>(tile, per_channel, columns_at(columns, t, first));
+        shift_tile<F>(rows, per_channel, columns_at(columns, t, ct * kTile));
       }
     }
   });
