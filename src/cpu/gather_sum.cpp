@@ -12,6 +12,20 @@ namespace {
 
 constexpr int64_t kStrip = 512;  // columns summed at a time: 2 KiB of f32 stay in the first cache
 
+// sum[i] += weights[k] * rows[k][i] for k ascending in one pass over the sum.
+template <int kRows, typename T>
+FP8MOE_HD void add_rows(const T* const* rows, const float* weights, int64_t first, int64_t width,
+                        float* __restrict sum) {
+  const T* row[kRows];
+  float weight[kRows];
+  for (int k = 0; k < kRows; ++k) row[k] = rows[k] + first, weight[k] = weights[k];
+  for (int64_t i = 0; i < width; ++i) {
+    float s = sum[i];
+    for (int k = 0; k < kRows; ++k) s = std::fma(weight[k], to_float(row[k][i]), s);
+    sum[i] = s;
+  }
+}
+
 template <typename T>
 FP8MOE_CLONES void weighted_sum(const T* const* rows, const float* weights, int64_t n, int64_t c,
                                 T* out) {
@@ -19,11 +33,9 @@ FP8MOE_CLONES void weighted_sum(const T* const* rows, const float* weights, int6
   for (int64_t first = 0; first < c; first += kStrip) {
     const int64_t width = std::min(kStrip, c - first);
     for (int64_t i = 0; i < width; ++i) sum[i] = 0.0f;
-    for (int64_t s = 0; s < n; ++s) {
-      const T* row = rows[s] + first;
-      const float weight = weights[s];
-      for (int64_t i = 0; i < width; ++i) sum[i] = std::fma(weight, to_float(row[i]), sum[i]);
-    }
+    int64_t k = 0;
+    for (; k + 4 <= n; k += 4) add_rows<4>(rows + k, weights + k, first, width, sum);
+    for (; k < n; ++k) add_rows<1>(rows + k, weights + k, first, width, sum);
     for (int64_t i = 0; i < width; ++i) out[first + i] = from_float<T>(sum[i]);
   }
 }
