@@ -2,7 +2,8 @@
 
 torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
 outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C; the
-torch op is taken where something traces or intercepts (torch.compile, make_fx, dispatch modes).
+torch op is taken where something traces, intercepts or watches (torch.compile, make_fx, dispatch
+modes, the profiler, which then names the op).
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ def define(schema: str, run: Callable[..., None] | None = None) -> Callable[...,
                         f"[{name}] {argument} must not require grad, its gradient would be lost; "
                         "use fp8moe_cutlass.autograd or .nn, or detach it"
                     )
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or torch.autograd.profiler._is_profiler_enabled
+        ):
             through_torch(*args)
         else:
             direct(*args)
