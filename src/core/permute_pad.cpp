@@ -35,8 +35,8 @@ void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& pl
 void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, const Tensor& y,
                  const Tensor& permuted_probs, Stream stream) {
   const Checker check("permute_pad", plan.slab.device);
-  check_movement(check, x, plan, probs, y, permuted_probs);
   check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
+  check_movement(check, x, plan, probs, y, permuted_probs);
   if (plan.rows() == 0) return;
   FP8MOE_DISPATCH("permute_pad", plan.slab.device,
                   permute_pad({.data = x, .scale_inv = {}}, plan, probs,
@@ -46,6 +46,7 @@ void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
                  const Fp8Tensor& y, const Tensor& permuted_probs, Stream stream) {
   const Checker check("permute_pad", plan.slab.device);
+  check.dtype(x.data, "x", {DType::e4m3, DType::e5m2});
   check_movement(check, x.data, plan, probs, y.data, permuted_probs);
   const int64_t c = x.data.shape[1];
   check.fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});

@@ -1,0 +1,219 @@
+"""Every flat op with small valid arguments: what the binding and torch.library tests call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+
+TOKENS, SLOTS, EXPERTS, WIDTH = 48, 2, 3, 256
+
+
+@dataclass
+class Problem:
+    """Operands that fit together: T = 48, S = 2, E = 3, H = 2I = 256, capacity exactly met."""
+
+    x: torch.Tensor  # [T, H] bf16
+    topk_idx: torch.Tensor  # [T, S] i64
+    probs: torch.Tensor  # [T, S] f32
+    plan: RoutingPlan
+    rows: torch.Tensor  # [R, H] bf16
+    row_probs: torch.Tensor  # [R] f32
+    x8: Fp8Tensor  # [T, H] row
+    rows8: Fp8Tensor  # [R, H] gemm
+    columns8: Fp8Tensor  # [H, Kcap] block
+    w: torch.Tensor  # [E, H, H] f32
+    w8: Fp8Tensor
+    w8_t: Fp8Tensor
+
+
+@cache
+def problem() -> Problem:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(TOKENS, WIDTH, generator=generator).bfloat16()
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    topk_idx = scores.topk(SLOTS).indices
+    probs = torch.rand(TOKENS, SLOTS, generator=generator)
+    sizes = (TOKENS, SLOTS, EXPERTS, 1, TOKENS * SLOTS)
+    words = RoutingPlan(None, *sizes).slab_size
+    slab = torch.zeros(words, dtype=torch.int32)  # padding words are unspecified: zero here
+    plan = ops.route(EXPERTS, topk_idx=topk_idx, out=RoutingPlan(slab, *sizes))
+    rows, row_probs = ops.permute_pad(x, plan, probs)
+    x8 = ops.quantize(x)
+    w = torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator)
+    assert row_probs is not None
+    return Problem(
+        x,
+        topk_idx,
+        probs,
+        plan,
+        rows,
+        row_probs,
+        x8,
+        ops.permute_pad(x8, plan)[0],
+        ops.permute_transpose_fp8(x8, plan),
+        w,
+        *ops.quantize_weight(w),
+    )
+
+
+def flat_calls() -> dict[str, dict[str, Any]]:
+    """Arguments by name, in schema order, of every flat op; the outputs hold zeros."""
+    p = problem()
+    e4m3 = torch.float8_e4m3fn
+    plan = {"plan": p.plan.slab, **dict(zip(_SIZES, p.plan.sizes, strict=True))}
+    rows, width, kcap = p.plan.rows, WIDTH, p.plan.columns
+    rule = {"pow2": True, "eps": 1e-10}
+
+    def fp8(name: str, t: Fp8Tensor, layout: bool = True) -> dict[str, Any]:
+        named = {name: t.data, f"{name}_scale": t.scale_inv}
+        return {**named, f"{name}_layout": t.scale_layout} if layout else named
+
+    def new(name: str, *shape: int, layout: str) -> dict[str, Any]:
+        scale = {
+            "row": (shape[0], -(-shape[-1] // 128)),
+            "gemm": (-(-shape[-1] // 128), shape[0]),
+            "block": (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)),
+        }[layout]
+        t = {name: torch.zeros(shape).to(e4m3), f"{name}_scale": torch.zeros(scale)}
+        return {**t, f"{name}_layout": layout}
+
+    def without_layout(call: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in call.items() if not k.endswith("_layout")}
+
+    slab = torch.zeros_like(p.plan.slab)
+    counts = {"tokens": rows, "slots": 1, "experts": EXPERTS, "align": 1, "capacity": rows}
+    counts_slab = RoutingPlan(None, *counts.values()).slab_size
+    return {
+        "quantize": {"x": p.x, **new("q", TOKENS, width, layout="row"), **rule},
+        "quantize_dual": {
+            "x": p.rows,
+            **plan,
+            **new("rows", rows, width, layout="gemm"),
+            **new("columns", width, kcap, layout="block"),
+            **rule,
+        },
+        "quantize_weight": {
+            "w": p.w,
+            **without_layout(new("q", EXPERTS, width, width, layout="block")),
+            **without_layout(new("q_t", EXPERTS, width, width, layout="block")),
+            **rule,
+            "interleave": 0,
+        },
+        "dequantize": {**fp8("q", p.x8), "x": torch.zeros(TOKENS, width)},
+        "route": {"topk_idx": p.topk_idx, "routing_map": None, **plan, "plan": slab},
+        "plan_from_counts": {
+            "tokens_per_expert": p.plan.tokens_per_expert.clone(),
+            "plan": torch.zeros(counts_slab, dtype=torch.int32),
+            **counts,
+        },
+        "permute_pad": {
+            **fp8("x", p.x8),
+            **plan,
+            "probs": p.probs,
+            **new("y", rows, width, layout="gemm"),
+            "permuted_probs": torch.zeros(rows),
+        },
+        "permute_pad_backward": {
+            "dy": p.rows,
+            **plan,
+            "permuted_dprobs": p.row_probs,
+            "dx": torch.zeros_like(p.x),
+            "dprobs": torch.zeros_like(p.probs),
+        },
+        "unpermute_unpad": {"y": p.rows, **plan, "probs": p.probs, "out": torch.zeros_like(p.x)},
+        "unpermute_unpad_backward": {
+            "dout": p.x,
+            **plan,
+            "y": p.rows,
+            "probs": p.probs,
+            "dy": torch.zeros_like(p.rows),
+            "dprobs": torch.zeros_like(p.probs),
+        },
+        "transpose_fp8": {
+            **fp8("q", p.rows8),
+            **plan,
+            **new("columns", width, kcap, layout="block"),
+            "requantize": False,
+            **rule,
+        },
+        "permute_transpose_fp8": {
+            **fp8("q", p.x8),
+            **plan,
+            **new("columns", width, kcap, layout="gemm"),
+        },
+        "swiglu_quantize": {
+            "z": p.rows,
+            **plan,
+            "probs": p.row_probs,
+            "clamp": 0.0,
+            **new("h", rows, width // 2, layout="gemm"),
+            **new("h_columns", width // 2, kcap, layout="block"),
+            **new("z_q", rows, width, layout="row"),
+            **rule,
+        },
+        "swiglu_quantize_backward": {
+            "dh": p.rows[:, : width // 2].contiguous(),
+            "z": p.rows,
+            "z_q": None,
+            "z_q_scale": None,
+            "z_q_layout": "",
+            **plan,
+            "probs": p.row_probs,
+            "clamp": 0.0,
+            **new("dz", rows, width, layout="gemm"),
+            "dprobs": torch.zeros(rows),
+            **new("dz_columns", width, kcap, layout="block"),
+            **new("h_columns", width // 2, kcap, layout="block"),
+            **rule,
+        },
+        "grouped_gemm": {
+            **fp8("a", p.rows8, layout=False),
+            **fp8("w", p.w8, layout=False),
+            **plan,
+            "d": torch.zeros(rows, width, dtype=torch.bfloat16),
+        },
+        "grouped_gemm_wgrad": {
+            **fp8("dy_t", p.columns8),
+            **fp8("x_t", p.columns8),
+            **plan,
+            "dw": torch.zeros(EXPERTS, width, width),
+            "accumulate": False,
+        },
+    }
+
+
+_SIZES = ("tokens", "slots", "experts", "align", "capacity")
+OPS = (
+    "quantize",
+    "quantize_dual",
+    "quantize_weight",
+    "dequantize",
+    "route",
+    "plan_from_counts",
+    "permute_pad",
+    "permute_pad_backward",
+    "unpermute_unpad",
+    "unpermute_unpad_backward",
+    "transpose_fp8",
+    "permute_transpose_fp8",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+)
+
+
+def outputs(name: str) -> list[str]:
+    """The arguments an op writes, from its schema."""
+    schema = getattr(torch.ops.fp8moe, name).default._schema
+    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: equal bits, NaN or not."""
+    return t.contiguous().view(torch.uint8) if t.numel() else t.to(torch.uint8)

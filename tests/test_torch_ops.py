@@ -1,0 +1,203 @@
+"""torch.ops.fp8moe: schemas, fakes, and torch.compile(fullgraph=True) bit-equal to eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from flat_calls import EXPERTS, OPS, WIDTH, Problem, bits, flat_calls, outputs, problem
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+
+# test_schema cannot run on FP8 CPU tensors: torch has no FP8 arithmetic to compare them with.
+OPCHECKS = (
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
+
+# Each public function over a whole problem; defined() leaves out what is unspecified.
+FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
+    "quantize": lambda p: ops.quantize(p.x),
+    "quantize_gemm_e5m2_fp32": lambda p: ops.quantize(
+        p.x, scale_layout="gemm", fp8_dtype="e5m2", scale="fp32"
+    ),
+    "quantize_block": lambda p: ops.quantize(p.x, block=(128, 128), fp8_dtype=torch.float8_e4m3fn),
+    "quantize_dual": lambda p: ops.quantize_dual(p.rows, p.plan, columns="column"),
+    "quantize_weight": lambda p: ops.quantize_weight(p.w, interleave=64),
+    "dequantize": lambda p: ops.dequantize(p.w8, dtype=torch.float32),
+    "route": lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, align=16),
+    "route_map": lambda p: ops.route(
+        EXPERTS,
+        routing_map=torch.zeros(48, EXPERTS, dtype=torch.bool).scatter(1, p.topk_idx, True),
+        capacity=96,
+    ),
+    "plan_from_counts": lambda p: RoutingPlan.from_counts(
+        p.plan.tokens_per_expert, p.plan.capacity, align=32
+    ),
+    "plan_views": lambda p: (p.plan.row_of, p.plan.token_of_row, p.plan.col_offsets),
+    "permute_pad": lambda p: ops.permute_pad(p.x, p.plan, p.probs),
+    "permute_pad_fp8": lambda p: ops.permute_pad(p.x8, p.plan),
+    "permute_pad_backward": lambda p: ops.permute_pad_backward(p.rows, p.plan, p.row_probs),
+    "unpermute_unpad": lambda p: ops.unpermute_unpad(p.rows, p.plan, p.probs),
+    "unpermute_unpad_backward": lambda p: ops.unpermute_unpad_backward(
+        p.x, p.plan, p.rows, p.probs
+    ),
+    "transpose_fp8": lambda p: ops.transpose_fp8(p.rows8, p.plan),
+    "permute_transpose_fp8": lambda p: ops.permute_transpose_fp8(p.x8, p.plan, columns="column"),
+    "swiglu_quantize": lambda p: ops.swiglu_quantize(
+        p.rows, p.plan, p.row_probs, columns="block", save_z=True
+    ),
+    "swiglu_quantize_backward": lambda p: ops.swiglu_quantize_backward(
+        p.rows[:, : WIDTH // 2].contiguous(),
+        ops.quantize(p.rows),
+        p.plan,
+        p.row_probs,
+        clamp=2.0,
+        columns="column",
+        fp8_dtype="e5m2",
+        h_fp8_dtype="e4m3",
+    ),
+    "grouped_gemm": lambda p: ops.grouped_gemm(p.rows8, p.w8, p.plan),
+    "grouped_gemm_wgrad": lambda p: ops.grouped_gemm_wgrad(p.columns8, p.columns8, p.plan),
+    "to_layout": lambda p: p.x8.to_layout("gemm").to_layout("row"),
+}
+
+
+def defined(result: Any, plan: RoutingPlan) -> list[Any]:
+    """The leaves of a result that have a defined value, as bytes, with what describes them."""
+    if isinstance(result, tuple):
+        return [leaf for part in result for leaf in defined(part, plan)]
+    if isinstance(result, RoutingPlan):
+        end = int(result.row_offsets[-1])
+        parts = (result.status, result.tokens_per_expert, result.row_offsets, result.col_offsets)
+        rows = (result.token_of_row[:end], result.slot_of_row[:end], result.row_of)
+        return [result.sizes, *map(bits, parts + rows)]
+    if not isinstance(result, Fp8Tensor):
+        return [None if result is None else bits(result)]
+    data, scale = result.data, result.scale_inv
+    words = (result.shape, result.block, result.scale_layout, result.pow2, result.fp8_dtype)
+    if data.shape[-1] == plan.columns:
+        end = int(plan.col_offsets[-1])
+        data = data[:, :end]
+        scale = scale[:, : end // 128] if result.scale_layout == "block" else scale[: end // 128]
+    return [words, bits(data), bits(scale)]
+
+
+def assert_same(got: Any, want: Any, plan: RoutingPlan) -> None:
+    left, right = defined(got, plan), defined(want, plan)
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name: str) -> None:
+    op = getattr(torch.ops.fp8moe, name).default
+    torch.library.opcheck(op, tuple(flat_calls()[name].values()), test_utils=OPCHECKS)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_schema_names_what_is_written(name: str) -> None:
+    """What the schema calls an output changes; what it calls an input does not."""
+    call = flat_calls()[name]
+    before = {k: bits(v).clone() for k, v in call.items() if isinstance(v, torch.Tensor)}
+    getattr(torch.ops.fp8moe, name)(**call)
+    changed = {k for k, v in before.items() if not torch.equal(v, bits(call[k]))}
+    # A transpose may write the plan's status word, and does not where all scales are well.
+    assert changed == set(outputs(name)) - ({"plan"} if "transpose" in name else set())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compile_fullgraph(name: str) -> None:
+    p, function = problem(), FUNCTIONS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(p), function(p), p.plan)
+
+
+def chain(x: torch.Tensor, topk_idx: torch.Tensor, probs: torch.Tensor, p: Problem) -> Any:
+    """The forward path of a layer in one graph."""
+    plan = ops.route(EXPERTS, topk_idx=topk_idx)
+    a, row_probs = ops.permute_pad(ops.quantize(x), plan, probs)
+    h = ops.swiglu_quantize(ops.grouped_gemm(a, p.w8, plan), plan, row_probs)
+    assert isinstance(h, Fp8Tensor)
+    down = Fp8Tensor(
+        p.w8.data[:, :, : WIDTH // 2].contiguous(),
+        p.w8.scale_inv[:, :, :1].contiguous(),
+        (128, 128),
+        "block",
+    )
+    return ops.unpermute_unpad(ops.grouped_gemm(h, down, plan), plan), plan
+
+
+def test_inductor_chain() -> None:
+    p = problem()
+    torch._dynamo.reset()
+    got = torch.compile(chain, fullgraph=True)(p.x, p.topk_idx, p.probs, p)
+    assert_same(got, chain(p.x, p.topk_idx, p.probs, p), p.plan)
+
+
+def test_dynamic_tokens_compile_once() -> None:
+    """The number of tokens is symbolic: no recompilation for a new one."""
+    p = problem()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(chain, fullgraph=True, backend=counter, dynamic=True)
+    for tokens in (48, 40, 13):
+        args = (p.x[:tokens].clone(), p.topk_idx[:tokens].clone(), p.probs[:tokens].clone(), p)
+        assert_same(compiled(*args), chain(*args), p.plan)
+    assert counter.frame_count == 1
+
+
+def test_make_fx_records_the_op() -> None:
+    """Tracers that are not dynamo see the op, not the extension."""
+    p = problem()
+    graph = make_fx(lambda x: ops.quantize(x).data)(p.x)
+    assert "fp8moe.quantize" in graph.code
+    torch.testing.assert_close(bits(graph(p.x)), bits(ops.quantize(p.x).data), rtol=0, atol=0)
+
+
+def test_dispatch_mode_sees_the_op() -> None:
+    seen = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    p = problem()
+    with Spy():
+        ops.quantize(p.x)
+    assert "fp8moe.quantize.default" in seen
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_runs_twice_alike(name: str) -> None:
+    op = getattr(torch.ops.fp8moe, name)
+    first, second = flat_calls()[name], flat_calls()[name]
+    op(**first)
+    op(**second)
+    for key in outputs(name):
+        assert torch.equal(bits(first[key]), bits(second[key]))
+
+
+def test_inputs_are_untouched_by_functions() -> None:
+    p = problem()
+    tensors = {k: v for k, v in vars(p).items() if isinstance(v, torch.Tensor)}
+    before = tree_map(torch.clone, tensors)
+    for function in FUNCTIONS.values():
+        function(p)
+    assert all(torch.equal(bits(before[k]), bits(v)) for k, v in tensors.items())
