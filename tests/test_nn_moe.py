@@ -205,7 +205,7 @@ def test_moe_trains_checkpoints_and_copies() -> None:
         loss = F.mse_loss(out.float(), target) + 0.01 * moe.aux_loss
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0], losses
     assert moe.router.weight.grad.any()
     assert int(moe.tokens_per_expert.sum()) == 512
