@@ -239,6 +239,9 @@ def progress(console: Console, steps: int) -> Iterator[Any]:
             rate = trainer.tokens_per_second()
             loss = trainer.curve.loss[-1]
             bar.update(tasks[name], completed=trainer.step, loss=loss, rate=rate)
+            step, heldout = trainer.curve.heldout[-1] if trainer.curve.heldout else (0, 0.0)
+            if step == trainer.step:
+                console.print(f"{name:>5} step {step:5}: held-out loss {heldout:.4f}")
 
         yield on_step
 

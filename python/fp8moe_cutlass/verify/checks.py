@@ -26,6 +26,10 @@ from .compare import (
     within,
 )
 
+# c of the GEMM bound in docs/numerics.md. The CPU sums in float32; a tensor core keeps about 13 bits
+# of what its accumulator holds and adds four times in a 128-block.
+MAX_C = {"cpu": 0.0086, "cuda": 4.0}
+
 
 def check_quantize(given: Inputs) -> Iterator[Check]:
     x = given.hard(150, 272)
@@ -183,7 +187,8 @@ def check_swiglu(given: Inputs) -> Iterator[Check]:
 
 
 def check_gemm(given: Inputs) -> Iterator[Check]:
-    contract = "<= 2^-8 |D| + 2^-13 units (measured in them)"
+    limit = MAX_C[given.device.type]
+    contract = f"c <= {limit:g} in the GEMM bound"
     plan, p = given.routing(300, 4, 2, 1)
     end = int(p.row_offsets[-1])
     x = ops.permute_pad(given.normal(300, 272), plan)[0]
@@ -195,7 +200,7 @@ def check_gemm(given: Inputs) -> Iterator[Check]:
         rows = p.tokens(e)
         right = ref.dequantize(ref.Quantized(array(wq.data)[e], array(wq.scale_inv)[e]), 128)
         worst = max(worst, gemm_error(d[rows], *ref.gemm(left[rows], right), 2.0**-8))
-    yield within("grouped_gemm", f"{end} ragged rows, K=272, bf16 out", contract, worst, 1.0)
+    yield within("grouped_gemm", f"{end} ragged rows, K=272, bf16 out", contract, worst, limit)
     dy = ops.permute_pad(given.normal(300, 256), plan)[0]
     for columns in ("block", "column"):
         dy_t, x_t = (ops.quantize_dual(t, plan, columns=columns)[1] for t in (dy, x))
@@ -205,9 +210,8 @@ def check_gemm(given: Inputs) -> Iterator[Check]:
         for e in range(4):
             at = np.s_[:, p.col_offsets[e] : p.col_offsets[e] + p.counts[e]]
             worst = max(worst, gemm_error(dw[e], *ref.gemm(sides[0][at], sides[1][at]), 2.0**-23))
-        contract_f32 = contract.replace("2^-8", "2^-23")
         yield within(
-            "grouped_gemm_wgrad", f"columns={columns}, float32 out", contract_f32, worst, 1.0
+            "grouped_gemm_wgrad", f"columns={columns}, float32 out", contract, worst, limit
         )
 
 

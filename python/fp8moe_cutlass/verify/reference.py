@@ -236,10 +236,16 @@ def swiglu_backward(dh: F64, z: F64, probs: F64) -> tuple[F64, F64]:
 
 
 def gemm(a: F64, b: F64) -> tuple[F64, F64]:
-    """a [M, K] b [N, K]^T in float64, and the unit of its error bound: the sum over 128-blocks of K
-    of the largest |product| an element of the block meets, times 2^-13."""
+    """a [M, K] b [N, K]^T in float64, and the unit of its error bound.
+
+    The unit is 2^-13 of what an accumulator has to hold, summed over 128-blocks of K: the largest
+    magnitude among the block's products and their ascending partial sums.
+    """
     exact, unit = a @ b.T, np.zeros((len(a), len(b)))
     for first in range(0, a.shape[1], TILE):
-        part = np.s_[:, first : first + TILE]
-        unit += np.abs(a[part]) @ np.abs(b[part]).T
+        left, right = a[:, first : first + TILE], b[:, first : first + TILE]
+        for i, row in enumerate(left):
+            products = right * row
+            held = np.maximum(np.abs(products), np.abs(np.cumsum(products, axis=1)))
+            unit[i] += held.max(axis=1)
     return exact, unit * 2.0**-13
