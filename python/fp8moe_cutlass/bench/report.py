@@ -76,7 +76,10 @@ def plot(record: Record, path: Path) -> None:
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.axvline(100, color="black", linewidth=0.5)
-    axes.set_xlabel("% of the limit (copy of the same bytes, or dense arithmetic); dots: peers")
+    axes.set_xlabel(
+        "% of the limit: a copy of the same bytes, or dense arithmetic (dots: peers)", fontsize=8
+    )
+    axes.margins(y=0.01)
     axes.set_title(environment_text(record), fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def find_text(path: Path | None) -> tuple[str, list[Path]]:
     """A name and the files: those of `path`, or the standard library's sources for None."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return f"the Python standard library in {root}", walk(root, (".py",), STDLIB_SKIPS)
+        name = f"the standard library of Python {platform.python_version()}"
+        return name, walk(root, (".py",), STDLIB_SKIPS)
     if path.is_dir():
         return str(path), walk(path, SUFFIXES, frozenset())
     if not path.is_file():

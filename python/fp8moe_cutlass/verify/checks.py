@@ -26,8 +26,8 @@ from .compare import (
     within,
 )
 
-# c of the GEMM bound in docs/numerics.md. The CPU sums in float32; a tensor core keeps about 13 bits
-# of what its accumulator holds and adds four times in a 128-block.
+# c of the GEMM bound in docs/numerics.md. The CPU sums in float32; a tensor core keeps about 13
+# bits of what its accumulator holds and adds four times in a 128-block.
 MAX_C = {"cpu": 0.0086, "cuda": 4.0}
 
 
