@@ -1,0 +1,455 @@
+"""MoEExperts on CUDA: numbers, what it launches, graphs, streams, where weight gradients go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass.bench.kernels import PREFIX, kernels_of, spans, trace
+from fp8moe_cutlass.nn import MoEExperts
+from moe_problem import Problem, assert_same, problem
+from reference import Result, relative_error
+from test_layer import RECIPES, SINGLE, check, routings
+
+# Gradients keep sums the GEMM takes in another order than the CPU; where that changes the bf16 z or
+# dh by an ulp, a code may flip. Far below the 6.6% of quantization itself.
+OTHER_BACKEND = 0.01
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "column": {"recipe": Fp8Recipe(columns="column")},
+    "recompute": {"recompute": "expert"},
+    "fp8_z": {"save_preactivation": "fp8"},
+    "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
+    "e5m2_grads": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
+}
+BOTH_COLUMNS = pytest.mark.parametrize("name", ["default", "column"])
+
+
+def moved(thing: Any, device: Any) -> Any:
+    """A Problem or Result with every tensor on `device`."""
+    parts = {name: t.to(device) for name, t in vars(thing).items()}
+    return dataclasses.replace(thing, **parts)
+
+
+def on(device: torch.device, *sizes: int, **options: Any) -> Problem:
+    return moved(problem(*sizes, **options), device)
+
+
+def layer_of(p: Problem, **options: Any) -> MoEExperts:
+    """A layer on the problem's device whose FP8 weights are ready."""
+    layer = p.experts(device=p.x.device, **options)
+    layer.quantize_weights()
+    return layer
+
+
+def step(layer: Any, p: Problem, params: tuple[Tensor, ...]) -> Result:
+    """Output and gradients without touching .grad: nothing but the layer runs."""
+    x, probs = p.x.detach().requires_grad_(), p.probs.detach().requires_grad_()
+    out = layer(x, p.topk_idx, probs)
+    return Result(out.detach(), *torch.autograd.grad(out, (x, probs, *params), p.dout))
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_against_float64_and_the_cpu(
+    name: str, device: torch.device, record_property: Callable[[str, object], None]
+) -> None:
+    recipe, options, limit = RECIPES[name]
+    p = problem(512, 2, 4, 256, 256)
+    cpu = p.run(p.experts(recipe=recipe, **options))
+    q = moved(p, device)
+    got = moved(q.run(q.experts(recipe=recipe, device=device, **options)), "cpu")
+    check(got, p.truth(), limit, record_property)
+    for field in vars(cpu):
+        assert relative_error(getattr(got, field), getattr(cpu, field)) < OTHER_BACKEND, field
+
+
+@BOTH_COLUMNS
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "hidden", "intermediate"),
+    [(1000, 3, 5, 208, 144), (515, 1, 1, 128, 112), (301, 8, 8, 272, 128), (2048, 6, 32, 512, 384)],
+)
+def test_sizes_off_the_tile(
+    tokens: int,
+    slots: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    name: str,
+    device: torch.device,
+    record_property: Callable[[str, object], None],
+) -> None:
+    p = on(device, tokens, slots, experts, hidden, intermediate)
+    check(p.run(layer_of(p, **OPTIONS[name])), p.truth(), SINGLE, record_property)
+
+
+def zipf(tokens: int, experts: int, slots: int) -> Tensor:
+    """Distinct experts a token, expert e with a weight of 1 / (e + 1)."""
+    weights = 1.0 / torch.arange(1, experts + 1).float()
+    return torch.multinomial(weights.expand(tokens, -1), slots)
+
+
+ROUTINGS = {**routings(), "zipf": zipf(1024, 4, 2)}
+
+
+@BOTH_COLUMNS
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(
+    routing: str,
+    name: str,
+    device: torch.device,
+    record_property: Callable[[str, object], None],
+) -> None:
+    idx = ROUTINGS[routing]
+    p = on(device, *idx.shape, hidden=128, topk_idx=idx)
+    layer = layer_of(p, **OPTIONS[name])
+    got, want = p.run(layer), p.truth()
+    check(got, want, 0.12 if routing == "one_token" else SINGLE, record_property)
+    for e in range(4):
+        if not (idx == e).any():
+            assert not got.dgate_up[e].any()
+            assert not got.ddown[e].any()
+    assert not got.dprobs[p.topk_idx < 0].any()
+    if routing == "all_dropped":
+        assert not got.out.any()
+        assert not got.dx.any()
+
+
+@pytest.mark.parametrize("recompute", ["none", "expert"])
+def test_zero_tokens(recompute: str, device: torch.device) -> None:
+    p = on(device, 0)
+    got = p.run(layer_of(p, recompute=recompute))
+    assert got.out.shape == got.dx.shape == (0, 256)
+    assert not got.dgate_up.any()
+    assert not got.ddown.any()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_runs_are_bit_equal(name: str, device: torch.device) -> None:
+    p = on(device, 1500, 3, 5, 208, 144)
+    first = p.run(layer_of(p, **OPTIONS[name]))
+    assert_same(p.run(layer_of(p, **OPTIONS[name])), first)
+
+
+@BOTH_COLUMNS
+def test_recompute_is_bit_equal(name: str, device: torch.device) -> None:
+    p = on(device, 1500, 3, 5, 208, 144)
+    want = p.run(layer_of(p, **OPTIONS[name]))
+    assert_same(p.run(layer_of(p, recompute="expert", **OPTIONS[name])), want)
+
+
+def test_bad_expert_ids_are_dropped(device: torch.device) -> None:
+    """CUDA has no sync to raise with: an id out of range counts as dropped."""
+    p = on(device, 300)
+    bad, dropped = p.topk_idx.clone(), p.topk_idx.clone()
+    bad[::7, 0], bad[3::7, 1] = 99, -5
+    dropped[::7, 0], dropped[3::7, 1] = -1, -1
+    results = []
+    for idx in (bad, dropped):
+        p.topk_idx = idx
+        results.append(p.run(layer_of(p)))
+    assert_same(*results)
+
+
+# ---- what is launched ---------------------------------------------------------------------------
+
+FORWARD = [
+    *("route", "quantize", "permute_pad", "grouped_gemm", "swiglu_quantize", "grouped_gemm"),
+    "unpermute_unpad",
+]
+BACKWARD = [
+    *("quantize", "permute_pad", "grouped_gemm", "swiglu_quantize_backward", "grouped_gemm"),
+    *("permute_pad_backward", "permute_transpose_fp8", "grouped_gemm_wgrad"),
+    *("permute_transpose_fp8", "grouped_gemm_wgrad"),
+]
+
+
+@pytest.mark.parametrize("recompute", ["none", "expert"])
+def test_two_casts_and_nothing_of_torch(recompute: str, device: torch.device) -> None:
+    """The kernels of a step, as the profiler saw them on the device: those of the operators above,
+    quantize twice, and no copy, cast or fill of torch's."""
+    p = on(device, 512, 4, 8, 512, 256)
+    layer = layer_of(p, recompute=recompute)
+    params = tuple(layer.parameters())
+    step(layer, p, params)
+    events = trace(lambda: step(layer, p, params), device)
+    kernels = kernels_of(events, cuda=True)
+    launched: list[str] = []
+    for kernel in kernels:
+        assert kernel.op != "torch", kernel
+        assert "fp8moe" in kernel.name or "mem" in kernel.name.lower(), kernel
+        if not launched or launched[-1] != (kernel.op, kernel.call):
+            launched.append((kernel.op, kernel.call))
+    ops = [op for op, _ in launched]
+    assert ops.count("quantize") == 2
+    again = ["permute_pad", "grouped_gemm"] if recompute == "expert" else []
+    assert sorted(ops) == sorted(FORWARD + BACKWARD + again)
+    # Inside the operators the host neither waits nor allocates.
+    calls = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(PREFIX)]
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            inside = any(c["tid"] == event["tid"] and spans(c, event) for c in calls)
+            forbidden = ("Synchronize", "Malloc", "Free", "cudaMemcpy", "Query")
+            assert not inside or not any(word in event["name"] for word in forbidden), event["name"]
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_host_sync(name: str, device: torch.device) -> None:
+    p = on(device, 512, 2, 4)
+    layer = layer_of(p, **OPTIONS[name])
+    for w in layer.parameters():
+        w.main_grad = torch.zeros(w.shape, device=device)
+    p.run(layer)
+    with no_sync():
+        p.run(layer)
+        layer.quantize_weights()
+        with torch.no_grad():
+            layer(p.x, p.topk_idx, p.probs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_side_stream(name: str, device: torch.device) -> None:
+    p = on(device, 512, 2, 4)
+    layer = layer_of(p, **OPTIONS[name])
+    params = tuple(layer.parameters())
+    want = step(layer, p, params)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # whoever runs on another stream comes too early
+        x = p.x.clone()
+        got = step(layer, dataclasses.replace(p, x=x), params)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_same(got, want)
+
+
+# ---- CUDA graphs --------------------------------------------------------------------------------
+
+
+class Captured:
+    """One graph of forward and backward over fixed addresses."""
+
+    def __init__(self, layer: MoEExperts, p: Problem) -> None:
+        self.p = dataclasses.replace(p, **{name: t.clone() for name, t in vars(p).items()})
+        params = tuple(layer.parameters())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step(layer, self.p, params)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = step(layer, self.p, params)
+
+    def __call__(self, p: Problem) -> Result:
+        for name in ("x", "topk_idx", "probs", "dout"):
+            getattr(self.p, name).copy_(getattr(p, name))
+        self.graph.replay()
+        return self.result
+
+
+def routing_kinds(tokens: int, slots: int, experts: int) -> Iterator[Tensor]:
+    """Routings whose counts differ as much as they can, over and over."""
+    while True:
+        yield torch.rand(tokens, experts).topk(slots).indices
+        yield zipf(tokens, experts, slots)
+        yield torch.full((tokens, slots), int(torch.randint(experts, ())))
+        some = torch.randint(experts, (tokens, slots))
+        yield some.masked_fill(torch.rand(some.shape) < 0.5, -1)
+        yield torch.full((tokens, slots), -1)
+        yield some // 2 * 2
+
+
+def other_inputs(p: Problem, idx: Tensor, seed: int) -> Problem:
+    """New tokens, probs and gradients under another routing, for the same weights."""
+    fresh = on(p.x.device, *idx.shape, *p.down.shape, topk_idx=idx, seed=seed)
+    return dataclasses.replace(fresh, gate_up=p.gate_up, down=p.down)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_graph_for_every_routing(name: str, device: torch.device) -> None:
+    p = on(device, 384, 3, 8, 256, 128)
+    layer = layer_of(p, **OPTIONS[name])
+    params = tuple(layer.parameters())
+    captured = Captured(layer, p)
+    kinds = routing_kinds(384, 3, 8)
+    for seed in range(12):
+        q = other_inputs(p, next(kinds), seed)
+        assert_same(captured(q), step(layer, q, params))
+
+
+def test_newer_weights_reach_the_graph(device: torch.device) -> None:
+    p = on(device, 384, 2, 4)
+    layer = layer_of(p)
+    captured = Captured(layer, p)
+    before = captured(p).out.clone()
+    with torch.no_grad():
+        for w in layer.parameters():
+            w.mul_(1.25)
+    layer.quantize_weights()
+    after = captured(p)
+    assert not torch.equal(after.out, before)
+    assert_same(after, step(layer, p, tuple(layer.parameters())))
+
+
+def test_a_graph_accumulates_into_main_grad(device: torch.device) -> None:
+    p = on(device, 384, 2, 4)
+    grads = []
+    for graph in (False, True):
+        layer = layer_of(p)
+        for w in layer.parameters():
+            w.main_grad = torch.zeros(w.shape, device=device)
+        x = p.x.clone().requires_grad_()
+        run = lambda x=x, layer=layer: layer(x, p.topk_idx, p.probs).backward(p.dout)  # noqa: E731
+        if graph:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream().wait_stream(stream)
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                run()
+            for w in layer.parameters():
+                w.main_grad.zero_()
+            run = captured.replay
+        for _ in range(3):
+            run()
+        grads.append([w.main_grad for w in layer.parameters()])
+    for eager, replayed in zip(*grads, strict=True):
+        assert eager.any()
+        assert torch.equal(eager, replayed)
+
+
+@pytest.mark.slow
+def test_ten_thousand_replays(device: torch.device) -> None:
+    """Every hundredth is compared with eager; between them routings change as well."""
+    tokens, slots, experts = 512, 4, 16
+    p = on(device, tokens, slots, experts, 512, 256)
+    layer = layer_of(p)
+    params = tuple(layer.parameters())
+    captured = Captured(layer, p)
+    kinds = routing_kinds(tokens, slots, experts)
+    inputs = [other_inputs(p, next(kinds), seed) for seed in range(97)]
+    compared = 0
+    for n in range(1, 10_001):
+        q = inputs[n % len(inputs)]
+        got = captured(q)
+        if n % 100 == 0:
+            assert_same(got, step(layer, q, params))
+            compared += 1
+    assert compared == 100
+
+
+# ---- torch.compile ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["default", "recompute", "fp8_z"])
+def test_compiled_equals_eager(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    p = on(device, 512, 2, 4)
+    layer = layer_of(p, **OPTIONS[name])
+    params = tuple(layer.parameters())
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_same(step(compiled, p, params), step(layer, p, params))
+    q = other_inputs(p, zipf(512, 4, 2), seed=1)
+    assert_same(step(compiled, q, params), step(layer, q, params))
+
+
+# ---- where weight gradients go ------------------------------------------------------------------
+
+
+def microbatches(device: torch.device) -> list[Problem]:
+    batches = [on(device, 384, seed=seed) for seed in range(3)]
+    return [
+        dataclasses.replace(b, gate_up=batches[0].gate_up, down=batches[0].down) for b in batches
+    ]
+
+
+@BOTH_COLUMNS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_holds_the_sum(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    batches = microbatches(device)
+    layer = layer_of(batches[0], **OPTIONS[name])
+    for w in layer.parameters():
+        w.main_grad = torch.full(w.shape, 7.0, dtype=dtype, device=device)  # to be overwritten
+    for n, b in enumerate(batches):
+        b.run(layer, is_first_microbatch=n == 0)
+    assert [w.grad for w in layer.parameters()] == [None, None]
+    # Of float32 parameters the gradients are float32: what main_grad has to add up.
+    exact = [b.run(layer_of(b, dtype=torch.float32, **OPTIONS[name])) for b in batches]
+    for w, field in ((layer.gate_up_proj, "dgate_up"), (layer.down_proj, "ddown")):
+        want = sum(getattr(r, field).double() for r in exact)
+        assert relative_error(w.main_grad, want) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_grad_is_the_rounded_float32_gradient(device: torch.device) -> None:
+    p = on(device, 512)
+    got = p.run(layer_of(p))
+    exact = p.run(layer_of(p, dtype=torch.float32))
+    for field in ("dgate_up", "ddown"):
+        assert getattr(got, field).dtype == torch.bfloat16
+        assert torch.equal(getattr(got, field), getattr(exact, field).bfloat16())
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_deferred_wgrad_equals_immediate(main_grad: bool, device: torch.device) -> None:
+    batches = microbatches(device)
+    grads = []
+    for delay in (False, True):
+        layer = layer_of(batches[0], delay_wgrad=delay)
+        if main_grad:
+            for w in layer.parameters():
+                w.main_grad = torch.full(w.shape, 7.0, device=device)
+        for n, b in enumerate(batches):
+            b.run(layer, is_first_microbatch=n == 0)
+            if delay:
+                assert all(w.grad is None for w in layer.parameters())
+        layer.backward_dw()
+        grads.append([w.main_grad if main_grad else w.grad for w in layer.parameters()])
+    for now, later in zip(*grads, strict=True):
+        assert torch.equal(now, later)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["default", "recompute", "fp8_z"])
+def test_saved_for_backward_by_the_allocator(name: str, device: torch.device) -> None:
+    """What a forward leaves allocated is what the arithmetic says, and the output."""
+    from fp8moe_cutlass.bench.memory import saved_bytes
+
+    t, s, e, h, i = 2048, 4, 8, 1024, 512
+    p = on(device, t, s, e, h, i)
+    layer = layer_of(p, **OPTIONS[name])
+    x = p.x.clone().requires_grad_()
+    layer(x, p.topk_idx, p.probs).backward(p.dout)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = layer(x, p.topk_idx, p.probs)
+    kept = torch.cuda.memory_allocated() - before - out.nbytes
+    keep = {"default": "bf16", "recompute": "none", "fp8_z": "fp8"}[name]
+    want = saved_bytes(t, s, e, h, i, keep=keep)
+    # The allocator rounds each of at most eight tensors up to 512 bytes.
+    assert 0 <= kept - want <= 8 * 512
