@@ -51,10 +51,11 @@ void Checker::ndim(const Tensor& t, const char* name, int ndim) const {
                shape_of(t));
 }
 
-void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) const {
+void Checker::tensor(const Tensor& t, const char* name,
+                     std::initializer_list<int64_t> shape) const {
   FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, " is required; got none");
-  FP8MOE_CHECK(t.device == device_, "[", op_, "] ", name, " must be on ", name_of(device_), "; got ",
-               name_of(t.device));
+  FP8MOE_CHECK(t.device == device_, "[", op_, "] ", name, " must be on ", name_of(device_),
+               "; got ", name_of(t.device));
   FP8MOE_CHECK(t.ndim == static_cast<int>(shape.size()) &&
                    std::equal(shape.begin(), shape.end(), t.shape.begin()),
                "[", op_, "] ", name, " must be ", brackets(shape), "; got ", shape_of(t));
@@ -71,7 +72,8 @@ void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DTy
 }
 
 void Checker::multiple(int64_t value, const char* name, int64_t of) const {
-  FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ", value);
+  FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ",
+               value);
 }
 
 void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
@@ -79,14 +81,11 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   const std::string scale_name = std::string(name) + ".scale_inv";
   tensor(t.data, name, shape);
   dtype(t.data, name, {DType::e4m3, DType::e5m2});
-  std::string names;
-  bool known = false;
-  for (ScaleLayout l : layouts) {
-    known = known || l == t.layout;
-    names += (names.empty() ? "" : ", ") + std::string(name_of(l));
+  if (std::find(layouts.begin(), layouts.end(), t.layout) == layouts.end()) {
+    std::string names;
+    for (ScaleLayout l : layouts) names += (names.empty() ? "" : ", ") + std::string(name_of(l));
+    fail("[", op_, "] ", name, " must have scale layout ", names, "; got ", name_of(t.layout));
   }
-  FP8MOE_CHECK(known, "[", op_, "] ", name, " must have scale layout ", names, "; got ",
-               name_of(t.layout));
   const int64_t m = *(shape.end() - 2);
   const int64_t k = *(shape.end() - 1);
   if (t.layout == ScaleLayout::row) {
@@ -102,8 +101,8 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
 }
 
 void Checker::plan(const RoutingPlan& plan) const {
-  FP8MOE_CHECK(plan.align == 1 || plan.align == 16 || plan.align == 32 || plan.align == 128, "[", op_,
-               "] plan.align must be 1, 16, 32 or 128; got ", plan.align);
+  FP8MOE_CHECK(plan.align == 1 || plan.align == 16 || plan.align == 32 || plan.align == 128, "[",
+               op_, "] plan.align must be 1, 16, 32 or 128; got ", plan.align);
   FP8MOE_CHECK(plan.tokens >= 0 && plan.slots >= 1 && plan.experts >= 1 && plan.capacity >= 0, "[",
                op_, "] plan needs tokens >= 0, slots >= 1, experts >= 1, capacity >= 0; got ",
                plan.tokens, ", ", plan.slots, ", ", plan.experts, ", ", plan.capacity);
@@ -115,17 +114,19 @@ void Checker::plan(const RoutingPlan& plan) const {
   dtype(plan.slab, "plan", {DType::i32});
 }
 
-void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const {
+void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,
+                      const RoutingPlan& plan) const {
   fp8(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm});
 }
 
 void Checker::aligned(const Tensor& t, const char* name) const {
   const auto address = reinterpret_cast<uintptr_t>(t.data);
-  FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name, " must start at a multiple of 16 bytes; got ",
-               address % 16, " bytes past one");
+  FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name,
+               " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
 }
 
-void Checker::distinct(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) const {
+void Checker::distinct(const Tensor& a, const char* a_name, const Tensor& b,
+                       const char* b_name) const {
   if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return;
   FP8MOE_CHECK(a.data != b.data, "[", op_, "] ", a_name, " and ", b_name, " must not share memory");
 }

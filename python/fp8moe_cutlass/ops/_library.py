@@ -30,7 +30,7 @@ _NAMES: dict[Any, str] = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
-_BYTES: tuple[Any, ...] = (np.dtype("uint8"),)
+_BYTES: set[Any] = {np.dtype("uint8")}
 
 # A plan's sizes in a schema. Plain integers: torch's dispatcher is twice as slow with a list.
 PLAN = "SymInt tokens, SymInt slots, SymInt experts, SymInt align, SymInt capacity"
@@ -46,7 +46,7 @@ if torch is not None:
         "int32": torch.int32,
         "uint8": torch.uint8,
     }
-    _BYTES += (torch.uint8,)
+    _BYTES.add(torch.uint8)
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
 
 
