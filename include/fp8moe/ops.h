@@ -46,7 +46,7 @@ FP8MOE_API int64_t route_workspace(const RoutingPlan& plan);  // bytes
 // Fills the plan from topk_idx [T, S] i32/i64 (-1: dropped), or from routing_map [T, E]
 // bool/u8/i32/i64 with S == E and slot e standing for expert e. Exactly one of the two is given.
 // Assignments whose expert-major rank is not below plan.capacity are dropped and counted.
-// workspace: u8, at least route_workspace(plan) bytes, zero before the first use and left at zero.
+// workspace: u8, at least route_workspace(plan) bytes, whatever they hold.
 FP8MOE_API void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
                       const Tensor& workspace, Stream stream = {});
 

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kLayoutThreads)
   const int bad = __syncthreads_count(given < 0);
   constexpr int64_t kEnough = int64_t{1} << 40;  // over any capacity; sums stay exact
   const int64_t count = given < 0 ? 0 : given < kEnough ? given : kEnough;
-  const ExpertPlace place = place_expert(plan, count, bad, blockIdx.x == 0);
+  const ExpertPlace place = place_expert(plan, count, bad, false, blockIdx.x == 0);
   if (e < plan.experts) {
     first_rank[e] = static_cast<int>(min(place.first_rank, plan.capacity));
     tokens[e] = place.tokens;

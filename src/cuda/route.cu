@@ -5,6 +5,8 @@
 //   give
 //          every warp its first rank of every expert, matching lanes the rank within a step of 32.
 // Key: the expert, -1 for none, E for an id that names no expert.
+#include <type_traits>
+
 #include "core/backends.h"
 #include "core/check.h"
 #include "cuda/device/plan_layout.cuh"
@@ -16,6 +18,7 @@ namespace {
 
 constexpr int kThreads = kLayoutThreads;
 constexpr int kWarps = kThreads / 32;
+constexpr int kBatch = 16;  // warps whose counts are read together
 constexpr int64_t kTwoLaunchTokens = 65536;
 
 // Assignments are cut into at most 128 chunks (512 where a launch sums them), whole steps of a
@@ -46,6 +49,14 @@ struct Params {
   PlanOut plan;
 };
 
+// The next launch may start; what the launch before wrote may be read.
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 __device__ __forceinline__ int key_of(const Params& p, int64_t i) {
   const int experts = p.plan.experts;
   if (i >= p.assignments) return -1;
@@ -66,6 +77,7 @@ __device__ __forceinline__ int key_of(const Params& p, int64_t i) {
 
 __global__ void __launch_bounds__(kThreads) count_keys(const __grid_constant__ Params p) {
   extern __shared__ int count[];  // [E + 1]
+  let_next_start();
   const int keys = p.plan.experts + 1;
   for (int k = threadIdx.x; k < keys; k += kThreads) count[k] = 0;
   __syncthreads();
@@ -83,6 +95,8 @@ __global__ void __launch_bounds__(kThreads) count_keys(const __grid_constant__ P
 // 32 keys a block, a lane each; a warp sums a slice of the chunks.
 __global__ void __launch_bounds__(kThreads) scan_counts(int32_t* counts, int chunks, int keys) {
   __shared__ int sums[kWarps][32];
+  let_next_start();
+  wait_for_previous();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int key = blockIdx.x * 32 + lane;
   const int slice = (chunks + kWarps - 1) / kWarps;
@@ -120,7 +134,7 @@ __device__ __forceinline__ void sum_chunks(const Params& p, int keys, int* befor
     int earlier = 0, all = 0;
 #pragma unroll 8
     for (int c = group; c < p.chunks; c += groups) {
-      const int here = __ldg(p.counts + c * keys + k);
+      const int here = p.counts[c * keys + k];
       all += here;
       earlier += c < chunk ? here : 0;
     }
@@ -143,27 +157,35 @@ __global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ P
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t steps = p.chunk / kThreads;
   const int64_t first = blockIdx.x * p.chunk + warp * steps * 32 + lane;
+  const int first_key = key_of(p, first);
   int* mine = next + warp * keys;
   for (int64_t step = 0; step < steps; ++step) {
-    const int key = key_of(p, first + step * 32);
+    const int key = step == 0 ? first_key : key_of(p, first + step * 32);
     const unsigned same = __match_any_sync(kFullWarp, key);
     if (key >= 0 && lanes_below(same) == 0) mine[key] += __popc(same);
     __syncwarp();
   }
+  wait_for_previous();
   sum_chunks(p, keys, before, total);
   __syncthreads();
 
   const int e = threadIdx.x;
-  const ExpertPlace place =
-      place_expert(p.plan, e < experts ? total[e] : 0, total[experts], blockIdx.x == 0);
+  const ExpertPlace place = place_expert(p.plan, e < experts ? total[e] : 0, total[experts],
+                                         p.assignments <= p.plan.capacity, blockIdx.x == 0);
   if (e < experts) {
     tokens[e] = place.tokens;
     first_row[e] = place.first_row;
     int rank = before[e];
-    for (int w = 0; w < kWarps; ++w) {
-      const int here = next[w * keys + e];
-      next[w * keys + e] = rank;
-      rank += here;
+    for (int first_warp = 0; first_warp < kWarps; first_warp += kBatch) {
+      int here[kBatch];  // read together: each would wait for the last write otherwise
+      int* counts = next + first_warp * keys + e;
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) here[w] = counts[w * keys];
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) {
+        counts[w * keys] = rank;
+        rank += here[w];
+      }
     }
   }
   __syncthreads();
@@ -171,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ P
   mark_padding(p.plan, tokens, first_row);
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t i = first + step * 32;
-    const int key = key_of(p, i);
+    const int key = step == 0 ? first_key : key_of(p, i);
     const unsigned same = __match_any_sync(kFullWarp, key);
     const bool routed = key >= 0 && key < experts;
     const int rank = routed ? mine[key] + static_cast<int>(lanes_below(same)) : 0;
@@ -193,6 +215,25 @@ Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
   return routing_map.dtype == DType::i64   ? Source::map64
          : routing_map.dtype == DType::i32 ? Source::map32
                                            : Source::map8;
+}
+
+// A launch that may start before the one ahead of it in the stream has ended.
+template <typename... Args>
+void launch_early(void (*kernel)(Args...), unsigned grid, size_t shared_bytes, cudaStream_t stream,
+                  std::type_identity_t<Args>... args) {
+  FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(shared_bytes)));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  FP8MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
 }  // namespace
@@ -221,9 +262,9 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
   const cudaStream_t on = stream_of(stream);
   launch("route", count_keys, grid, kThreads, keys * sizeof(int), on, params);
   if (chunks.scanned)
-    launch("route", scan_counts, static_cast<unsigned>(cdiv(keys, 32)), kThreads, 0, on,
-           params.counts, chunks.count, keys);
-  launch("route", place_keys, grid, kThreads, (kWarps + 4) * keys * sizeof(int), on, params);
+    launch_early(scan_counts, static_cast<unsigned>(cdiv(keys, 32)), 0, on, params.counts,
+                 chunks.count, keys);
+  launch_early(place_keys, grid, (kWarps + 4) * keys * sizeof(int), on, params);
 }
 
 }  // namespace fp8moe::cuda

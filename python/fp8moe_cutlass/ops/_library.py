@@ -101,26 +101,17 @@ def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None
         return torch.empty(
             shape, dtype=like.dtype if dtype is None else _TORCH[dtype], device=like.device
         )
-    return _numpy(np.empty, op, like, shape, dtype)
+    return _numpy(op, like, shape, dtype)
 
 
-def zeros(op: str, like: Array, shape: tuple[int, ...], dtype: str) -> Array:
-    """`empty`, filled with zeros."""
-    if torch is not None and isinstance(like, torch.Tensor):
-        return torch.zeros(shape, dtype=_TORCH[dtype], device=like.device)
-    return _numpy(np.zeros, op, like, shape, dtype)
-
-
-def _numpy(
-    make: Callable[..., Array], op: str, like: Array, shape: tuple[int, ...], dtype: str | None
-) -> Array:
+def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> Array:
     if not isinstance(like, np.ndarray):
         raise ValueError(
             f"[{op}] allocates outputs for torch and NumPy only; give out= for {type(like)}"
         )
     if dtype == "bfloat16":
         raise ValueError(f"[{op}] NumPy has no bfloat16; ask for dtype 'float32' or 'float16'")
-    return make(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
+    return np.empty(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
 
 
 def contiguous(array: Array) -> Array:

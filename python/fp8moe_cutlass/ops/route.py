@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, zeros
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
 from fp8moe_cutlass.typing import Array
 
@@ -19,7 +19,7 @@ def _run(
     capacity: int,
 ) -> None:
     sizes = (tokens, slots, experts, align, capacity)
-    workspace = zeros("route", plan, (_C.route_workspace(plan, *sizes),), "uint8")
+    workspace = empty("route", plan, (_C.route_workspace(plan, *sizes),), "uint8")
     _C.route(topk_idx, routing_map, plan, *sizes, workspace)
 
 

@@ -74,11 +74,11 @@ struct ExpertPlace {
 // `write` the block also writes what a plan says of experts, and its status (bad: ids of no
 // expert).
 __device__ __forceinline__ ExpertPlace place_expert(const PlanOut& plan, int64_t count, int64_t bad,
-                                                    bool write) {
+                                                    bool fits, bool write) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
   const int e = threadIdx.x;
-  int64_t ranks, ends;
-  const int64_t rank = exclusive_sum(count, &ranks);
+  int64_t ranks = 0, ends;
+  const int64_t rank = fits ? 0 : exclusive_sum(count, &ranks);
   const int64_t left = plan.capacity - rank;
   const int tokens = static_cast<int>(left < 0 ? 0 : left < count ? left : count);
   const int rows = (tokens + plan.align - 1) / plan.align * plan.align;
