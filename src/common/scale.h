@@ -15,19 +15,23 @@ struct TileScale {
   float scale_inv;  // what is stored: x is about decode(code) * scale_inv
 };
 
-// amax: fmax over |x| of the tile, NaNs ignored. fp8_max: F::kMax. overflow: the largest finite value
-// of x's dtype, taken when fp8_max / amax overflows.
+// The power-of-two rule. amax: fmax over |x| of the tile, NaNs ignored. fp8_max: F::kMax.
+// Both formats' maxima are 1.75 2^n, so 2^floor(log2(RN(fp8_max / a))) needs no division: a's exponent,
+// one more where its significand is over 1.75. At most 2^126.
+FP8MOE_HD TileScale pow2_scale(float amax, float fp8_max, float eps) {
+  const float a = amax < eps ? eps : amax;
+  const uint32_t exponent = (bit_cast<uint32_t>(a) + 0x1FFFFFu) >> 23;
+  const uint32_t field = (bit_cast<uint32_t>(fp8_max) >> 23) + 127u - exponent;
+  uint32_t scale = field > 253u ? 253u : field;
+  if (!(a > 0.0f) || a > 0x1.fffffep127f) scale = 127u;  // 0, NaN or Inf
+  return {bit_cast<float>(scale << 23), bit_cast<float>((254u - scale) << 23)};
+}
+
+// Either rule. overflow: the largest finite value of x's dtype, taken when fp8_max / amax overflows.
 FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, bool pow2, float eps, float overflow) {
-  float a = amax < eps ? eps : amax;
+  if (pow2) return pow2_scale(amax, fp8_max, eps);
+  const float a = amax < eps ? eps : amax;
   if (!(a > 0.0f) || a > 0x1.fffffep127f) return {1.0f, 1.0f};  // 0, NaN or Inf
-  if (pow2) {
-    // Both formats' maxima are 1.75 2^n, so 2^floor(log2(RN(fp8_max / a))) needs no division: a's
-    // exponent, one more where its significand is over 1.75. At most 2^126.
-    const uint32_t exponent = (bit_cast<uint32_t>(a) + 0x1FFFFFu) >> 23;
-    const uint32_t field = (bit_cast<uint32_t>(fp8_max) >> 23) + 127u - exponent;
-    const uint32_t capped = field > 253u ? 253u : field;
-    return {bit_cast<float>(capped << 23), bit_cast<float>((254u - capped) << 23)};
-  }
   float scale = fp8_max / a;
   if (scale > 0x1.fffffep127f) scale = overflow;
   return {scale, 1.0f / scale};

@@ -8,11 +8,10 @@
 
 namespace fp8moe {
 
-// 1 / (1 + e^-x), relative error under 2^-21 for |x| <= 32 (tests/gpu and tests/cpp measure it); 0 below
-// -87. Made of operations that both backends round alike, few enough for a GPU to do at memory speed.
+// 1 / (1 + e^-x), relative error under 2^-22; 0 where that is under 2^-126 (x below about -87.3). Made of operations that both backends round alike, few enough for a GPU to do at memory speed.
 // A NaN need not come out: every use multiplies by x.
 FP8MOE_HD float pinned_sigmoid(float x) {
-  constexpr float kBound = 87.0f;  // e^87 and its reciprocal are normal
+  constexpr float kBound = 88.0f;  // e^88 is under 2^127, and 1 + e^-88 is 1
 #if defined(__CUDA_ARCH__)
   const float y = fminf(fmaxf(-x, -kBound), kBound);
 #else
@@ -31,14 +30,14 @@ FP8MOE_HD float pinned_sigmoid(float x) {
   const float e = bit_cast<float>(bit_cast<uint32_t>(p) + (bit_cast<uint32_t>(shifted) << 23));
   const float d = 1.0f + e;
 #if defined(__CUDA_ARCH__)
-  // One Newton step from the hardware's estimate rounds 1 / d correctly for d in [1, 2^126].
+  // One Newton step from the hardware's estimate rounds 1 / d correctly for d in [1, 2^126]; above, the
+  // estimate is 0 and stays 0.
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(d));
-  const float sigmoid = std::fma(estimate, std::fma(-d, estimate, 1.0f), estimate);
+  return std::fma(estimate, std::fma(-d, estimate, 1.0f), estimate);
 #else
-  const float sigmoid = 1.0f / d;
+  return d > 0x1p126f ? 0.0f : 1.0f / d;
 #endif
-  return x < -kBound ? 0.0f : sigmoid;
 }
 
 struct SwigluInput {
