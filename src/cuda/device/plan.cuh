@@ -61,4 +61,20 @@ __device__ __forceinline__ TokenBlock token_block(const PlanView& plan, int inde
           .expert = low};
 }
 
+// The same, found by a whole warp: every lane counts the experts that begin at or before `index`,
+// so the search waits for memory once and not at each of its steps.
+__device__ __forceinline__ TokenBlock token_block_of_warp(const PlanView& plan, int index) {
+  const int column = index * 128;
+  int begun = 0;
+  for (int e = threadIdx.x % 32; e < plan.experts; e += 32) begun += plan.col_offsets[e] <= column;
+  const int expert = static_cast<int>(__reduce_add_sync(0xFFFFFFFFu, begun)) - 1;
+  if (column >= plan.col_offsets[plan.experts]) return {};
+  const int within = column - plan.col_offsets[expert];
+  const int first = plan.row_offsets[expert] + within;
+  return {.first_row = first,
+          .tokens = max(0, min(128, plan.tokens_per_expert[expert] - within)),
+          .rows = max(0, min(128, plan.row_offsets[expert + 1] - first)),
+          .expert = expert};
+}
+
 }  // namespace fp8moe::cuda

@@ -1,0 +1,42 @@
+// Eight neighbouring values of a dense tensor as packed registers: what one lane loads at a time.
+#pragma once
+
+#include "cuda/device/convert.cuh"
+#include "cuda/device/memory.cuh"
+
+namespace fp8moe::cuda {
+
+template <typename T>  // float, Fp16 or Bf16
+struct Eight {
+  static constexpr int kWords = 2 * sizeof(T);
+  uint32_t word[kWords];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (uint32_t& w : word) w = 0;
+  }
+  // p: the first of the eight, 16-byte aligned.
+  __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 w = load_once<uint4>(reinterpret_cast<const uint32_t*>(p) + i);
+      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+    }
+  }
+  __device__ __forceinline__ void values(float (&v)[8]) const { unpack<T>(word, v); }
+};
+
+// 4x4 bytes transposed: byte i of word j becomes byte j of word i.
+__device__ __forceinline__ void transpose_4x4(uint32_t (&w)[4]) {
+  const uint32_t low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
+  const uint32_t high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
+  w[0] = __byte_perm(low01, low23, 0x5410), w[1] = __byte_perm(low01, low23, 0x7632);
+  w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// The largest finite value of a source type: the scale where FMAX / amax overflows.
+inline float max_finite(DType dtype) {
+  return dtype == DType::f16 ? 65504.0f : dtype == DType::bf16 ? 0x1.fep127f : 0x1.fffffep127f;
+}
+
+}  // namespace fp8moe::cuda

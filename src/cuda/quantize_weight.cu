@@ -1,0 +1,156 @@
+// q = Q(w) by 128x128 tiles of w [E, N, K], and q_t, the same codes transposed: one block a tile, w
+// read once and kept packed in registers.
+#include "core/backends.h"
+#include "core/dispatch.h"
+#include "cuda/device/eight.cuh"
+#include "cuda/device/tile.cuh"
+#include "cuda/quantize_blocks.h"
+#include "cuda/runtime.h"
+
+namespace fp8moe::cuda {
+namespace {
+
+template <typename T>
+struct Params {
+  const T* w;      // [E, N, K]
+  uint8_t* q;      // [E, N, K], or nullptr
+  uint8_t* q_t;    // [E, K, N], or nullptr
+  float* scale;    // [E, cdiv(N, 128), cdiv(K, 128)]
+  float* scale_t;  // its transpose
+  int n, k, n_tiles, k_tiles;
+  int interleave;  // 0: rows of q in w's order
+  Scaling scaling;
+};
+
+constexpr int kThreads = 256;
+
+// Codes of column c: those of rows 4 g ... 4 g + 3 are word g ^ swizzle(c), which keeps the writes
+// below free of bank conflicts and 4 aligned words together.
+struct Shared {
+  alignas(16) uint32_t codes[128][32];
+  float amax[kThreads / 32];
+};
+
+__device__ __forceinline__ int swizzle(int column) { return 4 * (column >> 3 & 7); }
+
+// Row i of an expert goes to groups of `interleave` gate rows and as many up rows.
+__device__ __forceinline__ int stored_row(int i, int n, int interleave) {
+  if (interleave == 0) return i;
+  const int up = i >= n / 2, j = i - up * (n / 2);
+  return (j / interleave * 2 + up) * interleave + j % interleave;
+}
+
+// 8 lanes share a row; a thread holds rows 4 g + j at columns 64 half + 8 lane, 8 of them.
+template <typename F, typename T>
+__global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_tiles(
+    const __grid_constant__ Params<T> p) {
+  __shared__ Shared shared;
+  const int k_tile = blockIdx.x % p.k_tiles, n_tile = blockIdx.x / p.k_tiles % p.n_tiles;
+  const int64_t expert = blockIdx.x / p.k_tiles / p.n_tiles;
+  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+  const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
+  const int64_t base = expert * p.n * p.k;
+
+  Eight<T> x[4][2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      x[j][half].clear();
+      if (row + j < p.n && column + 64 * half < p.k)
+        x[j][half].load(p.w + base + int64_t{row + j} * p.k + column + 64 * half);
+    }
+  float top = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float v[8];
+      x[j][half].values(v);
+      top = fmaxf(top, amax(v));
+    }
+  top = lanes_max<32>(top);
+  if (threadIdx.x % 32 == 0) shared.amax[threadIdx.x / 32] = top;
+  __syncthreads();
+#pragma unroll
+  for (float m : shared.amax) top = fmaxf(top, m);
+  const TileScale s = tile_scale(top, F::kMax, p.scaling.pow2, p.scaling.eps, p.scaling.overflow);
+  if (threadIdx.x == 0) {
+    if (p.q != nullptr) p.scale[(expert * p.n_tiles + n_tile) * p.k_tiles + k_tile] = s.scale_inv;
+    if (p.q_t != nullptr)
+      p.scale_t[(expert * p.k_tiles + k_tile) * p.n_tiles + n_tile] = s.scale_inv;
+  }
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t codes[2][4];  // [four columns][row]
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float v[8];
+      x[j][half].values(v);
+#pragma unroll
+      for (int four = 0; four < 2; ++four)
+        codes[four][j] = fp8_encode4<F>(v[4 * four] * s.scale, v[4 * four + 1] * s.scale,
+                                        v[4 * four + 2] * s.scale, v[4 * four + 3] * s.scale);
+      if (p.q != nullptr && row + j < p.n && column + 64 * half < p.k)
+        store(
+            p.q + base + int64_t{stored_row(row + j, p.n, p.interleave)} * p.k + column + 64 * half,
+            uint2{codes[0][j], codes[1][j]});
+    }
+    if (p.q_t == nullptr) continue;
+#pragma unroll
+    for (int four = 0; four < 2; ++four) {
+      transpose_4x4(codes[four]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 64 * half + 8 * lane + 4 * four + i;
+        shared.codes[at][group ^ swizzle(at)] = codes[four][i];
+      }
+    }
+  }
+  if (p.q_t == nullptr) return;
+  __syncthreads();
+#pragma unroll
+  for (int first = 0; first < 128; first += kThreads / 8) {
+    const int at = first + group;
+    const uint4 codes = *reinterpret_cast<const uint4*>(&shared.codes[at][4 * lane ^ swizzle(at)]);
+    const int to_row = 128 * k_tile + at, to_column = 128 * n_tile + 16 * lane;
+    if (to_row < p.k && to_column < p.n)
+      store(p.q_t + base + int64_t{to_row} * p.n + to_column, codes);
+  }
+}
+
+}  // namespace
+
+void quantize_blocks(const char* op, const Tensor& x, int64_t experts, int64_t n, int64_t k,
+                     const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule, int64_t interleave,
+                     Stream stream) {
+  const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
+  dispatch_fp8((q.defined() ? q : q_t).data.dtype, [&]<typename F>() {
+    dispatch_float(x.dtype, [&]<typename T>() {
+      const Params<T> params = {.w = x.as<T>(),
+                                .q = q.data.as<uint8_t>(),
+                                .q_t = q_t.data.as<uint8_t>(),
+                                .scale = q.scale_inv.as<float>(),
+                                .scale_t = q_t.scale_inv.as<float>(),
+                                .n = static_cast<int>(n),
+                                .k = static_cast<int>(k),
+                                .n_tiles = static_cast<int>(n_tiles),
+                                .k_tiles = static_cast<int>(k_tiles),
+                                .interleave = static_cast<int>(interleave),
+                                .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
+      launch(op, quantize_tiles<F, T>, static_cast<unsigned>(experts * n_tiles * k_tiles), kThreads,
+             0, stream_of(stream), params);
+    });
+  });
+}
+
+void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
+                     int64_t interleave, Stream stream) {
+  if (w.numel() == 0) return;
+  const DeviceGuard guard(w.device);
+  quantize_blocks("quantize_weight", w, w.shape[0], w.shape[1], w.shape[2], q, q_t, rule,
+                  interleave, stream);
+}
+
+}  // namespace fp8moe::cuda

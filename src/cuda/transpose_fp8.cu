@@ -1,0 +1,42 @@
+// columns = the rows of q transposed expert by expert: codes shifted to one scale a tile, or, under
+// requantize, dequantized to f32 and quantized again along the tokens.
+#include "core/backends.h"
+#include "core/dispatch.h"
+#include "cuda/device/swiglu.cuh"
+#include "cuda/runtime.h"
+#include "cuda/shift_columns.h"
+
+namespace fp8moe::cuda {
+namespace {
+
+// Eight dequantized values.
+template <typename F>
+struct DequantizedSource {
+  RowsOut q;
+
+  __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
+    const uint2 codes = load_once<uint2>(q.data + row * q.ld + column);
+    const float s = __ldg(q.scale + row * q.scale_row + column / 128 * q.scale_tile);
+    fp8_decode4<F>(codes.x, v), fp8_decode4<F>(codes.y, v + 4);
+#pragma unroll
+    for (float& x : v) x *= s;
+  }
+};
+
+}  // namespace
+
+void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
+                   bool requantize, ScaleRule rule, Stream stream) {
+  if (q.data.numel() == 0) return;
+  const DeviceGuard guard(q.data.device);
+  if (!requantize) return shift_columns("transpose_fp8", q, plan, false, columns, stream);
+  dispatch_fp8(q.data.dtype, [&]<typename From>() {
+    dispatch_fp8(columns.data.dtype, [&]<typename To>() {
+      launch_quantize_source<To>("transpose_fp8", DequantizedSource<From>{rows_out(q)}, plan,
+                                 q.data.shape[0], q.data.shape[1], {}, columns,
+                                 {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
+    });
+  });
+}
+
+}  // namespace fp8moe::cuda
