@@ -107,27 +107,38 @@ def verify(device: Device = "cpu", seed: int = 0) -> None:
 def bench(
     device: Device = "cpu",
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
+    layer: Annotated[
+        bool, typer.Option(help="The whole expert block, forward and backward, not the ops.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="One tiny shape an op: does it all run?")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the share of the limit.")] = None,
 ) -> None:
     """Time every operator beside its limit (a copy, dense arithmetic) and its peers."""
     place = device_of(device)
-    from .bench import report, run
+    from .bench import layer_report, report, run
+    from .bench.layer import run_layer
 
+    if layer and op:
+        raise ValueError(f"--layer times no single op; got --op {op[0]}")
     console = console_for_tables()
     with console.status("timing") as status:
-        record = run(place, op, quick, lambda row: status.update(f"{row['op']} {row['variant']}"))
-    table = Table(*report.COLUMNS)
+
+        def show(row: dict[str, Any]) -> None:
+            status.update(f"{row.get('model', row['op'])} {row['variant']}")
+
+        record = run_layer(place, quick, show) if layer else run(place, op, quick, show)
+    view: Any = layer_report if layer else report
+    table = Table(*view.COLUMNS)
     for row in record["results"]:
-        table.add_row(*report.cells(row))
+        table.add_row(*view.cells(row))
     console.print(report.environment_text(record))
     console.print(table)
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"wrote {json_path}")
     if plot is not None:
-        report.plot(record, plot)
+        view.plot(record, plot)
         console.print(f"wrote {plot}")
 
 

@@ -74,8 +74,8 @@ def kernels_of(events: list[dict[str, Any]], cuda: bool) -> list[Kernel]:
     for event in device:
         launch = launches.get(event["args"].get("correlation"))
         op, call = "torch", 0
-        for other in calls if launch is not None else ():
-            if other["tid"] == launch["tid"] and spans(other, launch):
+        for other in calls:
+            if launch and other["tid"] == launch["tid"] and spans(other, launch):
                 op, call = owner[id(other)]
         found.append(Kernel(op, call, event["name"], float(event["dur"])))
     return found
@@ -85,3 +85,30 @@ def spans(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
     """Whether `inner` began while `outer` ran."""
     start = float(outer["ts"])
     return start <= float(inner["ts"]) <= start + float(outer["dur"])
+
+
+# Which call of an operator is what, in the order of autograd/fp8.py without recompute.
+_GEMMS = ("fprop-1", "fprop-2", "dgrad-2", "dgrad-1")
+ROLES: dict[str, tuple[str, ...]] = {
+    "route": ("route",),
+    "quantize": ("quantize x", "quantize dout"),
+    "permute_pad": ("permute x", "permute dout"),
+    "grouped_gemm": _GEMMS,
+    "swiglu_quantize": ("swiglu",),
+    "unpermute_unpad": ("unpermute",),
+    "swiglu_quantize_backward": ("swiglu backward",),
+    "permute_pad_backward": ("permute backward",),
+    "permute_transpose_fp8": ("transpose x", "transpose dout"),
+    "grouped_gemm_wgrad": ("wgrad-1", "wgrad-2"),
+}
+GEMMS = (*_GEMMS, "wgrad-1", "wgrad-2")
+
+
+def roles(kernels: list[Kernel]) -> dict[str, float]:
+    """Microseconds of each role of a forward and backward, in the order they ran."""
+    total: dict[str, float] = {}
+    for kernel in kernels:
+        names = ROLES.get(kernel.op, ())
+        role = names[kernel.call] if kernel.call < len(names) else kernel.op
+        total[role] = total.get(role, 0.0) + kernel.us
+    return total

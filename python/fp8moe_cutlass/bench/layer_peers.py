@@ -1,0 +1,175 @@
+"""The same expert block in bf16 torch and, where they can be imported, in other libraries.
+
+A peer is a module called as MoEExperts is, (x, topk_idx, probs) -> out. Nobody else's numbers are
+kept here: a peer that is installed is timed in the same process, one that is not is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8moe_cutlass.nn import MoEExperts
+
+Factory = Callable[[MoEExperts, int], nn.Module]
+
+
+def peers(device: torch.device) -> dict[str, Factory]:
+    """name -> factory(layer, slots), for what can run here."""
+    found: dict[str, Factory] = {"torch bf16": TorchExperts}
+    if device.type == "cuda":
+        if importable("transformer_engine.pytorch"):
+            found["TransformerEngine FP8"] = lambda layer, slots: TransformerEngineExperts(layer)
+            found["TransformerEngine bf16"] = lambda layer, slots: TransformerEngineExperts(
+                layer, fp8=False
+            )
+        if importable("sonicmoe"):
+            found["SonicMoE bf16, its router included"] = SonicExperts
+    return found
+
+
+def importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+# ---- torch --------------------------------------------------------------------------------------
+
+
+class TorchExperts(nn.Module):
+    """grouped_mm, compiled SwiGLU, gathers in both directions: no atomics, no host sync. Shares the
+    layer's parameters; CPU: nothing is compiled."""
+
+    def __init__(self, layer: MoEExperts, slots: int) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = layer.gate_up_proj, layer.down_proj
+
+    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
+        expert, order = torch.sort(topk_idx.flatten(), stable=True)
+        rows = torch.arange(order.numel(), device=order.device)
+        row_of = torch.empty_like(order).scatter_(0, order, rows).view(topk_idx.shape)
+        experts = torch.arange(len(self.down_proj), device=order.device)
+        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
+        x_rows, p = _ToRows.apply(x, probs, order, row_of)  # type: ignore[no-untyped-call]
+        z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
+        h = _fast(swiglu, z)(z, p)
+        y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
+        out: Tensor = _ToTokens.apply(y, order, row_of)  # type: ignore[no-untyped-call]
+        return out
+
+
+def swiglu(z: Tensor, p: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
+
+
+def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
+    return rows[row_of].float().sum(dim=1).to(rows.dtype)
+
+
+def _fast(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
+    return _compiled(function) if like.is_cuda else function
+
+
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    if function not in _CACHE:
+        _CACHE[function] = torch.compile(function)
+    return _CACHE[function]
+
+
+_CACHE: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, order: Tensor, row_of: Tensor) -> Any:
+        ctx.save_for_backward(row_of)
+        return x[order // row_of.shape[1]], probs.flatten()[order]
+
+    @staticmethod
+    def backward(ctx: Any, dx_rows: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
+        (row_of,) = ctx.saved_tensors
+        return _fast(sum_slots, dx_rows)(dx_rows, row_of), dp[row_of], None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
+        ctx.save_for_backward(order, row_of)
+        return _fast(sum_slots, y)(y, row_of)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        order, row_of = ctx.saved_tensors
+        return dout[order // row_of.shape[1]], None, None
+
+
+# ---- other libraries ----------------------------------------------------------------------------
+
+
+class TransformerEngineExperts(nn.Module):
+    """TransformerEngine's permutation and GroupedLinear, FP8 with block scaling or bf16. The group
+    sizes are lists on the host: it waits for the device."""
+
+    def __init__(self, layer: MoEExperts, fp8: bool = True) -> None:
+        super().__init__()
+        self.te: Any = importlib.import_module("transformer_engine.pytorch")
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        self.recipe = recipes.Float8BlockScaling() if fp8 else None
+        self.experts = layer.num_experts
+        h, i = layer.hidden_size, layer.intermediate_size
+        options = {"bias": False, "params_dtype": torch.bfloat16}
+        self.fc1 = self.te.GroupedLinear(self.experts, h, 2 * i, **options)
+        self.fc2 = self.te.GroupedLinear(self.experts, i, h, **options)
+        self.weights_ready = False
+
+    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
+        shape = (len(x), self.experts)
+        mask = torch.zeros(shape, dtype=torch.int32, device=x.device).scatter_(1, topk_idx, 1)
+        dense = torch.zeros(shape, device=x.device).scatter(1, topk_idx, probs)
+        counts = mask.sum(dim=0)
+        rows, p, row_map, offsets, padded = self.te.moe_permute_and_pad_with_probs(
+            x, dense, mask, counts, 16
+        )
+        splits = padded.tolist()
+        first = not self.weights_ready
+        with self.te.fp8_autocast(enabled=self.recipe is not None, fp8_recipe=self.recipe):
+            z = self.fc1(rows, splits, is_first_microbatch=first)
+            h = _compiled(swiglu)(z, p)
+            y = self.fc2(h, splits, is_first_microbatch=first)
+        self.weights_ready = True
+        out: Tensor = self.te.moe_unpermute(
+            y, row_map, restore_shape=x.shape, map_type="mask", pad_offsets=offsets
+        )
+        return out
+
+
+class SonicExperts(nn.Module):
+    """SonicMoE's whole layer: its router chooses, the given routing is not used."""
+
+    def __init__(self, layer: MoEExperts, slots: int) -> None:
+        super().__init__()
+        sonic: Any = importlib.import_module("sonicmoe")
+        enums: Any = importlib.import_module("sonicmoe.enums")
+        self.backend = sonic.KernelBackendMoE.sonicmoe
+        self.moe = sonic.MoE(
+            num_experts=layer.num_experts,
+            num_experts_per_tok=slots,
+            hidden_size=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            activation_function=enums.ActivationType.SWIGLU,
+            add_bias=False,
+            std=0.02,
+        ).to(device=layer.down_proj.device, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
+        out: Tensor = self.moe(x, kernel_backend_moe=self.backend)[0]
+        return out
