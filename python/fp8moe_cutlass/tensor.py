@@ -109,9 +109,9 @@ class Fp8Tensor:
         if layout == "row":
             scale = _library.contiguous(self.scale_inv[:, :m].T)
         else:
-            scale = _library.zeros(
-                "to_layout", self.scale_inv, scale_shape(self.shape, "gemm"), "float32"
-            )
+            shape = scale_shape(self.shape, "gemm")
+            scale = _library.empty("to_layout", self.scale_inv, shape)
+            scale[:, m:] = 0
             scale[:, :m] = self.scale_inv.T
         return self._with(scale_inv=scale, scale_layout=layout)
 
