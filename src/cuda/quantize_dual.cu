@@ -1,21 +1,128 @@
-// rows = Q(x) by 1x128 tiles and columns = Q(x^T) per expert, from one read of x.
+// rows = Q(x) by 1x128 tiles and columns = Q(x^T) per expert, from one read of x: one block a tile
+// of 128 tokens and 128 channels, x packed in registers between the two quantizations.
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/swiglu.cuh"
+#include "cuda/device/transposed_codes.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
 namespace {
 
 template <typename T>
+struct Params {
+  const T* x;  // [R, C]
+  int channels, tiles;
+  PlanView plan;
+  RowsOut rows;        // [R, C]
+  ColumnsOut columns;  // [C, Kcap], one scale a tile
+  Scaling scaling;
+};
+
+constexpr int kThreads = 256;
+
+struct Shared {
+  TransposedCodes<8> codes;
+  float amax[kThreads / 32];
+};
+
+template <typename F>
+__device__ __forceinline__ void encode(const float (&v)[8], float scale, uint32_t (&codes)[2]) {
+#pragma unroll
+  for (int four = 0; four < 2; ++four)
+    codes[four] = fp8_encode4<F>(v[4 * four] * scale, v[4 * four + 1] * scale,
+                                 v[4 * four + 2] * scale, v[4 * four + 3] * scale);
+}
+
+template <typename F>
+__device__ __forceinline__ TileScale scale_of(float amax, Scaling scaling) {
+  return tile_scale(amax, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
+}
+
+// Columns by 128x128 tiles. 8 lanes share a token; a thread holds tokens 4 g + j at channels
+// 64 half + 8 lane, 8 of them.
+template <typename F, typename T>
+__global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_both(
+    const __grid_constant__ Params<T> p) {
+  __shared__ Shared shared;
+  const int tile = blockIdx.x % p.tiles, block = blockIdx.x / p.tiles;
+  const TokenBlock tokens = token_block_of_warp(p.plan, block);
+  if (tokens.expert < 0) return;
+  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+  const int channel = 128 * tile + 8 * lane;
+
+  Eight<T> x[4][2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      x[j][half].clear();
+      if (4 * group + j < tokens.tokens && channel + 64 * half < p.channels)
+        x[j][half].load(p.x + int64_t{tokens.first_row + 4 * group + j} * p.channels + channel +
+                        64 * half);
+    }
+
+  float top = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int token = 4 * group + j;
+    const int64_t row = tokens.first_row + token;
+    float v[2][8];
+    x[j][0].values(v[0]), x[j][1].values(v[1]);
+    const float row_top = lanes_max<8>(fmaxf(amax(v[0]), amax(v[1])));
+    top = fmaxf(top, row_top);
+    if (token >= tokens.rows) continue;
+    const TileScale s = scale_of<F>(row_top, p.scaling);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t codes[2];
+      encode<F>(v[half], s.scale, codes);
+      if (channel + 64 * half < p.channels)
+        store(p.rows.data + row * p.channels + channel + 64 * half, uint2{codes[0], codes[1]});
+    }
+    if (lane == 0)  // padding rows: data 0 from the zeros above, scale 0
+      p.rows.scale[row * p.rows.scale_row + tile * p.rows.scale_tile] =
+          token < tokens.tokens ? s.scale_inv : 0.0f;
+  }
+
+  top = lanes_max<32>(top);
+  if (threadIdx.x % 32 == 0) shared.amax[threadIdx.x / 32] = top;
+  __syncthreads();
+#pragma unroll
+  for (float m : shared.amax) top = fmaxf(top, m);
+  const TileScale s = scale_of<F>(top, p.scaling);
+  if (threadIdx.x == 0)
+    p.columns.scale[tile * p.columns.scale_tile + block * p.columns.scale_block] = s.scale_inv;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t codes[2][4];  // [four channels][token]
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float v[8];
+      x[j][half].values(v);
+      uint32_t of_token[2];
+      encode<F>(v, s.scale, of_token);
+      codes[0][j] = of_token[0], codes[1][j] = of_token[1];
+    }
+#pragma unroll
+    for (int four = 0; four < 2; ++four)
+      shared.codes.put(64 * half + 8 * lane + 4 * four, group, codes[four]);
+  }
+  __syncthreads();
+  shared.codes.store_to(p.columns.data + int64_t{128} * tile * p.columns.ld + int64_t{128} * block,
+                        p.columns.ld, p.channels - 128 * tile, 128);
+}
+
+// For columns with a scale a channel: the values, eight at a time.
+template <typename T>
 struct DenseSource {
   const T* x;  // [R, C]
-  int64_t columns;
+  int64_t channels;
 
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
     Eight<T> packed;
-    packed.load(x + row * columns + column);
+    packed.load(x + row * channels + column);
     packed.values(v);
   }
 };
@@ -24,13 +131,25 @@ struct DenseSource {
 
 void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& rows,
                    const Fp8Tensor& columns, ScaleRule rule, Stream stream) {
-  if (x.numel() == 0) return;
+  const int64_t r = x.shape[0], c = x.shape[1];
+  const int64_t tiles = cdiv(c, kTile), blocks = plan.columns() / kTile;
+  if (tiles == 0 || blocks == 0) return;
   const DeviceGuard guard(x.device);
+  const Scaling scaling = {rule.pow2, rule.eps, max_finite(x.dtype)};
   dispatch_fp8(rows.data.dtype, [&]<typename F>() {
     dispatch_float(x.dtype, [&]<typename T>() {
-      launch_quantize_source<F>("quantize_dual", DenseSource<T>{x.as<T>(), x.shape[1]}, plan,
-                                x.shape[0], x.shape[1], rows, columns,
-                                {rule.pow2, rule.eps, max_finite(x.dtype)}, stream_of(stream));
+      if (columns.layout == ScaleLayout::gemm)
+        return launch_quantize_source<F>("quantize_dual", DenseSource<T>{x.as<T>(), c}, plan, r, c,
+                                         rows, columns, scaling, stream_of(stream));
+      const Params<T> params = {.x = x.as<T>(),
+                                .channels = static_cast<int>(c),
+                                .tiles = static_cast<int>(tiles),
+                                .plan = view_of(plan),
+                                .rows = rows_out(rows),
+                                .columns = columns_out(columns),
+                                .scaling = scaling};
+      launch("quantize_dual", quantize_both<F, T>, static_cast<unsigned>(blocks * tiles), kThreads,
+             0, stream_of(stream), params);
     });
   });
 }

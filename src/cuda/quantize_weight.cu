@@ -4,6 +4,7 @@
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
+#include "cuda/device/transposed_codes.cuh"
 #include "cuda/quantize_blocks.h"
 #include "cuda/runtime.h"
 
@@ -24,14 +25,10 @@ struct Params {
 
 constexpr int kThreads = 256;
 
-// Codes of column c: those of rows 4 g ... 4 g + 3 are word g ^ swizzle(c), which keeps the writes
-// below free of bank conflicts and 4 aligned words together.
 struct Shared {
-  alignas(16) uint32_t codes[128][32];
+  TransposedCodes<8> codes;
   float amax[kThreads / 32];
 };
-
-__device__ __forceinline__ int swizzle(int column) { return 4 * (column >> 3 & 7); }
 
 // Row i of an expert goes to groups of `interleave` gate rows and as many up rows.
 __device__ __forceinline__ int stored_row(int i, int n, int interleave) {
@@ -99,25 +96,13 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_til
     }
     if (p.q_t == nullptr) continue;
 #pragma unroll
-    for (int four = 0; four < 2; ++four) {
-      transpose_4x4(codes[four]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 64 * half + 8 * lane + 4 * four + i;
-        shared.codes[at][group ^ swizzle(at)] = codes[four][i];
-      }
-    }
+    for (int four = 0; four < 2; ++four)
+      shared.codes.put(64 * half + 8 * lane + 4 * four, group, codes[four]);
   }
   if (p.q_t == nullptr) return;
   __syncthreads();
-#pragma unroll
-  for (int first = 0; first < 128; first += kThreads / 8) {
-    const int at = first + group;
-    const uint4 codes = *reinterpret_cast<const uint4*>(&shared.codes[at][4 * lane ^ swizzle(at)]);
-    const int to_row = 128 * k_tile + at, to_column = 128 * n_tile + 16 * lane;
-    if (to_row < p.k && to_column < p.n)
-      store(p.q_t + base + int64_t{to_row} * p.n + to_column, codes);
-  }
+  shared.codes.store_to(p.q_t + base + int64_t{128} * k_tile * p.n + 128 * n_tile, p.n,
+                        p.k - 128 * k_tile, p.n - 128 * n_tile);
 }
 
 }  // namespace

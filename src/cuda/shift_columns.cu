@@ -6,6 +6,7 @@
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
+#include "cuda/device/transposed_codes.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -25,14 +26,10 @@ struct Params {
   ColumnsOut out;  // [C, Kcap]
 };
 
-// Codes of channel c: those of tokens 4 g ... 4 g + 3 are word g ^ swizzle(c), which keeps the
-// writes free of bank conflicts and 4 aligned words together.
 struct Shared {
-  alignas(16) uint32_t codes[128][32];
+  TransposedCodes<16> codes;
   int top[kWarps][128];  // per channel; per tile: [warp][0]
 };
-
-__device__ __forceinline__ int swizzle(int channel) { return 4 * (channel >> 4 & 7); }
 
 // 0x80 in every byte whose code is NaN (or E5M2's infinity): copied, never shifted.
 template <typename F>
@@ -249,21 +246,11 @@ __global__ __launch_bounds__(kThreads) void shift_tiles(const __grid_constant__ 
   for (int four = 0; four < 4; ++four) {
     uint32_t codes[4] = {rows.code[0][four], rows.code[1][four], rows.code[2][four],
                          rows.code[3][four]};
-    transpose_4x4(codes);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = 16 * lane + 4 * four + i;
-      shared.codes[at][group ^ swizzle(at)] = codes[i];
-    }
+    shared.codes.put(16 * lane + 4 * four, group, codes);
   }
   __syncthreads();
-#pragma unroll
-  for (int first = 0; first < 128; first += kThreads / 8) {
-    const int at = first + group;
-    if (128 * tile + at >= p.channels) continue;
-    const uint4 codes = *reinterpret_cast<const uint4*>(&shared.codes[at][4 * lane ^ swizzle(at)]);
-    store(p.out.data + int64_t{128 * tile + at} * p.out.ld + 128 * block + 16 * lane, codes);
-  }
+  shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
+                        p.out.ld, p.channels - 128 * tile, 128);
 }
 
 }  // namespace

@@ -26,14 +26,6 @@ struct Eight {
   __device__ __forceinline__ void values(float (&v)[8]) const { unpack<T>(word, v); }
 };
 
-// 4x4 bytes transposed: byte i of word j becomes byte j of word i.
-__device__ __forceinline__ void transpose_4x4(uint32_t (&w)[4]) {
-  const uint32_t low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
-  const uint32_t high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
-  w[0] = __byte_perm(low01, low23, 0x5410), w[1] = __byte_perm(low01, low23, 0x7632);
-  w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
-}
-
 // The largest finite value of a source type: the scale where FMAX / amax overflows.
 inline float max_finite(DType dtype) {
   return dtype == DType::f16 ? 65504.0f : dtype == DType::bf16 ? 0x1.fep127f : 0x1.fffffep127f;

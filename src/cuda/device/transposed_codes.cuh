@@ -1,0 +1,48 @@
+// A 128x128 tile of codes on its way from token-major registers to channel-major memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/memory.cuh"
+
+namespace fp8moe::cuda {
+
+// 4x4 bytes transposed: byte i of word j becomes byte j of word i.
+__device__ __forceinline__ void transpose_4x4(uint32_t (&w)[4]) {
+  const uint32_t low01 = __byte_perm(w[0], w[1], 0x5140), low23 = __byte_perm(w[2], w[3], 0x5140);
+  const uint32_t high01 = __byte_perm(w[0], w[1], 0x7362), high23 = __byte_perm(w[2], w[3], 0x7362);
+  w[0] = __byte_perm(low01, low23, 0x5410), w[1] = __byte_perm(low01, low23, 0x7632);
+  w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// In shared memory. 8 lanes share a token; a lane writes runs of kRun neighbouring channels (8 or
+// 16), and a warp 4 neighbouring groups of 4 tokens. Word g of a channel, its codes at tokens
+// 4 g ... 4 g + 3, lies at g ^ swizzle: no bank conflicts, and 4 aligned words stay together.
+template <int kRun>
+struct TransposedCodes {
+  alignas(16) uint32_t word[128][32];
+
+  static __device__ __forceinline__ int swizzle(int channel) { return 4 * (channel / kRun & 7); }
+
+  // codes[j]: 4 channels from `channel` on at token 4 group + j.
+  __device__ __forceinline__ void put(int channel, int group, uint32_t (&codes)[4]) {
+    transpose_4x4(codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[channel + i][group ^ swizzle(channel)] = codes[i];
+  }
+  // Channels below `channels` to rows of out, `ld` apart, tokens below `tokens` (a multiple of 16)
+  // of each: 8 threads a channel, 16 tokens a thread. 256 threads, after a barrier.
+  __device__ __forceinline__ void store_to(uint8_t* out, int64_t ld, int channels,
+                                           int tokens) const {
+    const int chunk = threadIdx.x % 8;
+#pragma unroll
+    for (int first = 0; first < 128; first += 32) {
+      const int channel = first + static_cast<int>(threadIdx.x) / 8;
+      if (channel >= channels || 16 * chunk >= tokens) continue;
+      store(out + channel * ld + 16 * chunk,
+            *reinterpret_cast<const uint4*>(&word[channel][4 * chunk ^ swizzle(channel)]));
+    }
+  }
+};
+
+}  // namespace fp8moe::cuda
