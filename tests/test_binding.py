@@ -6,7 +6,9 @@ import ctypes
 import gc
 import importlib
 import sys
+import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from fp8moe_cutlass import (
     ops,
     use_stream,
 )
-from fp8moe_cutlass.bench.host import host_overhead
+from fp8moe_cutlass.bench.host import ROUTES, arguments
 
 
 class Lender:
@@ -500,12 +502,12 @@ def test_use_stream_restores() -> None:
 def test_a_call_costs_little() -> None:
     """Six tensors, all checks, no work: the bars are 1 us for _C and 2.5 us for the torch op.
 
-    Five times that is allowed here, where other processes share the machine; `fp8moe-cutlass bench`
-    shows the figure.
+    Five times that is allowed here, where other processes share the machine (short rounds, best of
+    many); `fp8moe-cutlass bench` shows the figure.
     """
-    bars = {"_C": 5.0, "torch op": 12.5}
-    for row in host_overhead():
-        route = row["variant"].split(",")[0]
-        print(f"{route}: {row['host_us']:.2f} us")
-        assert row["host_us"] < bars.pop(route)
-    assert not bars
+    call_with = arguments()
+    for route, bar in {"_C": 1.0, "torch op": 2.5}.items():
+        call = partial(ROUTES[route], *call_with)
+        best = min(timeit.repeat(call, number=200, repeat=300)) / 200 * 1e6
+        print(f"{route}: {best:.2f} us")
+        assert best < 5 * bar, route

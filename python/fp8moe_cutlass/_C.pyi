@@ -1,3 +1,5 @@
+from typing import Any
+
 import fp8moe_cutlass
 
 
@@ -54,4 +56,4 @@ def set_stream(handle: int) -> int:
     Sets this thread's stream for arrays whose framework names none; returns the one before.
     """
 
-def build_info() -> dict: ...
+def build_info() -> dict[str, Any]: ...

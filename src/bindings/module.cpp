@@ -258,7 +258,7 @@ NB_MODULE(_C, m) {
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
   m.def("build_info", [] {
     const BuildInfo info = build_info();
-    nb::dict d;
+    nb::typed<nb::dict, nb::str, nb::any> d;
     d["version"] = info.version;
     d["cuda"] = info.cuda;
     d["cuda_toolkit"] = info.cuda_toolkit;
