@@ -32,7 +32,7 @@ std::string brackets(const int64_t* values, int32_t count) {
 }
 
 std::string name_of(nb::dlpack::dtype dtype) {
-  static constexpr const char* kNames[] = {"int",    "uint",    "float", "code3_",
+  static constexpr const char* kNames[] = {"int",    "uint",    "float", "opaque",
                                            "bfloat", "complex", "bool"};
   const std::string stem = dtype.code < std::size(kNames)
                                ? kNames[dtype.code]
