@@ -1,7 +1,11 @@
 // h = Q(silu(gate) * up * prob) of z = [gate | up] [R, 2I]; optional columns of h [I, Kcap] from
-// the same registers, and Q(z). One pass over z (two with Q(z)), whatever the outputs.
+// the same registers, and Q(z).
+//
+// bf16 z, I % 128 == 0 and power-of-two scales have kernels of their own: quantize_rows, or
+// staged_tiles where columns are asked for. The rest, and Q(z), takes the general tile kernel.
 #include "core/backends.h"
 #include "core/dispatch.h"
+#include "cuda/device/staged_tiles.cuh"
 #include "cuda/device/swiglu_rows.cuh"
 #include "cuda/runtime.h"
 
@@ -19,24 +23,20 @@ struct RowsParams {
   int rows, intermediate, tiles;
   PlanView plan;
   RowsOut h;
-  Scaling scaling;
+  Pow2Scaling scaling;
 };
 
-template <bool kClamp>
-__device__ __forceinline__ void hidden(const Packed16& gate, const Packed16& up, float prob,
-                                       float clamp, float (&h)[16]) {
-  float g[16], u[16];
-  gate.unpack16(g);
-  up.unpack16(u);
+template <bool kClamp, int N>
+__device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)[N], float prob,
+                                       float clamp, float (&h)[N]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const SwigluInput in = clamp_swiglu(g[i], u[i], kClamp ? clamp : 0.0f);
+  for (int i = 0; i < N; ++i) {
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);
     h[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
   }
 }
 
-// bf16 z, I % 128 == 0, no columns: 32 rows x 4 tiles a block, the next tile loaded while one is
-// computed.
+// No columns: 32 rows x 4 tiles a block, the next tile loaded while one is computed.
 template <typename F, bool kClamp>
 __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ RowsParams p) {
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
@@ -61,36 +61,45 @@ __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ 
   for (int tile = first; tile < last; ++tile) {
     gate = next_gate, up = next_up;
     if (tile + 1 < last) load(tile + 1);
-    float h[16];
-    hidden<kClamp>(gate, up, prob, p.clamp, h);
+    float g[16], u[16], h[16];
+    gate.unpack16(g), up.unpack16(u);
+    hidden<kClamp>(g, u, prob, p.clamp, h);
     Tile<8>::quantize_row<F>(to, row, tile, p.intermediate, h, !kind.token, p.scaling);
   }
 }
 
-template <typename F, typename Z>
-void launch_any(const Z& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                const Fp8Tensor& h, const Fp8Tensor& h_columns, Scaling scaling,
-                cudaStream_t stream) {
-  const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1];
-  const HiddenSource<Z> source = {.z = z,
-                                  .probs = probs.as<float>(),
-                                  .clamp = clamp,
-                                  .intermediate = static_cast<int>(intermediate)};
-  launch_quantize_source<F>(kOp, source, plan, rows, intermediate, h, h_columns, scaling, stream);
-}
+// h as a source of staged_tiles; the weight of a row is its prob.
+template <bool kClamp>
+struct StagedHidden {
+  static constexpr int kPlanes = 2;
+  const uint16_t* z;
+  int intermediate;
+  float clamp;
+
+  __device__ __forceinline__ const uint16_t* row(int plane, int64_t row) const {
+    return z + (2 * row + plane) * intermediate;
+  }
+  __device__ __forceinline__ void values(const uint4 (&packed)[2], float prob,
+                                         float (&h)[8]) const {
+    float gate[8], up[8];
+    unpack<Bf16>(&packed[0].x, gate), unpack<Bf16>(&packed[1].x, up);
+    hidden<kClamp>(gate, up, prob, clamp, h);
+  }
+};
 
 template <typename F>
-void launch_hidden(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                   const Fp8Tensor& h, const Fp8Tensor& h_columns, Scaling scaling,
-                   cudaStream_t stream) {
-  const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1];
-  if (z.dtype != DType::bf16)
-    return launch_any<F>(pre_activation(z, {}), plan, probs, clamp, h, h_columns, scaling, stream);
-  if (h_columns.defined() || intermediate % kTile != 0) {
-    const Bf16PreActivation dense = {{z.data}, static_cast<int>(2 * intermediate)};
-    return launch_any<F>(dense, plan, probs, clamp, h, h_columns, scaling, stream);
+void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+                 const Fp8Tensor& h, const Fp8Tensor& h_columns, float eps, cudaStream_t stream) {
+  const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
+                tiles = intermediate / kTile;
+  if (h_columns.defined()) {
+    const auto go = [&]<bool kClamp>() {
+      const StagedHidden<kClamp> source = {z.as<uint16_t>(), static_cast<int>(intermediate), clamp};
+      launch_staged_tiles<F>(kOp, z.device, source, probs.as<float>(), plan, h, h_columns, eps,
+                             stream);
+    };
+    return clamp > 0.0f ? go.template operator()<true>() : go.template operator()<false>();
   }
-  const int64_t tiles = intermediate / kTile;
   const RowsParams params = {.z = z.as<uint16_t>(),
                              .probs = probs.as<float>(),
                              .clamp = clamp,
@@ -99,7 +108,7 @@ void launch_hidden(const Tensor& z, const RoutingPlan& plan, const Tensor& probs
                              .tiles = static_cast<int>(tiles),
                              .plan = view_of(plan),
                              .h = rows_out(h),
-                             .scaling = scaling};
+                             .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
   launch(kOp, clamp > 0.0f ? quantize_rows<F, true> : quantize_rows<F, false>,
          static_cast<unsigned>(blocks), 256, 0, stream, params);
@@ -110,21 +119,27 @@ void launch_hidden(const Tensor& z, const RoutingPlan& plan, const Tensor& probs
 void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
                      const Fp8Tensor& h, const Fp8Tensor& h_columns, const Fp8Tensor& z_q,
                      ScaleRule rule, Stream stream) {
-  const int64_t rows = z.shape[0], width = z.shape[1];
-  if (rows == 0 || width == 0) return;
+  const int64_t rows = z.shape[0], intermediate = z.shape[1] / 2;
+  if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(z.device);
-  dispatch_fp8(h.data.dtype, [&]<typename F>() {
-    launch_hidden<F>(z, plan, probs, clamp, h, h_columns, {rule.pow2, rule.eps, kMaxFloat},
-                     stream_of(stream));
-  });
+  const HiddenSource source = {.z = pre_activation(z, {}),
+                               .probs = probs.as<float>(),
+                               .clamp = clamp,
+                               .intermediate = static_cast<int>(intermediate)};
+  const bool one_format = !h_columns.defined() || h_columns.data.dtype == h.data.dtype;
+  if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2 && one_format)
+    dispatch_fp8(h.data.dtype, [&]<typename F>() {
+      launch_bf16<F>(z, plan, probs, clamp, h, h_columns, rule.eps, stream_of(stream));
+    });
+  else
+    quantize_from(kOp, source, plan, rows, intermediate, h, h_columns,
+                  {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
   if (!z_q.defined()) return;
   const float overflow = z.dtype == DType::f16    ? 65504.0f
                          : z.dtype == DType::bf16 ? 0x1.fep127f
                                                   : kMaxFloat;
-  dispatch_fp8(z_q.data.dtype, [&]<typename F>() {
-    launch_quantize_source<F>(kOp, ZSource<PreActivation>{pre_activation(z, {})}, plan, rows, width,
-                              z_q, {}, {rule.pow2, rule.eps, overflow}, stream_of(stream));
-  });
+  quantize_from(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q, {},
+                {rule.pow2, rule.eps, overflow}, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

@@ -12,12 +12,11 @@ namespace fp8moe::cuda {
 namespace {
 
 constexpr const char* kOp = "swiglu_quantize_backward";
-using AnyGradSource = GradSource<PreActivation, FloatSource>;
 
 // dprob[row]: a warp a row, 16 lanes a tile of 128 terms; tiles in ascending order
 // (common/reduce.h).
 __global__ void __launch_bounds__(256)
-    sum_dprobs(const __grid_constant__ AnyGradSource source, const __grid_constant__ PlanView plan,
+    sum_dprobs(const __grid_constant__ GradSource source, const __grid_constant__ PlanView plan,
                int rows, float* dprobs) {
   const int64_t row = int64_t{8} * blockIdx.x + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -35,27 +34,21 @@ __global__ void __launch_bounds__(256)
   if (lane == 0) dprobs[row] = sum;
 }
 
-template <typename F>
-void launch_any(const AnyGradSource& source, const RoutingPlan& plan, int64_t rows,
+void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
                 const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
                 const Fp8Tensor& h_columns, Scaling scaling, cudaStream_t stream) {
   const int64_t intermediate = source.intermediate;
-  launch_quantize_source<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling,
-                            stream);
+  quantize_from(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling, stream);
   if (h_columns.defined()) {
-    const HiddenSource<PreActivation> hidden = {source.z, source.probs, source.clamp,
-                                                source.intermediate};
-    dispatch_fp8(h_columns.data.dtype, [&]<typename H>() {
-      launch_quantize_source<H>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling,
-                                stream);
-    });
+    const HiddenSource hidden = {source.z, source.probs, source.clamp, source.intermediate};
+    quantize_from(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling, stream);
   }
   if (dprobs.defined())
     launch(kOp, sum_dprobs, static_cast<unsigned>(cdiv(rows, 8)), 256, 0, stream, source,
            view_of(plan), static_cast<int>(rows), dprobs.as<float>());
 }
 
-// Rows a block of quantize_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or 32.
+// Rows a block of backward_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or 32.
 int rows_per_block(int64_t tiles) {
   int best = 8;
   double best_use = 0.0;
@@ -70,12 +63,13 @@ int rows_per_block(int64_t tiles) {
 template <typename F>
 void launch_rows(SwigluBackward p, cudaStream_t stream) {
   p.rows_per_block = rows_per_block(p.tiles);
-  const auto shared = static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
+  const size_t shared =
+      sizeof(BackwardRowsShared) + static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
   launch(kOp, p.clamp > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
          static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
 }
 
-// Blocks a cluster of quantize_tiles: more of them split a token block finer, fewer keep more tiles
+// Blocks a cluster of backward_tiles: more of them split a token block finer, fewer keep more tiles
 // in the pipeline of each. 0: the sums of that many tiles do not fit.
 int cluster_size(const SwigluBackward& p, const DeviceInfo& device) {
   for (int ranks = p.tiles >= 8 ? 4 : p.tiles >= 2 ? 2 : 1; ranks <= 8; ranks *= 2)
@@ -84,15 +78,29 @@ int cluster_size(const SwigluBackward& p, const DeviceInfo& device) {
   return 0;
 }
 
+// What backward_tiles makes: columns of one kind, dz's in dz's format and h's in e4m3.
+bool usual_columns(const Fp8Tensor& dz, const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns) {
+  const bool one_kind =
+      !dz_columns.defined() || !h_columns.defined() || dz_columns.layout == h_columns.layout;
+  return one_kind && (!dz_columns.defined() || dz_columns.data.dtype == dz.data.dtype) &&
+         (!h_columns.defined() || h_columns.data.dtype == DType::e4m3);
+}
+
 template <typename F>
 void launch_tiles(const SwigluBackward& p, int ranks, const Fp8Tensor& dz_columns,
                   const Fp8Tensor& h_columns, int64_t blocks, cudaStream_t stream) {
   const int64_t tiles = cdiv(p.tiles, ranks);
   const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns),
                                     static_cast<int>(tiles)};
-  launch_clusters(kOp, p.clamp > 0.0f ? backward_tiles<F, true> : backward_tiles<F, false>,
-                  static_cast<unsigned>(blocks * ranks), 512, ranks, backward_tiles_bytes(tiles),
-                  stream, p, to);
+  const auto go = [&]<ColumnKind kKind>() {
+    launch_clusters(
+        kOp, p.clamp > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>,
+        static_cast<unsigned>(blocks * ranks), 512, ranks, backward_tiles_bytes(tiles), stream, p,
+        to);
+  };
+  const ColumnKind kind = kind_of(dz_columns.defined() ? dz_columns : h_columns);
+  kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()
+                            : go.template operator()<ColumnKind::column>();
 }
 
 }  // namespace
@@ -105,9 +113,6 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   const int64_t rows = dh.shape[0], intermediate = dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(dh.device);
-  const Scaling scaling = {rule.pow2, rule.eps, kMaxFloat};
-  const bool columns = dz_columns.defined() || h_columns.defined();
-  const bool bf16 = z.defined() && z.dtype == DType::bf16 && dh.dtype == DType::bf16;
   const SwigluBackward params = {.z = z.as<uint16_t>(),
                                  .dh = dh.as<uint16_t>(),
                                  .probs = probs.as<float>(),
@@ -118,23 +123,28 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
                                  .plan = view_of(plan),
                                  .dz = rows_out(dz),
                                  .dprobs = dprobs.as<float>(),
-                                 .scaling = scaling};
-  const bool one_pass = bf16 && intermediate % kTile == 0;
-  const int ranks = one_pass ? cluster_size(params, device_info(dh.device)) : 0;
-  const bool e4m3_h = !h_columns.defined() || h_columns.data.dtype == DType::e4m3;
-  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-    if (one_pass && !columns) return launch_rows<F>(params, stream_of(stream));
-    if (ranks > 0 && e4m3_h)
-      return launch_tiles<F>(params, ranks, dz_columns, h_columns, plan.columns() / kTile,
-                             stream_of(stream));
-    const AnyGradSource source = {.z = pre_activation(z, z_q),
-                                  .dh = {dh.data, dh.dtype},
-                                  .probs = probs.as<float>(),
-                                  .clamp = clamp,
-                                  .intermediate = static_cast<int>(intermediate)};
-    launch_any<F>(source, plan, rows, dz, dprobs, dz_columns, h_columns, scaling,
-                  stream_of(stream));
-  });
+                                 .scaling = {rule.eps}};
+  const bool columns = dz_columns.defined() || h_columns.defined();
+  const bool one_pass = z.defined() && z.dtype == DType::bf16 && dh.dtype == DType::bf16 &&
+                        intermediate % kTile == 0 && rule.pow2;
+  if (one_pass && !columns)
+    return dispatch_fp8(dz.data.dtype,
+                        [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
+  const int ranks = one_pass && usual_columns(dz, dz_columns, h_columns)
+                        ? cluster_size(params, device_info(dh.device))
+                        : 0;
+  if (ranks > 0)
+    return dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+      launch_tiles<F>(params, ranks, dz_columns, h_columns, plan.columns() / kTile,
+                      stream_of(stream));
+    });
+  const GradSource source = {.z = pre_activation(z, z_q),
+                             .dh = {dh.data, dh.dtype},
+                             .probs = probs.as<float>(),
+                             .clamp = clamp,
+                             .intermediate = static_cast<int>(intermediate)};
+  launch_any(source, plan, rows, dz, dprobs, dz_columns, h_columns,
+             {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

@@ -55,6 +55,12 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
                "r"(bytes)
                : "memory");
 }
+// The same of 4 bytes (or 0).
+__device__ __forceinline__ void copy_async_word(void* shared, const void* global, int bytes) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(global), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "common/swiglu.h"
+#include "core/dispatch.h"
 #include "cuda/device/tile.cuh"
+#include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
 
@@ -25,27 +27,6 @@ struct FloatSource {
       else
         unpack<Fp16>(words, v);
     }
-  }
-};
-
-// Eight values of bf16, the usual case: no switch in the kernel.
-struct Bf16Source {
-  const void* data;
-
-  __device__ __forceinline__ void load(int64_t offset, float (&v)[8]) const {
-    const uint4 a = load_once<uint4>(static_cast<const char*>(data) + 2 * offset);
-    const uint32_t words[4] = {a.x, a.y, a.z, a.w};
-    unpack<Bf16>(words, v);
-  }
-};
-
-// z = [gate | up], [R, 2I] of bf16.
-struct Bf16PreActivation {
-  Bf16Source dense;
-  int width;  // 2I
-
-  __device__ __forceinline__ void load(int64_t row, int column, float (&v)[8]) const {
-    dense.load(row * width + column, v);
   }
 };
 
@@ -89,18 +70,16 @@ inline PreActivation pre_activation(const Tensor& z, const Fp8Tensor& z_q) {
 }
 
 // z itself, to be quantized.
-template <typename Z>
 struct ZSource {
-  Z z;
+  PreActivation z;
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
     z.load(row, column, v);
   }
 };
 
 // h = silu(gate) up prob, [R, I]
-template <typename Z>
 struct HiddenSource {
-  Z z;
+  PreActivation z;
   const float* probs;  // [R] or nullptr: 1
   float clamp;
   int intermediate;  // I
@@ -119,10 +98,9 @@ struct HiddenSource {
 };
 
 // dz = [dgate | dup], [R, 2I]; terms: of dprob instead.
-template <typename Z, typename Dense>
 struct GradSource {
-  Z z;
-  Dense dh;  // [R, I]
+  PreActivation z;
+  FloatSource dh;  // [R, I]
   const float* probs;
   float clamp;
   int intermediate;
@@ -151,19 +129,19 @@ struct GradSource {
 };
 
 // One block of 256 threads a tile; tiles of a row block are neighbours in the grid.
-template <typename F, bool kColumns, typename Source>
+template <typename F, ColumnKind kKind, typename Source>
 __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
     const __grid_constant__ Source source, const __grid_constant__ PlanView plan, int rows,
     int columns, int tiles, const __grid_constant__ RowsOut rows_to,
     const __grid_constant__ ColumnsOut columns_to, Scaling scaling) {
   const int tile = blockIdx.x % tiles, block = blockIdx.x / tiles;
   TokenBlock b = {128 * block, min(128, rows - 128 * block), min(128, rows - 128 * block), 0};
-  if (plan.row_of != nullptr) b = token_block(plan, block);
+  if (plan.row_of != nullptr) b = token_block_of_warp(plan, block);
   if (b.expert < 0) return;
-  quantize_tile<F, kColumns>(source, b, tile, block, columns, rows_to, columns_to, scaling);
+  quantize_tile<F, kKind>(source, b, tile, block, columns, rows_to, columns_to, scaling);
 }
 
-// Quantizes source [rows, columns] to either or both outputs.
+// Quantizes source [rows, columns] to rows, to columns, or to both.
 template <typename F, typename Source>
 void launch_quantize_source(const char* op, const Source& source, const RoutingPlan& plan,
                             int64_t rows, int64_t columns, const Fp8Tensor& rows_to,
@@ -171,12 +149,32 @@ void launch_quantize_source(const char* op, const Source& source, const RoutingP
   const int64_t tiles = cdiv(columns, kTile);
   const int64_t blocks = plan.defined() ? plan.columns() / kTile : cdiv(rows, kTile);
   if (blocks == 0 || tiles == 0) return;
-  launch(
-      op,
-      columns_to.defined() ? quantize_source<F, true, Source> : quantize_source<F, false, Source>,
-      static_cast<unsigned>(blocks * tiles), Tile<8>::kThreads, 0, stream, source, view_of(plan),
-      static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
-      columns_out(columns_to), scaling);
+  const auto go = [&](auto kernel) {
+    launch(op, kernel, static_cast<unsigned>(blocks * tiles), Tile<8>::kThreads, 0, stream, source,
+           view_of(plan), static_cast<int>(rows), static_cast<int>(columns),
+           static_cast<int>(tiles), rows_out(rows_to), columns_out(columns_to), scaling);
+  };
+  switch (kind_of(columns_to)) {
+    case ColumnKind::none: return go(quantize_source<F, ColumnKind::none, Source>);
+    case ColumnKind::block: return go(quantize_source<F, ColumnKind::block, Source>);
+    case ColumnKind::column: return go(quantize_source<F, ColumnKind::column, Source>);
+  }
+}
+
+// The same by the outputs' own formats: two passes where rows and columns differ.
+template <typename Source>
+void quantize_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
+                   int64_t columns, const Fp8Tensor& rows_to, const Fp8Tensor& columns_to,
+                   Scaling scaling, cudaStream_t stream) {
+  const auto pass = [&](const Fp8Tensor& r, const Fp8Tensor& c) {
+    dispatch_fp8(r.defined() ? r.data.dtype : c.data.dtype, [&]<typename F>() {
+      launch_quantize_source<F>(op, source, plan, rows, columns, r, c, scaling, stream);
+    });
+  };
+  const bool both = rows_to.defined() && columns_to.defined();
+  if (!both || rows_to.data.dtype == columns_to.data.dtype) return pass(rows_to, columns_to);
+  pass(rows_to, {});
+  pass({}, columns_to);
 }
 
 }  // namespace fp8moe::cuda

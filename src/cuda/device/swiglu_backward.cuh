@@ -1,4 +1,5 @@
-// The one-pass kernels of swiglu_quantize_backward: bf16 z and dh, I a multiple of 128.
+// The one-pass kernels of swiglu_quantize_backward: bf16 z and dh, I a multiple of 128,
+// power-of-two scales.
 #pragma once
 
 #include "cuda/device/swiglu_rows.cuh"
@@ -14,7 +15,7 @@ struct SwigluBackward {
   PlanView plan;
   RowsOut dz;     // [R, 2I]
   float* dprobs;  // [R] or nullptr
-  Scaling scaling;
+  Pow2Scaling scaling;
   int rows_per_block = 0;  // of backward_rows
 };
 
@@ -31,59 +32,87 @@ __device__ __forceinline__ void gradient(const float (&gate)[N], const float (&u
   }
 }
 
+constexpr int kStages = 3;
+
+// A lane's 6 vectors of a tile of its row (gate, up, dh), in a place of shared memory that is only
+// its own: no barrier between the copy and the reads.
+struct BackwardRowsShared {
+  uint4 vector[kStages][6][256];
+};
+
+__device__ __forceinline__ void stage_row(const SwigluBackward& p, int64_t row, int tile,
+                                          bool token, uint4 (&vector)[6][256]) {
+  const int64_t column = 128 * int64_t{tile} + Tile<8>::column(0);
+  const uint16_t* gate = p.z + 2 * row * p.intermediate + column;
+  const uint16_t* dh = p.dh + row * p.intermediate + column;
+  const int bytes = token ? 16 : 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    copy_async(&vector[half][threadIdx.x], gate + 64 * half, bytes);
+    copy_async(&vector[2 + half][threadIdx.x], gate + p.intermediate + 64 * half, bytes);
+    copy_async(&vector[4 + half][threadIdx.x], dh + 64 * half, bytes);
+  }
+}
+
+__device__ __forceinline__ void unpack16(const uint4& low, const uint4& high, float (&v)[16]) {
+  const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  unpack<Bf16>(words, v);
+}
+
 // rows_per_block rows a block, all their tiles: 32 / rows_per_block sets of lanes take the tiles in
 // turn, and their sums of dprob meet in shared memory, to be added in order.
 template <typename F, bool kClamp>
 __global__ __launch_bounds__(256, 2) void backward_rows(const __grid_constant__ SwigluBackward p) {
-  extern __shared__ float tile_sums[];  // [tiles][rows_per_block]
-  const int group = threadIdx.x / 8;
-  const int r = group % p.rows_per_block;
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<BackwardRowsShared*>(bytes);
+  auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(BackwardRowsShared));  // [tiles][rows]
+  const int group = threadIdx.x / 8, r = group % p.rows_per_block;
   const int64_t row = int64_t{blockIdx.x} * p.rows_per_block + r;
   const RowKind kind = row_kind(p.plan, row, p.rows);
   const float prob = p.probs != nullptr && kind.token ? p.probs[row] : 1.0f;
-  const uint16_t* gates = p.z + row * 2 * p.intermediate;
-  const uint16_t* grads = p.dh + row * p.intermediate;
-  RowsOut to = p.dz;
-  if (!kind.written) to.data = nullptr;
+  const int64_t readable = kind.token ? row : 0;
 
-  const int step = 32 / p.rows_per_block;
+  const int step = 32 / p.rows_per_block, mine = group / p.rows_per_block;
   const int rounds = (p.tiles + step - 1) / step;  // the same for all lanes of a warp
+  const auto stage = [&](int round) {
+    const int tile = round * step + mine;
+    if (tile < p.tiles) stage_row(p, readable, tile, kind.token, shared.vector[round % kStages]);
+    copy_commit();
+  };
+#pragma unroll
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) stage(ahead);
 #pragma unroll 1
   for (int round = 0; round < rounds; ++round) {
-    const int tile = round * step + group / p.rows_per_block;
-    const bool in = tile < p.tiles;
-    Packed16 packed_gate, packed_up, packed_dh;
-    if (kind.token && in) {
-      packed_gate.load(gates + 128 * tile);
-      packed_up.load(gates + p.intermediate + 128 * tile);
-      packed_dh.load(grads + 128 * tile);
-    } else {
-      packed_gate.clear(), packed_up.clear(), packed_dh.clear();
-    }
+    const int tile = round * step + mine;
+    const auto& vector = shared.vector[round % kStages];
+    stage(round + kStages - 1);
+    copy_wait<kStages - 1>();
     float gate[16], up[16], dh[16], dgate[16], dup[16], term[16];
-    packed_gate.unpack16(gate), packed_up.unpack16(up), packed_dh.unpack16(dh);
+    unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
+    unpack16(vector[2][threadIdx.x], vector[3][threadIdx.x], up);
+    unpack16(vector[4][threadIdx.x], vector[5][threadIdx.x], dh);
     gradient<kClamp>(gate, up, dh, prob, p.clamp, dgate, dup, term);
-    RowsOut here = to;
-    if (!in) here.data = nullptr;
-    Tile<8>::quantize_row<F>(here, row, tile, 2 * p.intermediate, dgate, !kind.token, p.scaling);
-    Tile<8>::quantize_row<F>(here, row, p.tiles + tile, 2 * p.intermediate, dup, !kind.token,
-                             p.scaling);
+    RowsOut to = p.dz;
+    if (!kind.written || tile >= p.tiles) to.data = nullptr;
+    const int columns = 2 * p.intermediate;
+    Tile<8>::quantize_row<F>(to, row, tile, columns, dgate, !kind.token, p.scaling);
+    Tile<8>::quantize_row<F>(to, row, p.tiles + tile, columns, dup, !kind.token, p.scaling);
     if (p.dprobs != nullptr) {
       float (&low)[8] = *reinterpret_cast<float (*)[8]>(&term[0]);
       float (&high)[8] = *reinterpret_cast<float (*)[8]>(&term[8]);
       const float sum = lanes_tree_sum<8>(tree_sum<8>(low)) + lanes_tree_sum<8>(tree_sum<8>(high));
-      if (in && Tile<8>::lane() == 0) tile_sums[tile * p.rows_per_block + r] = sum;
+      if (tile < p.tiles && Tile<8>::lane() == 0) tile_sums[tile * p.rows_per_block + r] = sum;
     }
   }
   if (p.dprobs == nullptr) return;
   __syncthreads();
   if (threadIdx.x < p.rows_per_block) {
-    const int64_t mine = int64_t{blockIdx.x} * p.rows_per_block + threadIdx.x;
-    if (!row_kind(p.plan, mine, p.rows).written) return;
+    const int64_t last = int64_t{blockIdx.x} * p.rows_per_block + threadIdx.x;
+    if (!row_kind(p.plan, last, p.rows).written) return;
     float sum = 0.0f;
     for (int tile = 0; tile < p.tiles; ++tile)
       sum += tile_sums[tile * p.rows_per_block + threadIdx.x];
-    p.dprobs[mine] = sum;
+    p.dprobs[last] = sum;
   }
 }
 

@@ -1,4 +1,5 @@
-// swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128.
+// swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
+// power-of-two scales.
 //
 // A cluster takes a block of 128 tokens, its blocks a range of the tiles each. A tile's operands
 // come to shared memory by cp.async two tiles ahead; dgate, dup and h are then held as f32 (96
@@ -27,8 +28,8 @@ struct BackwardTilesShared {
 };
 
 struct SwigluBackwardColumns {
-  ColumnsOut dz;  // [2I, Kcap], or none
-  ColumnsOut h;   // [I, Kcap] e4m3, or none
+  ColumnsOut dz;  // [2I, Kcap] of dz's format, or none
+  ColumnsOut h;   // [I, Kcap] e4m3, or none; of the same kind
   int tiles_per_block;
 };
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
   }
 }
 
-template <typename F, bool kClamp>
+template <typename F, ColumnKind kKind, bool kClamp>
 __global__ __launch_bounds__(512, 1) void backward_tiles(
     const __grid_constant__ SwigluBackward p, const __grid_constant__ SwigluBackwardColumns to) {
   namespace cg = cooperative_groups;
@@ -101,7 +102,7 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
   auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
   const cg::cluster_group cluster = cg::this_cluster();
   const int block = blockIdx.x / cluster.num_blocks();
-  const TokenBlock b = token_block(p.plan, block);
+  const TokenBlock b = token_block_of_warp(p.plan, block);
   if (b.expert < 0) return;  // of the whole cluster
   const int first = cluster.block_rank() * to.tiles_per_block,
             last = min(p.tiles, first + to.tiles_per_block);
@@ -127,17 +128,16 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
 #pragma unroll
     for (int o = 0; o < 3; ++o)
-      if (outs[o].data != nullptr)
-        T::columns_amax(outs[o].scale_column != 0, v[o], most[o], shared.amax[o]);
+      if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], most[o], shared.amax[o]);
     __syncthreads();  // the maxima are there, the operands in registers
 #pragma unroll
     for (int o = 0; o < 2; ++o)
       if (outs[o].data != nullptr)
-        T::columns_encode<F>(outs[o], tiles[o], block, columns[o], v[o], shared.amax[o], p.scaling,
-                             stage.codes[o]);
+        T::columns_encode<F, kKind>(outs[o], tiles[o], block, columns[o], v[o], shared.amax[o],
+                                    p.scaling, stage.codes[o]);
     if (to.h.data != nullptr)
-      T::columns_encode<E4M3>(to.h, tile, block, p.intermediate, v[2], shared.amax[2], p.scaling,
-                              stage.codes[2]);
+      T::columns_encode<E4M3, kKind>(to.h, tile, block, p.intermediate, v[2], shared.amax[2],
+                                     p.scaling, stage.codes[2]);
     __syncthreads();
 #pragma unroll
     for (int o = 0; o < 3; ++o)

@@ -18,11 +18,28 @@ namespace fp8moe::cuda {
 
 constexpr float kMaxFloat = 0x1.fffffep127f;
 
+// How a tile's scale follows from its amax: either rule, or only powers of two (no division).
 struct Scaling {
   bool pow2;
   float eps;
   float overflow;  // the largest finite value of what is quantized
+
+  template <typename F>
+  __device__ __forceinline__ TileScale of(float amax) const {
+    return tile_scale(amax, F::kMax, pow2, eps, overflow);
+  }
 };
+struct Pow2Scaling {
+  float eps;
+
+  template <typename F>
+  __device__ __forceinline__ TileScale of(float amax) const {
+    return pow2_scale(amax, F::kMax, eps);
+  }
+};
+
+// Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.
+enum class ColumnKind { none, block, column };
 
 // Rows out, [M, C]; data == nullptr: none. Scale of tile t of row r: scale[r scale_row + t
 // scale_tile].
@@ -46,15 +63,19 @@ inline RowsOut rows_out(const Fp8Tensor& t) {
 }
 
 // Columns out, [C, Kcap]; data == nullptr: none. Scale of column c of tile t, block b:
-// scale[t scale_tile + b scale_block + (c % 128) scale_column].
+// scale[t scale_tile + b scale_block], and c % 128 words on where each column has its own.
 struct ColumnsOut {
   uint8_t* data = nullptr;
   float* scale = nullptr;
   int64_t ld = 0;
   int64_t scale_tile = 0;
   int64_t scale_block = 0;
-  int64_t scale_column = 0;  // 0: one scale a 128x128 tile
 };
+
+inline ColumnKind kind_of(const Fp8Tensor& columns) {
+  if (!columns.defined()) return ColumnKind::none;
+  return columns.layout == ScaleLayout::block ? ColumnKind::block : ColumnKind::column;
+}
 
 inline ColumnsOut columns_out(const Fp8Tensor& t) {
   if (!t.defined()) return {};
@@ -64,8 +85,7 @@ inline ColumnsOut columns_out(const Fp8Tensor& t) {
           .scale = t.scale_inv.as<float>(),
           .ld = ld,
           .scale_tile = block ? ld / kTile : kTile,
-          .scale_block = block ? 1 : pad4(c),
-          .scale_column = block ? 0 : 1};
+          .scale_block = block ? 1 : pad4(c)};
 }
 
 template <int kLanes>
@@ -110,13 +130,13 @@ struct Tile {
   }
 
   // Quantizes one row of a tile, or zeroes it (padding: data 0, scale 0). Returns the row's amax.
-  template <typename F>
+  template <typename F, typename Rule>
   static __device__ __forceinline__ float quantize_row(const RowsOut& out, int64_t row, int tile,
                                                        int columns, const Row& v, bool padding,
-                                                       Scaling scaling) {
+                                                       const Rule& rule) {
     const float row_amax = lanes_max<kLanes>(amax(v));
     if (out.data == nullptr) return row_amax;
-    TileScale s = tile_scale(row_amax, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
+    TileScale s = rule.template of<F>(row_amax);
     if (padding) s.scale_inv = 0.0f;
     store_row<F>(out, row, tile, columns, v, s.scale);
     if (lane() == 0) out.scale[row * out.scale_row + tile * out.scale_tile] = s.scale_inv;
@@ -126,59 +146,60 @@ struct Tile {
   // Three steps, a barrier between each two: the maxima of the tile's columns (or of all of it;
   // tile_amax is this thread's), its codes, and their way out, transposed. v is zero past the
   // block's tokens.
-  static __device__ __forceinline__ void columns_amax(bool per_column, const Row (&v)[4],
-                                                      float tile_amax, Amax& shared) {
+  template <ColumnKind kKind>
+  static __device__ __forceinline__ void columns_amax(const Row (&v)[4], float tile_amax,
+                                                      Amax& shared) {
     const int warp = threadIdx.x / 32, warp_lane = threadIdx.x % 32;
-    if (!per_column) {
+    if constexpr (kKind == ColumnKind::block) {
       const float m = lanes_max<32>(tile_amax);
       if (warp_lane == 0) shared.of[warp][0] = m;
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      float m = fmaxf(fmaxf(fabsf(v[0][i]), fabsf(v[1][i])), fmaxf(fabsf(v[2][i]), fabsf(v[3][i])));
+      for (int i = 0; i < kValues; ++i) {
+        float m =
+            fmaxf(fmaxf(fabsf(v[0][i]), fabsf(v[1][i])), fmaxf(fabsf(v[2][i]), fabsf(v[3][i])));
 #pragma unroll
-      for (int step = kLanes; step < 32; step *= 2)
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
-      if (warp_lane < kLanes) shared.of[warp][column(i / 8) + i % 8] = m;
+        for (int step = kLanes; step < 32; step *= 2)
+          m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
+        if (warp_lane < kLanes) shared.of[warp][column(i / 8) + i % 8] = m;
+      }
     }
   }
 
   // The scale of column `at` (of the whole tile, if it has one), from the maxima of the warps.
-  template <typename F>
+  template <typename F, typename Rule>
   static __device__ __forceinline__ TileScale columns_scale(const Amax& shared, int at,
-                                                            Scaling scaling) {
+                                                            const Rule& rule) {
     float m = 0.0f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][at]);
-    return tile_scale(m, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
+    return rule.template of<F>(m);
   }
 
-  template <typename F>
+  template <typename F, ColumnKind kKind, typename Rule>
   static __device__ __forceinline__ void columns_encode(const ColumnsOut& out, int tile, int block,
                                                         int columns, const Row (&v)[4],
-                                                        Amax& shared, Scaling scaling,
+                                                        Amax& shared, const Rule& rule,
                                                         Shared& codes) {
-    const bool per_column = out.scale_column != 0;
     float* to = out.scale + tile * out.scale_tile + block * out.scale_block;
     float scale = 0.0f;
-    if (per_column) {
+    if constexpr (kKind == ColumnKind::column) {
       const int at = threadIdx.x;
       if (at < 128) {
-        const TileScale s = columns_scale<F>(shared, at, scaling);
+        const TileScale s = columns_scale<F>(shared, at, rule);
         shared.scale[at] = s.scale;
         if (128 * tile + at < columns) to[at] = s.scale_inv;
       }
       __syncthreads();
     } else {
-      const TileScale s = columns_scale<F>(shared, 0, scaling);
+      const TileScale s = columns_scale<F>(shared, 0, rule);
       scale = s.scale;
       if (threadIdx.x == 0) to[0] = s.scale_inv;
     }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int at = column(i / 8) + i % 8;
-      if (per_column) scale = shared.scale[at];
+      if constexpr (kKind == ColumnKind::column) scale = shared.scale[at];
       codes.codes[at][group() ^ swizzle(at)] =
           fp8_encode4<F>(v[0][i] * scale, v[1][i] * scale, v[2][i] * scale, v[3][i] * scale);
     }
@@ -202,7 +223,7 @@ struct Tile {
 
 // Quantizes tile `tile` of the rows of a token block, whose values come from source(row, column,
 // v[8]).
-template <typename F, bool kColumns, typename Source>
+template <typename F, ColumnKind kKind, typename Source>
 __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock rows_of_tile,
                                               int tile, int block, int columns,
                                               const RowsOut& rows_to, const ColumnsOut& columns_to,
@@ -234,12 +255,13 @@ __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock r
         tile_amax, T::template quantize_row<F>(to, rows_of_tile.first_row + int64_t{r}, tile,
                                                columns, v[j], r >= rows_of_tile.tokens, scaling));
   }
-  if constexpr (kColumns) {
+  if constexpr (kKind != ColumnKind::none) {
     __shared__ typename T::Shared codes;
     __shared__ typename T::Amax maxima;
-    T::columns_amax(columns_to.scale_column != 0, v, tile_amax, maxima);
+    T::template columns_amax<kKind>(v, tile_amax, maxima);
     __syncthreads();
-    T::template columns_encode<F>(columns_to, tile, block, columns, v, maxima, scaling, codes);
+    T::template columns_encode<F, kKind>(columns_to, tile, block, columns, v, maxima, scaling,
+                                         codes);
     __syncthreads();
     T::columns_store(columns_to, tile, block, columns, codes);
   }
