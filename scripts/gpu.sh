@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Builds the package and puts it through its paces on a machine with a Hopper GPU, offline.
 #
-#   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick]
+#   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick]
 #
 # --tests     pytest -m gpu (the default when nothing is chosen)
 # --bench     fp8moe-cutlass bench --device cuda: bench.json and bench.png
+# --layer     fp8moe-cutlass bench --layer --device cuda: layer.json and layer.png
 # --sanitize  the GPU tests again under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
 # --only      pytest -k PATTERN, for --tests and --sanitize
@@ -16,13 +17,14 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick]}
+out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick]}
 shift
-tests= bench= sanitize= ncu= only= quick=() ops=()
+tests= bench= layer= sanitize= ncu= only= quick=() ops=()
 while (($#)); do
   case $1 in
     --tests) tests=1 ;;
     --bench) bench=1 ;;
+    --layer) layer=1 ;;
     --sanitize) sanitize=1 ;;
     --ncu) ncu=1 ;;
     --only) only=$2; shift ;;
@@ -32,12 +34,13 @@ while (($#)); do
   esac
   shift
 done
-[[ $tests$bench$sanitize$ncu ]] || tests=1
+[[ $tests$bench$layer$sanitize$ncu ]] || tests=1
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
-site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
+site=$PWD/build/gpu-site  # what is installed; PYTHONPATH=build/gpu-site uses it afterwards
+rm -rf "$site"
+mkdir -p "$site"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)}
 step() { printf '\n== %s (%ss)\n' "$*" "$SECONDS"; }
@@ -68,6 +71,11 @@ if [[ $bench ]]; then
   step "bench"
   "$python" -m fp8moe_cutlass bench --device cuda --json "$out/bench.json" --plot "$out/bench.png" \
     "${ops[@]}" "${quick[@]}" 2>&1 | tee "$out/bench.log" || status=1
+fi
+if [[ $layer ]]; then
+  step "layer"
+  "$python" -m fp8moe_cutlass bench --layer --device cuda --json "$out/layer.json" \
+    --plot "$out/layer.png" "${quick[@]}" 2>&1 | tee "$out/layer.log" || status=1
 fi
 if [[ $sanitize ]]; then
   for tool in memcheck racecheck initcheck synccheck; do
