@@ -26,6 +26,30 @@ def peer(op: str, name: str) -> Callable[[Peer], Peer]:
     return register
 
 
+def compiled(function: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
+    """The function through torch.compile, which is what a user writes on a GPU; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    torch._dynamo.reset()  # a new shape would otherwise soon fall back to eager, silently
+    return torch.compile(function, dynamic=False)
+
+
+@peer("quantize", "torch compiled, row scales")
+def torch_quantize(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    x = inputs["x"]
+    if x.shape[1] % 128:
+        return None
+
+    def quantize() -> tuple[torch.Tensor, torch.Tensor]:
+        tiles = x.view(x.shape[0], -1, 128).float()
+        largest = tiles.abs().amax(dim=-1, keepdim=True).clamp_min(1e-10)
+        scale = torch.exp2(torch.floor(torch.log2(448.0 / largest)))
+        q = (tiles * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return q.view(x.shape), scale.squeeze(-1).reciprocal()
+
+    return compiled(quantize, x.device)
+
+
 @peer("permute_pad", "torch index_select")
 def torch_permute(inputs: dict[str, Any]) -> Callable[[], object] | None:
     x, plan = inputs["x"], inputs["plan"]
@@ -55,6 +79,17 @@ def torch_swiglu(inputs: dict[str, Any]) -> Callable[[], object] | None:
     gate, up = inputs["z"].chunk(2, dim=-1)
     probs = inputs["probs"][:, None]
     return lambda: (F.silu(gate) * up * probs).bfloat16()
+
+
+@peer("swiglu_quantize", "torch compiled silu * up, bf16 out")
+def torch_swiglu_compiled(inputs: dict[str, Any]) -> Callable[[], object] | None:
+    z, probs = inputs["z"], inputs["probs"]
+
+    def swiglu() -> torch.Tensor:
+        gate, up = z.chunk(2, dim=-1)
+        return (F.silu(gate) * up * probs[:, None]).bfloat16()
+
+    return compiled(swiglu, z.device)
 
 
 @peer("grouped_gemm", "torch bf16 _grouped_mm")
