@@ -117,6 +117,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "probs": p.probs,
             **new("y", rows, width, layout="gemm"),
             "permuted_probs": torch.zeros(rows),
+            "zero_unweighted": False,
         },
         "permute_pad_backward": {
             "dy": p.rows,

@@ -112,6 +112,29 @@ def test_permute_fp8(align: int, fp8_dtype: str, out_layout: str, in_layout: str
     assert (y.fp8_dtype, y.scale_layout) == (fp8_dtype, out_layout)
 
 
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+def test_rows_of_prob_0_are_padding_when_asked(layout: str) -> None:
+    """Data and scale are zero there, the prob is what it was; without the word they move."""
+    c = case(random_ids("dropped"), 6, align=16)
+    x, probs = torch.randn(57, 336), torch.rand(57, 3)
+    probs[torch.rand(57, 3) < 0.4] = 0.0
+    probs[3] = -0.0
+    n, q = len(c.rows), ops.quantize(x)
+    weighted = c.valid & (probs[c.tokens, c.slots] != 0)
+    assert 0 < int(weighted.sum()) < int(c.valid.sum())
+
+    y, row_probs = ops.permute_pad(x, c.plan, probs, zero_unweighted=True)
+    assert torch.equal(y[:n], c.gathered(x) * weighted[:, None])
+    assert torch.equal(row_probs[:n], ops.permute_pad(x, c.plan, probs)[1][:n])
+    y8, _ = ops.permute_pad(q, c.plan, probs, scale_layout=layout, zero_unweighted=True)
+    scale = y8.scale_inv[:, :n].T if layout == "gemm" else y8.scale_inv[:n]
+    assert torch.equal(scale, c.gathered(q.scale_inv) * weighted[:, None])
+    codes = c.gathered(q.data.view(torch.uint8)) * weighted[:, None]
+    assert torch.equal(y8.data.view(torch.uint8)[:n], codes)
+    with pytest.raises(ValueError, match=r"\[permute_pad\] zero_unweighted needs probs"):
+        ops.permute_pad(x, c.plan, zero_unweighted=True)
+
+
 def test_rows_past_the_plan_are_not_written() -> None:
     c = case(torch.tensor([[0], [1], [-1], [1]]), 4, align=16)
     y = torch.full((c.plan.rows, 16), 7.0)

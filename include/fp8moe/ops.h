@@ -60,10 +60,13 @@ FP8MOE_API void plan_from_counts(const Tensor& tokens_per_expert, const RoutingP
 // y[row_of[t,s]] = x[t]; padding rows are zero (data, scale, prob).
 // x [T, C] f32/f16/bf16 or FP8 (x_scale in row or gemm layout); y [R, C] likewise (y_scale too).
 // probs [T, S] f32 -> permuted_probs [R] f32, both or neither.
+// zero_unweighted: a row whose prob is 0 is written as padding is, data and scale zero.
 FP8MOE_API void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                            const Tensor& y, const Tensor& permuted_probs, Stream stream = {});
+                            const Tensor& y, const Tensor& permuted_probs,
+                            bool zero_unweighted = false, Stream stream = {});
 FP8MOE_API void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                            const Fp8Tensor& y, const Tensor& permuted_probs, Stream stream = {});
+                            const Fp8Tensor& y, const Tensor& permuted_probs,
+                            bool zero_unweighted = false, Stream stream = {});
 
 // dx[t] = sum over slots ascending of dy[row_of[t,s]] (f32, rounded once); dprobs[t,s] is
 // permuted_dprobs[row_of[t,s]], 0 for a dropped slot. dy [R, C], dx [T, C].

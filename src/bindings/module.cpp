@@ -100,26 +100,26 @@ void bind_movement(nb::module_& m) {
   m.def(
       "permute_pad",
       [](In x, In x_scale, Layout x_layout, In plan, PLAN_SIZES, In probs, Out y, Out y_scale,
-         Layout y_layout, Out permuted_probs) {
+         Layout y_layout, Out permuted_probs, bool zero_unweighted) {
         Call op("permute_pad");
         if (x_scale.given || y_scale.given) {
           using F = void (*)(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
-                             const Tensor&, Stream);
+                             const Tensor&, bool, Stream);
           op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x"),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
                  op.tensor(probs, "probs"), op.fp8(y, y_scale, y_layout, "y"),
-                 op.tensor(permuted_probs, "permuted_probs"));
+                 op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
         } else {
           using F = void (*)(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
-                             const Tensor&, Stream);
+                             const Tensor&, bool, Stream);
           op.run(static_cast<F>(permute_pad), op.tensor(x, "x"),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
                  op.tensor(probs, "probs"), op.tensor(y, "y"),
-                 op.tensor(permuted_probs, "permuted_probs"));
+                 op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
         }
       },
       "x"_a, "x_scale"_a.none(), "x_layout"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "y"_a,
-      "y_scale"_a.none(), "y_layout"_a, "permuted_probs"_a.none());
+      "y_scale"_a.none(), "y_layout"_a, "permuted_probs"_a.none(), "zero_unweighted"_a);
 
   m.def(
       "permute_pad_backward",

@@ -193,7 +193,8 @@ fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* p,
                                  const fp8moe_tensor* probs, const fp8moe_tensor* y,
                                  const fp8moe_tensor* permuted_probs, void* stream) {
   return guarded([&] {
-    permute_pad(tensor(x), plan(p), tensor(probs), tensor(y), tensor(permuted_probs), {stream});
+    permute_pad(tensor(x), plan(p), tensor(probs), tensor(y), tensor(permuted_probs), false,
+                {stream});
   });
 }
 
@@ -201,7 +202,7 @@ fp8moe_status fp8moe_permute_pad_fp8(const fp8moe_fp8_tensor* x, const fp8moe_pl
                                      const fp8moe_tensor* probs, const fp8moe_fp8_tensor* y,
                                      const fp8moe_tensor* permuted_probs, void* stream) {
   return guarded([&] {
-    permute_pad(fp8(x), plan(p), tensor(probs), fp8(y), tensor(permuted_probs), {stream});
+    permute_pad(fp8(x), plan(p), tensor(probs), fp8(y), tensor(permuted_probs), false, {stream});
   });
 }
 

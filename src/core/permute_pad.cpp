@@ -7,7 +7,8 @@ namespace {
 
 // x [T, C] -> y [R, C] of one dtype; probs [T, S] -> permuted_probs [R].
 void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& plan,
-                    const Tensor& probs, const Tensor& y, const Tensor& permuted_probs) {
+                    const Tensor& probs, const Tensor& y, const Tensor& permuted_probs,
+                    bool zero_unweighted) {
   check.plan(plan);
   check.ndim(x, "x", 2);
   const int64_t c = x.shape[1];
@@ -20,6 +21,8 @@ void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& pl
   FP8MOE_CHECK(probs.defined() == permuted_probs.defined(),
                "[permute_pad] probs and permuted_probs are given together; got only ",
                probs.defined() ? "probs" : "permuted_probs");
+  FP8MOE_CHECK(probs.defined() || !zero_unweighted,
+               "[permute_pad] zero_unweighted needs probs; got none");
   if (probs.defined()) {
     check.tensor(probs, "probs", {plan.tokens, plan.slots});
     check.dtype(probs, "probs", {DType::f32});
@@ -33,28 +36,30 @@ void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& pl
 }  // namespace
 
 void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, const Tensor& y,
-                 const Tensor& permuted_probs, Stream stream) {
+                 const Tensor& permuted_probs, bool zero_unweighted, Stream stream) {
   const Checker check("permute_pad", plan.slab.device);
   check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
-  check_movement(check, x, plan, probs, y, permuted_probs);
+  check_movement(check, x, plan, probs, y, permuted_probs, zero_unweighted);
   if (plan.rows() == 0) return;
-  FP8MOE_DISPATCH("permute_pad", plan.slab.device,
-                  permute_pad({.data = x, .scale_inv = {}}, plan, probs,
-                              {.data = y, .scale_inv = {}}, permuted_probs, stream));
+  FP8MOE_DISPATCH(
+      "permute_pad", plan.slab.device,
+      permute_pad({.data = x, .scale_inv = {}}, plan, probs, {.data = y, .scale_inv = {}},
+                  permuted_probs, zero_unweighted, stream));
 }
 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& permuted_probs, Stream stream) {
+                 const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted,
+                 Stream stream) {
   const Checker check("permute_pad", plan.slab.device);
   check.dtype(x.data, "x", {DType::e4m3, DType::e5m2});
-  check_movement(check, x.data, plan, probs, y.data, permuted_probs);
+  check_movement(check, x.data, plan, probs, y.data, permuted_probs, zero_unweighted);
   const int64_t c = x.data.shape[1];
   check.fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.fp8(y, "y", {plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.distinct(x.scale_inv, "x.scale_inv", y.scale_inv, "y.scale_inv");
   if (plan.rows() == 0) return;
   FP8MOE_DISPATCH("permute_pad", plan.slab.device,
-                  permute_pad(x, plan, probs, y, permuted_probs, stream));
+                  permute_pad(x, plan, probs, y, permuted_probs, zero_unweighted, stream));
 }
 
 }  // namespace fp8moe

@@ -13,7 +13,7 @@ constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layou
 }  // namespace
 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& permuted_probs, Stream) {
+                 const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted, Stream) {
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
   const int64_t rows = plan.row_offsets()[plan.experts];
   const int32_t* token_of_row = plan.token_of_row();
@@ -24,16 +24,21 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < rows; first += kRows) {
     const int64_t last = std::min(first + kRows, rows);
+    int64_t tokens[kRows];  // -1: zeros
     for (int64_t row = first; row < last; ++row) {
-      const int64_t token = token_of_row[row];
+      int64_t token = token_of_row[row];
+      if (probs.defined()) {
+        const float prob =
+            token < 0 ? 0.0f : probs.as<const float>()[token * plan.slots + slot_of_row[row]];
+        permuted_probs.as<float>()[row] = prob;
+        if (zero_unweighted && prob == 0.0f) token = -1;
+      }
       if (token < 0) {
         std::memset(to + row * row_bytes, 0, row_bytes);
       } else {
         std::memcpy(to + row * row_bytes, from + token * row_bytes, row_bytes);
       }
-      if (probs.defined())
-        permuted_probs.as<float>()[row] =
-            token < 0 ? 0.0f : probs.as<const float>()[token * plan.slots + slot_of_row[row]];
+      tokens[row - first] = token;
     }
     if (!x.scale_inv.defined()) continue;
     const RowScales source(x);
@@ -41,7 +46,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
     const int64_t tiles = cdiv(x.data.shape[1], kTile);
     for (int64_t j = 0; j < tiles; ++j)
       for (int64_t row = first; row < last; ++row) {
-        const int64_t token = token_of_row[row];
+        const int64_t token = tokens[row - first];
         target.of(row)[j * target.tile] = token < 0 ? 0.0f : source.of(token)[j * source.tile];
       }
   }

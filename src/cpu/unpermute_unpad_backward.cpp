@@ -27,7 +27,7 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
                               Stream stream) {
   if (!probs.defined())
     return cpu::permute_pad({.data = dout, .scale_inv = {}}, plan, {},
-                            {.data = dy, .scale_inv = {}}, {}, stream);
+                            {.data = dy, .scale_inv = {}}, {}, false, stream);
   const int64_t c = dout.shape[1];
   const int64_t rows = plan.row_offsets()[plan.experts];
   const int64_t assignments = plan.tokens * plan.slots;

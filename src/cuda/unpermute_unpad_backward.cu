@@ -89,7 +89,7 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
                               Stream stream) {
   if (!probs.defined())
     return cuda::permute_pad({.data = dout, .scale_inv = {}}, plan, {},
-                             {.data = dy, .scale_inv = {}}, {}, stream);
+                             {.data = dy, .scale_inv = {}}, {}, false, stream);
   if (plan.tokens == 0) return;
   const DeviceGuard guard(dy.device);
   const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(plan);

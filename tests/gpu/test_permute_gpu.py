@@ -58,6 +58,9 @@ def test_fp8_with_scales(fp8_dtype: str, in_layout: str, out_layout: str) -> Non
             check(ops.permute_pad, plan, q, scale_layout=out_layout)
             probs = torch.rand(plan.tokens, plan.slots)
             check(ops.permute_pad, plan, q, probs, scale_layout=out_layout)
+            probs[torch.rand(probs.shape) < 0.5] = 0.0
+            check(ops.permute_pad, plan, q, probs, scale_layout=out_layout, zero_unweighted=True)
+            check(ops.permute_pad, plan, x, probs, zero_unweighted=True)
 
 
 def test_random_cases() -> None:

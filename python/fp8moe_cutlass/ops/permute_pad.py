@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 _op = define(
     f"permute_pad(Tensor x, Tensor? x_scale, str x_layout, Tensor plan, {PLAN}, "
-    "Tensor? probs, Tensor(a!) y, Tensor(b!)? y_scale, str y_layout, Tensor(c!)? permuted_probs)"
+    "Tensor? probs, Tensor(a!) y, Tensor(b!)? y_scale, str y_layout, Tensor(c!)? permuted_probs, "
+    "bool zero_unweighted)"
 )
 _backward = define(
     f"permute_pad_backward(Tensor dy, Tensor plan, {PLAN}, Tensor? permuted_dprobs, "
@@ -27,12 +28,14 @@ def permute_pad(
     probs: Array | None = None,
     *,
     scale_layout: ScaleLayout = "gemm",
+    zero_unweighted: bool = False,
     out: tuple[T, Array | None] | None = None,
 ) -> tuple[T, Array | None]:
     """Copies the tokens x [T, C] to the rows of their experts; padding rows are zero.
 
     x: float32, float16 or bfloat16, or an Fp8Tensor with 1x128 scales, which move along (into
     `scale_layout`, "gemm" or "row"). probs [T, S] float32 becomes permuted_probs [R].
+    zero_unweighted: rows whose prob is 0 are zero too, data and scale (what TransformerEngine does).
     Returns (y [R, C], permuted_probs or None).
     """
     y, permuted = out or (None, None)
@@ -42,11 +45,11 @@ def permute_pad(
         shape = (plan.rows, x.shape[1])
         given = cast("Fp8Tensor | None", y)
         y8 = fp8_output("permute_pad", given, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
-        _op(*flat(x), *flat_plan(plan), probs, *flat(y8), permuted)
+        _op(*flat(x), *flat_plan(plan), probs, *flat(y8), permuted, zero_unweighted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:
         y = empty("permute_pad", x, (plan.rows, x.shape[1]))  # type: ignore[attr-defined]
-    _op(x, None, "", *flat_plan(plan), probs, y, None, "", permuted)
+    _op(x, None, "", *flat_plan(plan), probs, y, None, "", permuted, zero_unweighted)
     return y, permuted
 
 
