@@ -81,17 +81,12 @@ FP8MOE_HD void transpose_16x16(const uint8_t* in, int64_t stride, uint8_t* out,
   for (int i = 0; i < 16; ++i) memcpy(out + i * out_stride, &a[i], 16);
 }
 
-// out[c][t] = tile[t][c] for all 128 tokens and `channels` (a multiple of 16) channels. Whole rows
-// of 128 bytes leave at once: `out_stride` is often a power of two, where partial lines would
-// collide.
+// out[c][t] = tile[t][c] for all 128 tokens and `channels` (a multiple of 16) channels.
 FP8MOE_HD void transpose_tile(const CodeTile& tile, int channels, uint8_t* out,
                               int64_t out_stride) {
-  for (int c = 0; c < channels; c += 16) {
-    alignas(64) uint8_t rows[16][kTile];
+  for (int c = 0; c < channels; c += 16)
     for (int t = 0; t < kTile; t += 16)
-      transpose_16x16(&tile.code[t][c], kTile, &rows[0][t], kTile);
-    for (int i = 0; i < 16; ++i) memcpy(out + (c + i) * out_stride, rows[i], kTile);
-  }
+      transpose_16x16(&tile.code[t][c], kTile, out + c * out_stride + t, out_stride);
 }
 
 // Q of x [tokens, channels] (at most 128 x 128, rows `stride` apart) along the tokens, transposed
