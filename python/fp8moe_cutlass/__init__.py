@@ -17,11 +17,11 @@ from fp8moe_cutlass.stream import use_stream
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 if TYPE_CHECKING:
-    from fp8moe_cutlass import autograd, distributed, integrations, nn, ops
+    from fp8moe_cutlass import autograd, distributed, integrations, nn, ops, telemetry
 
 __version__: str = build_info()["version"]
 
-_SUBMODULES = ("autograd", "distributed", "integrations", "nn", "ops")
+_SUBMODULES = ("autograd", "distributed", "integrations", "nn", "ops", "telemetry")
 
 __all__ = [
     "CudaError",
@@ -38,6 +38,7 @@ __all__ = [
     "integrations",
     "nn",
     "ops",
+    "telemetry",
     "use_stream",
 ]
 

@@ -2,12 +2,13 @@
 
 from fp8moe_cutlass.autograd.bf16 import Groups, group
 from fp8moe_cutlass.autograd.experts import bf16_experts, fp8_experts
-from fp8moe_cutlass.autograd.fp8 import Fp8Weights
+from fp8moe_cutlass.autograd.fp8 import Fp8Weights, Observer
 from fp8moe_cutlass.autograd.weight_grad import WeightGrad, WgradQueue
 
 __all__ = [
     "Fp8Weights",
     "Groups",
+    "Observer",
     "WeightGrad",
     "WgradQueue",
     "bf16_experts",

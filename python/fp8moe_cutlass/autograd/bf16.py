@@ -49,9 +49,9 @@ def forward(
     x: Tensor, probs: Tensor, groups: Groups, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16 and the pre-activation z [A, 2I] bf16."""
-    z = _rows_times(x[groups.token_of_row], gate_up.mT, groups)
-    h = _swiglu(z, probs.flatten()[groups.order])
-    y = _rows_times(h, down.mT, groups)
+    z = rows_times(x[groups.token_of_row], gate_up.mT, groups)
+    h = swiglu(z, probs.flatten()[groups.order])
+    y = rows_times(h, down.mT, groups)
     return _sum_slots(y, groups), z
 
 
@@ -72,25 +72,25 @@ def backward(
     """
     x_rows = x[groups.token_of_row]
     if z is None:
-        z = _rows_times(x_rows, gate_up.mT, groups)
+        z = rows_times(x_rows, gate_up.mT, groups)
     p = probs.flatten()[groups.order]
     dy = dout[groups.token_of_row]
-    dh = _rows_times(dy, down, groups)
-    dz, row_dprobs = _swiglu_backward(dh, z, p)
+    dh = rows_times(dy, down, groups)
+    dz, row_dprobs = swiglu_backward(dh, z, p)
     dprobs = row_dprobs[groups.row_of].masked_fill(~groups.kept, 0.0)
 
     def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
         return _deliver(F.grouped_mm(dz.t(), x_rows, offs=groups.offsets), out, accumulate)
 
     def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        h = _swiglu(z, p)
+        h = swiglu(z, p)
         return _deliver(F.grouped_mm(dy.t(), h, offs=groups.offsets), out, accumulate)
 
-    dx = _sum_slots(_rows_times(dz, gate_up, groups), groups) if need_dx else None
+    dx = _sum_slots(rows_times(dz, gate_up, groups), groups) if need_dx else None
     return dx, dprobs, gate_up_wgrad, down_wgrad
 
 
-def _rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
+def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """rows of expert e times w[e]; rows past the last expert's are unspecified."""
     return F.grouped_mm(rows, w, offs=groups.offsets)
 
@@ -101,12 +101,12 @@ def _sum_slots(rows: Tensor, groups: Groups) -> Tensor:
     return terms.sum(dim=1).to(rows.dtype)
 
 
-def _swiglu(z: Tensor, p: Tensor) -> Tensor:
+def swiglu(z: Tensor, p: Tensor) -> Tensor:
     gate, up = z.float().chunk(2, dim=-1)
     return (F.silu(gate) * up * p[:, None]).to(z.dtype)
 
 
-def _swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """dz [A, 2I] and the rows' dprob [A] f32."""
     gate, up = z.float().chunk(2, dim=-1)
     dh = dh.float()

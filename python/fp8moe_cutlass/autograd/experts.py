@@ -32,16 +32,18 @@ def fp8_experts(
     gate_up: WeightGrad,
     down: WeightGrad,
     keep: str = "bf16",
+    observe: fp8.Observer | None = None,
 ) -> Tensor:
     """out [T, H] in x's dtype: fp8.forward, differentiable in x [T, H], probs [T, S] f32 and the
     two parameters of which `weights` are the quantized copies.
 
-    keep: the pre-activation is saved in "bf16" or "fp8", or computed again ("none").
+    keep: the pre-activation is saved in "bf16" or "fp8", or computed again ("none"). observe: is
+    shown what flows, where gradients are needed.
     """
     if not _needs_grad(x, probs, gate_up.weight, down.weight):
-        return fp8.forward(_quantize(x, recipe), probs, plan, weights, recipe)[0].to(x.dtype)
+        return fp8.forward(quantize(x, recipe), probs, plan, weights, recipe)[0].to(x.dtype)
     out: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep
+        x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep, observe
     )
     return out
 
@@ -79,13 +81,16 @@ class _Fp8Experts(torch.autograd.Function):
         gate_up: WeightGrad,
         down: WeightGrad,
         keep: str,
+        observe: fp8.Observer | None,
     ) -> Tensor:
-        x_q = _quantize(x, recipe)
-        out, kept = fp8.forward(x_q, probs, plan, weights, recipe, keep=keep)
+        x_q = quantize(x, recipe)
+        if observe is not None:
+            observe("x", x_q, plan, x)
+        out, kept = fp8.forward(x_q, probs, plan, weights, recipe, keep=keep, observe=observe)
         again = weights.gate_up if kept.z is None else None
         save(ctx, *kept, plan.slab, again, weights.gate_up_t, weights.down_t)
         ctx.sizes, ctx.recipe, ctx.dtype = plan.sizes, recipe, x.dtype
-        ctx.gate_up, ctx.down = gate_up, down
+        ctx.gate_up, ctx.down, ctx.observe = gate_up, down, observe
         return out.to(x.dtype)
 
     @staticmethod
@@ -93,21 +98,26 @@ class _Fp8Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
         *kept, slab, gate_up, gate_up_t, down_t = load(ctx)
+        plan = RoutingPlan(slab, *ctx.sizes)
+        dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
+        if ctx.observe is not None:
+            ctx.observe("dout", dout_q, plan, dout)
         grads = fp8.backward(
-            _quantize(dout.contiguous(), ctx.recipe, ctx.recipe.grad_dtype),
+            dout_q,
             fp8.Activations(*kept),
-            RoutingPlan(slab, *ctx.sizes),
+            plan,
             fp8.Fp8Weights(gate_up, gate_up_t, None, down_t),
             ctx.recipe,
             need_dx=need_dx,
             need_dprobs=need_dprobs,
             need_gate_up=need_gate_up,
             need_down=need_down,
+            observe=ctx.observe,
         )
         dx = None if grads.dx is None else grads.dx.to(ctx.dtype)
         d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
         d_down = ctx.down.accept(grads.down) if need_down else None
-        return dx, grads.dprobs, d_gate_up, d_down, *(None,) * 6
+        return dx, grads.dprobs, d_gate_up, d_down, *(None,) * 7
 
 
 class _Bf16Experts(torch.autograd.Function):
@@ -154,8 +164,9 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str | None = None) -> Fp8Tensor:
+def quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str | None = None) -> Fp8Tensor:
+    """A standalone cast of the block: t [T, H] to row layout."""
     q: Fp8Tensor = ops.quantize(
-        t, fp8_dtype=fp8_dtype or recipe.fp8_dtype, scale=recipe.scale, eps=recipe.eps
+        t.contiguous(), fp8_dtype=fp8_dtype or recipe.fp8_dtype, scale=recipe.scale, eps=recipe.eps
     )
     return q

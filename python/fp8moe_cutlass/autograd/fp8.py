@@ -6,6 +6,7 @@ before `backward`. Everything between stays in FP8 or is quantized by the SwiGLU
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ from fp8moe_cutlass.autograd.weight_grad import Wgrad
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
+
+# (name, value, plan, what it was made from): is shown what flows through the block, and may look at
+# it in place, on the device (telemetry.py).
+Observer = Callable[[str, Any, RoutingPlan, Any], None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ def forward(
     recipe: Fp8Recipe,
     *,
     keep: str = "none",
+    observe: Observer | None = None,
 ) -> tuple[Tensor, Activations]:
     """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t].
 
@@ -65,6 +71,10 @@ def forward(
     z = ops.grouped_gemm(rows, weights.gate_up, plan)
     h, kept = _activate(z, plan, row_probs, recipe, keep)
     y = ops.grouped_gemm(h, weights.down, plan)
+    if observe is not None:
+        observe("z", z, plan, x)
+        observe("h", h, plan, (z, row_probs))
+        observe("y", y, plan, h)
     return ops.unpermute_unpad(y, plan), Activations(x, row_probs, kept)
 
 
@@ -79,6 +89,7 @@ def backward(
     need_dprobs: bool = True,
     need_gate_up: bool = True,
     need_down: bool = True,
+    observe: Observer | None = None,
 ) -> Gradients:
     """The gradients of `forward`, given the quantized gradient of its output, dout [T, H]."""
     dy, _ = ops.permute_pad(dout, plan)
@@ -99,10 +110,15 @@ def backward(
         eps=recipe.eps,
     )
     dz, *columns, row_dprobs = made
+    if observe is not None:
+        observe("dh", dh, plan, dout)
+        observe("dz", dz, plan, (dh, z, saved.row_probs))
     del dy, dh, z, made
 
     def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
         dz_columns, x_columns = columns[0], _columns(x, plan, recipe)
+        if observe is not None:
+            observe("x columns", x_columns, plan, x)
         dw: Tensor = ops.grouped_gemm_wgrad(
             dz_columns, x_columns, plan, out=out, accumulate=accumulate, out_dtype=dtype
         )
@@ -110,6 +126,8 @@ def backward(
 
     def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
         dy_columns, h_columns = _columns(dout, plan, recipe), columns[1]
+        if observe is not None:
+            observe("dout columns", dy_columns, plan, dout)
         dw: Tensor = ops.grouped_gemm_wgrad(
             dy_columns, h_columns, plan, out=out, accumulate=accumulate, out_dtype=dtype
         )
@@ -118,6 +136,8 @@ def backward(
     dx, dprobs = None, None
     if need_dx:
         dx_rows = ops.grouped_gemm(dz, weights.gate_up_t, plan)
+        if observe is not None:
+            observe("dx rows", dx_rows, plan, dz)
         dx, dprobs = ops.permute_pad_backward(dx_rows, plan, dprobs=row_dprobs)
     elif need_dprobs:
         dprobs = _gather_dprobs(row_dprobs, plan)

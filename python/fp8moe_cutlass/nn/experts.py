@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdRef
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
     Fp8Weights,
+    Observer,
     WeightGrad,
     WgradQueue,
     bf16_experts,
@@ -55,6 +56,7 @@ class MoEExperts(nn.Module):
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype.
     """
 
+    observer: Observer | None = None  # is shown what flows through training forwards and backwards
     _source: tuple[Any, ...] | None  # of which parameters the FP8 copies are
     _quantized: bool  # whether the FP8 copies hold anything
 
@@ -130,7 +132,15 @@ class MoEExperts(nn.Module):
         self._refresh(is_first_microbatch)
         plan = ops.route(self.num_experts, topk_idx=topk_idx)
         out = fp8_experts(
-            x, probs, plan, self._copies(), self.recipe, gate_up=gate_up, down=down, keep=keep
+            x,
+            probs,
+            plan,
+            self.fp8_weights(),
+            self.recipe,
+            gate_up=gate_up,
+            down=down,
+            keep=keep,
+            observe=self.observer,
         )
         return out.view(shape)
 
@@ -139,7 +149,7 @@ class MoEExperts(nn.Module):
         """Quantize the parameters into the FP8 copies, in place. Once per optimizer step."""
         if self.recipe is None:
             return
-        copies = self._copies()
+        copies = self.fp8_weights()
         pairs = (
             (self.gate_up_proj, copies.gate_up, copies.gate_up_t),
             (self.down_proj, copies.down, copies.down_t),
@@ -213,7 +223,8 @@ class MoEExperts(nn.Module):
     def _copy_names() -> list[str]:
         return [f"{name}_{part}" for name in _COPIES for part in ("fp8", "scale_inv")]
 
-    def _copies(self) -> Fp8Weights:
+    def fp8_weights(self) -> Fp8Weights:
+        """The FP8 copies as the last `quantize_weights` left them; the layer has an FP8 recipe."""
         pow2 = self.recipe is not None and self.recipe.scale == "pow2"
         return Fp8Weights(
             *(
@@ -240,7 +251,13 @@ class MoEExperts(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own FP8 weights (pickle cannot carry them) and has no gradients waiting.
         buffers = {k: v for k, v in self._buffers.items() if k not in self._copy_names()}
-        return {**self.__dict__, "_buffers": buffers, "_source": None, "_wgrads": WgradQueue()}
+        return {
+            **self.__dict__,
+            "_buffers": buffers,
+            "_source": None,
+            "_wgrads": WgradQueue(),
+            "observer": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -250,6 +267,8 @@ class MoEExperts(nn.Module):
         # What the backward would have to do to Python objects, which a compiled one cannot.
         if self.delay_wgrad:
             raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
+        if self.observer is not None:
+            raise RuntimeError("[MoEExperts] telemetry cannot be compiled; unwatch the module")
         for name, weight in self.named_parameters():
             if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
                 raise RuntimeError(
