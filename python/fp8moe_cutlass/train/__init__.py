@@ -19,15 +19,30 @@ from .data import Corpus, load
 from .loop import VARIANTS, Curve, Paused, TrainConfig, Trainer, configure
 from .plot import plot
 
-__all__ = ["VARIANTS", "Corpus", "Curve", "Paused", "TrainConfig", "Trainer"]
-__all__ += ["configure", "load", "plot", "record", "settle", "train", "write"]
+__all__ = [
+    "VARIANTS",
+    "Corpus",
+    "Curve",
+    "Paused",
+    "TrainConfig",
+    "Trainer",
+    "configure",
+    "load",
+    "plot",
+    "record",
+    "settle",
+    "train",
+    "write",
+]
 
 
 def settle(device: torch.device) -> None:
-    """Make torch repeatable: deterministic kernels, and no TF32 where it says float32."""
+    """Make torch repeatable in this process: deterministic kernels only."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # Outputs are written in full; filling them first would only cost time.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def train(
