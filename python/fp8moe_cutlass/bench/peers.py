@@ -87,7 +87,8 @@ def torch_swiglu_compiled(inputs: dict[str, Any]) -> Callable[[], object] | None
 
     def swiglu() -> torch.Tensor:
         gate, up = z.chunk(2, dim=-1)
-        return (F.silu(gate) * up * probs[:, None]).bfloat16()
+        h: torch.Tensor = (F.silu(gate) * up * probs[:, None]).bfloat16()
+        return h
 
     return compiled(swiglu, z.device)
 
