@@ -42,29 +42,37 @@ __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ 
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
   const int64_t row = int64_t{kRowsPerBlock} * (blockIdx.x / groups) + threadIdx.x / 8;
   const int first = blockIdx.x % groups * kTilesPerBlock;
-  const int last = min(p.tiles, first + kTilesPerBlock);
   const RowKind kind = row_kind(p.plan, row, p.rows);
-  const uint16_t* gates = p.z + row * 2 * p.intermediate;
   const float prob = p.probs != nullptr && kind.token ? p.probs[row] : 1.0f;
-  RowsOut to = p.h;
-  if (!kind.written) to.data = nullptr;
+  const int64_t column = 128 * int64_t{first} + Tile<8>::column(0);
+  const uint16_t* gates = p.z + 2 * row * p.intermediate + column;
+  const uint16_t* ups = gates + p.intermediate;
+  uint8_t* codes = p.h.data + row * p.h.ld + column;
+  float* scale = p.h.scale + row * p.h.scale_row + first * p.h.scale_tile;
 
-  Packed16 gate, up, next_gate, next_up;
-  next_gate.clear(), next_up.clear();
+  uint4 packed[kTilesPerBlock][4];  // two of them at a time, once unrolled
   const auto load = [&](int tile) {
-    if (!kind.token) return;
-    next_gate.load(gates + 128 * tile);
-    next_up.load(gates + p.intermediate + 128 * tile);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      packed[tile][half] = packed[tile][2 + half] = uint4{0, 0, 0, 0};
+      if (!kind.token || first + tile >= p.tiles) continue;
+      packed[tile][half] = load_once<uint4>(gates + 128 * tile + 64 * half);
+      packed[tile][2 + half] = load_once<uint4>(ups + 128 * tile + 64 * half);
+    }
   };
-  load(first);
-#pragma unroll 1
-  for (int tile = first; tile < last; ++tile) {
-    gate = next_gate, up = next_up;
-    if (tile + 1 < last) load(tile + 1);
-    float g[16], u[16], h[16];
-    gate.unpack16(g), up.unpack16(u);
-    hidden<kClamp>(g, u, prob, p.clamp, h);
-    Tile<8>::quantize_row<F>(to, row, tile, p.intermediate, h, !kind.token, p.scaling);
+  load(0);
+#pragma unroll
+  for (int tile = 0; tile < kTilesPerBlock; ++tile) {
+    if (first + tile >= p.tiles) break;
+    if (tile + 1 < kTilesPerBlock) load(tile + 1);
+    float gate[16], up[16], h[16];
+    unpack16(packed[tile][0], packed[tile][1], gate);
+    unpack16(packed[tile][2], packed[tile][3], up);
+    hidden<kClamp>(gate, up, prob, p.clamp, h);
+    const TileScale s = p.scaling.of<F>(lanes_max<8>(amax(h)));
+    if (!kind.written) continue;
+    Tile<8>::store_codes<F>(codes + 128 * tile, h, s.scale);
+    if (Tile<8>::lane() == 0) scale[tile * p.h.scale_tile] = kind.token ? s.scale_inv : 0.0f;
   }
 }
 

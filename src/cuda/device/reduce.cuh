@@ -27,6 +27,45 @@ __device__ __forceinline__ float lanes_tree_sum(float v) {
   return v;
 }
 
+// N maxima at once over groups of kLanes lanes, N <= kLanes: lane l of a group gets that of m[l N /
+// kLanes]. A lane gives away half of what it holds at each step, so N values cost about as much as
+// two.
+template <int kLanes, int N, int kStep = kLanes / 2>
+__device__ __forceinline__ float lanes_max_each(const float (&m)[N]) {
+  if constexpr (kStep == 0) {
+    return m[0];
+  } else if constexpr (N == 1) {
+    const float both[1] = {fmaxf(m[0], __shfl_xor_sync(kFullWarp, m[0], kStep))};
+    return lanes_max_each<kLanes, 1, kStep / 2>(both);
+  } else {
+    const bool upper = (threadIdx.x & kStep) != 0;
+    float kept[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float given = upper ? m[i] : m[N / 2 + i];
+      kept[i] = fmaxf(upper ? m[N / 2 + i] : m[i], __shfl_xor_sync(kFullWarp, given, kStep));
+    }
+    return lanes_max_each<kLanes, N / 2, kStep / 2>(kept);
+  }
+}
+
+// The same of the balanced trees of lanes_tree_sum, for N = 4: lane l gets the sum of terms
+// 2 (l % 2) + l / 2 % 2.
+template <int kLanes>
+__device__ __forceinline__ float lanes_tree_sum_each(const float (&term)[4]) {
+  const bool odd = (threadIdx.x & 1) != 0, upper = (threadIdx.x & 2) != 0;
+  float pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    pair[i] =
+        (odd ? term[2 + i] : term[i]) + __shfl_xor_sync(kFullWarp, odd ? term[i] : term[2 + i], 1);
+  float sum =
+      (upper ? pair[1] : pair[0]) + __shfl_xor_sync(kFullWarp, upper ? pair[0] : pair[1], 2);
+#pragma unroll
+  for (int step = 4; step < kLanes; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
+  return sum;
+}
+
 // max |v|, NaNs ignored.
 template <int N>
 __device__ __forceinline__ float amax(const float (&v)[N]) {

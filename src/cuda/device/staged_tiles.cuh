@@ -53,6 +53,27 @@ __device__ __forceinline__ void stage_tile(const StagedTiles<Source>& p, TokenBl
   }
 }
 
+// The rows of a tile. Lanes 4 j ... 4 j + 3 of a group find the scale of its row j.
+template <typename F, typename Source>
+__device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBlock b, int tile,
+                                           const float (&v)[4][8], const float (&row_most)[4]) {
+  using T = Tile<16>;
+  const TileScale s = p.scaling.template of<F>(lanes_max_each<16>(row_most));
+  const int mine = T::row() + T::lane() / 4;
+  if (T::lane() % 4 == 0 && mine < b.rows)
+    p.rows_to
+        .scale[(b.first_row + int64_t{mine}) * p.rows_to.scale_row + tile * p.rows_to.scale_tile] =
+        mine < b.tokens ? s.scale_inv : 0.0f;
+  uint8_t* codes =
+      p.rows_to.data + (b.first_row + int64_t{T::row()}) * p.rows_to.ld + 128 * tile + T::column(0);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float scale = __shfl_sync(kFullWarp, s.scale, 4 * j, 16);
+    if (T::row() + j < b.rows) T::store_codes<F>(codes, v[j], scale);
+    codes += p.rows_to.ld;
+  }
+}
+
 template <typename F, ColumnKind kKind, typename Source>
 __global__ __launch_bounds__(512,
                              2) void staged_tiles(const __grid_constant__ StagedTiles<Source> p) {
@@ -73,7 +94,7 @@ __global__ __launch_bounds__(512,
     copy_wait<0>();
     __syncthreads();
     typename T::Row v[4];
-    float most = 0.0f;
+    float row_most[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int r = T::row() + j;
@@ -82,11 +103,10 @@ __global__ __launch_bounds__(512,
       for (int plane = 0; plane < Source::kPlanes; ++plane)
         packed[plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
       p.source.values(packed, shared.weight[r], v[j]);
-      RowsOut to = p.rows_to;
-      if (r >= b.rows) to.data = nullptr;
-      most = fmaxf(most, T::quantize_row<F>(to, b.first_row + int64_t{r}, tile, p.columns, v[j],
-                                            r >= b.tokens, p.scaling));
+      row_most[j] = amax(v[j]);
     }
+    store_rows<F>(p, b, tile, v, row_most);
+    const float most = fmaxf(fmaxf(row_most[0], row_most[1]), fmaxf(row_most[2], row_most[3]));
     T::columns_amax<kKind>(v, most, shared.amax);
     __syncthreads();  // the maxima are there, the operands in registers
     const int done_block = block, done_tile = tile;

@@ -54,15 +54,11 @@ __device__ __forceinline__ void stage_row(const SwigluBackward& p, int64_t row, 
   }
 }
 
-__device__ __forceinline__ void unpack16(const uint4& low, const uint4& high, float (&v)[16]) {
-  const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  unpack<Bf16>(words, v);
-}
-
 // rows_per_block rows a block, all their tiles: 32 / rows_per_block sets of lanes take the tiles in
 // turn, and their sums of dprob meet in shared memory, to be added in order.
 template <typename F, bool kClamp>
-__global__ __launch_bounds__(256, 2) void backward_rows(const __grid_constant__ SwigluBackward p) {
+__global__ __launch_bounds__(256, kClamp ? 2 : 3) void backward_rows(
+    const __grid_constant__ SwigluBackward p) {
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& shared = *reinterpret_cast<BackwardRowsShared*>(bytes);
   auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(BackwardRowsShared));  // [tiles][rows]

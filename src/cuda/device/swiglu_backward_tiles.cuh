@@ -53,18 +53,19 @@ __device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b
   }
 }
 
-// Dgate, dup, h of this thread's rows of a tile; rows of dz go out as soon as they are known.
+// Dgate, dup, h of this thread's rows of a tile. The rows of dz go out, the sums of dprob to
+// tile_sum. Lane l of a group finds the scale of row l / 2 % 4, of dgate where l < 8, else of dup.
 template <typename F, bool kClamp>
 __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBlock b, int tile,
                                               const BackwardTilesShared::Stage& stage,
                                               const float (&probs)[128], float (&v)[3][4][8],
                                               float (&most)[3], float* tile_sum) {
   using T = Tile<16>;
-  most[0] = most[1] = most[2] = 0.0f;
+  float row_most[8], sum[4];
+  most[2] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int r = T::row() + j, column = T::column(0);
-    const int64_t row = b.first_row + int64_t{r};
     const float prob = probs[r];
     float gate[8], up[8], dh[8], term[8];
     const uint4 g = *reinterpret_cast<const uint4*>(&stage.gate[r][column]);
@@ -79,17 +80,34 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
       v[0][j][i] = grad.dgate, v[1][j][i] = grad.dup, term[i] = grad.dprob;
       v[2][j][i] = swiglu(in, sigmoid, prob);
     }
-    RowsOut to = p.dz;
-    if (r >= b.rows) to.data = nullptr;
-    const bool padding = r >= b.tokens;
-    const int columns = 2 * p.intermediate;
-    most[0] =
-        fmaxf(most[0], T::quantize_row<F>(to, row, tile, columns, v[0][j], padding, p.scaling));
-    most[1] = fmaxf(
-        most[1], T::quantize_row<F>(to, row, p.tiles + tile, columns, v[1][j], padding, p.scaling));
+    row_most[j] = amax(v[0][j]), row_most[4 + j] = amax(v[1][j]);
     most[2] = fmaxf(most[2], amax(v[2][j]));
-    const float sum = lanes_tree_sum<16>(tree_sum<8>(term));
-    if (T::lane() == 0) tile_sum[r] = sum;
+    sum[j] = tree_sum<8>(term);
+  }
+#pragma unroll
+  for (int o = 0; o < 2; ++o)
+    most[o] = fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
+                    fmaxf(row_most[4 * o + 2], row_most[4 * o + 3]));
+  const float row_sum = lanes_tree_sum_each<16>(sum);
+  if (T::lane() < 4) tile_sum[T::row() + 2 * (T::lane() % 2) + T::lane() / 2] = row_sum;
+
+  const TileScale s = p.scaling.of<F>(lanes_max_each<16>(row_most));
+  const int mine = T::row() + T::lane() / 2 % 4;
+  const int scale_tile = T::lane() < 8 ? tile : p.tiles + tile;
+  if (T::lane() % 2 == 0 && mine < b.rows)
+    p.dz.scale[(b.first_row + int64_t{mine}) * p.dz.scale_row + scale_tile * p.dz.scale_tile] =
+        mine < b.tokens ? s.scale_inv : 0.0f;
+  uint8_t* codes =
+      p.dz.data + (b.first_row + int64_t{T::row()}) * p.dz.ld + 128 * tile + T::column(0);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float gate_scale = __shfl_sync(kFullWarp, s.scale, 2 * j, 16);
+    const float up_scale = __shfl_sync(kFullWarp, s.scale, 8 + 2 * j, 16);
+    if (T::row() + j < b.rows) {
+      T::store_codes<F>(codes, v[0][j], gate_scale);
+      T::store_codes<F>(codes + p.intermediate, v[1][j], up_scale);
+    }
+    codes += p.dz.ld;
   }
 }
 

@@ -102,8 +102,8 @@ struct Tile {
     alignas(16) uint32_t codes[128][32];
   };
   struct Amax {
-    float of[kWarps][128];  // one row a warp: of its columns, or [warp][0] of all it holds
-    float scale[128];
+    float of[kWarps][128];  // a row a warp: of its columns at place(column), or [0] of all it holds
+    float scale[128];       // at place(column)
   };
 
   // This thread's place.
@@ -115,7 +115,25 @@ struct Tile {
     return 4 * (column >> 3 & 7) + 2 * (column >> 6);
   }
 
-  // Codes of a thread's values of one row of tile `tile`; columns past `columns` are not there.
+  // Column `at` among words that the lanes of a group read side by side: its value's index comes
+  // first.
+  static __device__ __forceinline__ int place(int at) {
+    return (8 * (at / (8 * kLanes)) + at % 8) * kLanes + at / 8 % kLanes;
+  }
+
+  // Codes of a thread's values of one row of a full tile; `codes` is where its first column goes.
+  template <typename F>
+  static __device__ __forceinline__ void store_codes(uint8_t* codes, const Row& v, float scale) {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const float* x = v + 8 * half;
+      store(codes + 64 * half,
+            uint2{fp8_encode4<F>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
+                  fp8_encode4<F>(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale)});
+    }
+  }
+
+  // The same of any tile: columns past `columns` are not there.
   template <typename F>
   static __device__ __forceinline__ void store_row(const RowsOut& out, int64_t row, int tile,
                                                    int columns, const Row& v, float scale) {
@@ -161,18 +179,19 @@ struct Tile {
 #pragma unroll
         for (int step = kLanes; step < 32; step *= 2)
           m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
-        if (warp_lane < kLanes) shared.of[warp][column(i / 8) + i % 8] = m;
+        if (warp_lane < kLanes) shared.of[warp][i * kLanes + lane()] = m;
       }
     }
   }
 
-  // The scale of column `at` (of the whole tile, if it has one), from the maxima of the warps.
+  // The scale of the column at a place (of the whole tile, if it has one), from the maxima of the
+  // warps.
   template <typename F, typename Rule>
-  static __device__ __forceinline__ TileScale columns_scale(const Amax& shared, int at,
+  static __device__ __forceinline__ TileScale columns_scale(const Amax& shared, int at_place,
                                                             const Rule& rule) {
     float m = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][at]);
+    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][at_place]);
     return rule.template of<F>(m);
   }
 
@@ -186,8 +205,8 @@ struct Tile {
     if constexpr (kKind == ColumnKind::column) {
       const int at = threadIdx.x;
       if (at < 128) {
-        const TileScale s = columns_scale<F>(shared, at, rule);
-        shared.scale[at] = s.scale;
+        const TileScale s = columns_scale<F>(shared, place(at), rule);
+        shared.scale[place(at)] = s.scale;
         if (128 * tile + at < columns) to[at] = s.scale_inv;
       }
       __syncthreads();
@@ -199,7 +218,7 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int at = column(i / 8) + i % 8;
-      if constexpr (kKind == ColumnKind::column) scale = shared.scale[at];
+      if constexpr (kKind == ColumnKind::column) scale = shared.scale[i * kLanes + lane()];
       codes.codes[at][group() ^ swizzle(at)] =
           fp8_encode4<F>(v[0][i] * scale, v[1][i] * scale, v[2][i] * scale, v[3][i] * scale);
     }

@@ -13,26 +13,15 @@ inline unsigned zero_padding_blocks_an_expert(const RoutingPlan& plan) {
   return static_cast<unsigned>(cdiv(plan.align - 1, kZeroRows));
 }
 
-struct PaddingRows {
-  int first;
-  int count;  // none if not positive
-};
-
-// Of block `block` of experts * blocks_an_expert.
-__device__ __forceinline__ PaddingRows padding_rows(const PlanView& plan, unsigned block,
-                                                    unsigned blocks_an_expert) {
+// Block `block` of experts * blocks_an_expert: its padding rows of y [R, vectors] of 16 bytes.
+__device__ __forceinline__ void zero_padding(const PlanView& plan, unsigned block,
+                                             unsigned blocks_an_expert, char* y, int vectors) {
   const unsigned e = block / blocks_an_expert;
   const int first = plan.row_offsets[e] + plan.tokens_per_expert[e] +
                     static_cast<int>(block % blocks_an_expert) * kZeroRows;
-  return {.first = first, .count = min(kZeroRows, plan.row_offsets[e + 1] - first)};
-}
-
-// Zeroes a block's padding rows of y [R, vectors] of 16 bytes.
-__device__ __forceinline__ void zero_padding(const PlanView& plan, unsigned block,
-                                             unsigned blocks_an_expert, char* y, int vectors) {
-  const PaddingRows rows = padding_rows(plan, block, blocks_an_expert);
-  char* from = y + int64_t{rows.first} * vectors * 16;
-  for (int v = threadIdx.x; v < rows.count * vectors; v += blockDim.x)
+  const int rows = min(kZeroRows, plan.row_offsets[e + 1] - first);
+  char* from = y + int64_t{first} * vectors * 16;
+  for (int v = threadIdx.x; v < rows * vectors; v += blockDim.x)
     store_streaming(from + int64_t{v} * 16, uint4{0, 0, 0, 0});
 }
 
