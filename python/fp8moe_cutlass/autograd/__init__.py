@@ -3,6 +3,7 @@
 from fp8moe_cutlass.autograd.bf16 import Groups, group
 from fp8moe_cutlass.autograd.experts import bf16_experts, fp8_experts
 from fp8moe_cutlass.autograd.fp8 import Fp8Weights, Observer
+from fp8moe_cutlass.autograd.movement import permute_pad, unpermute_unpad
 from fp8moe_cutlass.autograd.weight_grad import WeightGrad, WgradQueue
 
 __all__ = [
@@ -14,4 +15,6 @@ __all__ = [
     "bf16_experts",
     "fp8_experts",
     "group",
+    "permute_pad",
+    "unpermute_unpad",
 ]

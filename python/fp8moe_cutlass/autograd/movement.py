@@ -1,0 +1,148 @@
+"""permute_pad and unpermute_unpad with gradients, between high-precision tensors.
+
+FP8 tensors are never edges of the graph: an Fp8Tensor moves without a gradient, its probs with one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.typing import ScaleLayout
+
+T = TypeVar("T", Tensor, Fp8Tensor)
+Sizes = tuple[int, int, int, int, int]
+
+
+def permute_pad(
+    x: T,
+    plan: RoutingPlan,
+    probs: Tensor | None = None,
+    *,
+    scale_layout: ScaleLayout = "gemm",
+    zero_unweighted: bool = False,
+) -> tuple[T, Tensor | None]:
+    """ops.permute_pad, differentiable in x (float32, float16, bfloat16) and probs [T, S] float32.
+
+    The gradient of x sums over all rows of a token, also those zero_unweighted left zero.
+    """
+    if isinstance(x, Fp8Tensor):
+        if x.data.requires_grad or x.scale_inv.requires_grad:
+            raise ValueError("[permute_pad] an Fp8Tensor has no gradient; got requires_grad=True")
+        kind = (x.block, scale_layout, x.pow2, x.interleave, x.fp8_dtype)
+        data, scale_inv, row_probs = _PermutePadFp8.apply(  # type: ignore[no-untyped-call]
+            x, probs, plan.slab, plan.sizes, scale_layout, zero_unweighted
+        )
+        return Fp8Tensor(data, scale_inv, *kind), row_probs
+    y, row_probs = _PermutePad.apply(  # type: ignore[no-untyped-call]
+        x, probs, plan.slab, plan.sizes, zero_unweighted
+    )
+    return y, row_probs
+
+
+def unpermute_unpad(
+    y: Tensor, plan: RoutingPlan, probs: Tensor | None = None, *, clear: bool = False
+) -> Tensor:
+    """ops.unpermute_unpad, differentiable in y and probs [T, S] float32.
+
+    clear: zero the whole gradient of y first, for a plan whose experts have more padding rows than
+    its align says.
+    """
+    if isinstance(y, Fp8Tensor):
+        raise ValueError("[unpermute_unpad] sums high-precision rows; dequantize the Fp8Tensor")
+    out: Tensor = _UnpermuteUnpad.apply(  # type: ignore[no-untyped-call]
+        y, probs, plan.slab, plan.sizes, clear
+    )
+    return out
+
+
+class _PermutePad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor | None, slab: Tensor, sizes: Sizes, zero: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(slab)
+        ctx.sizes = sizes
+        return ops.permute_pad(x, RoutingPlan(slab, *sizes), probs, zero_unweighted=zero)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, row_dprobs: Tensor | None) -> tuple[Any, ...]:
+        plan = RoutingPlan(*ctx.saved_tensors, *ctx.sizes)
+        dx, dprobs = _backward_of_permute(plan, dy, row_dprobs)
+        return dx, dprobs, None, None, None
+
+
+class _PermutePadFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Fp8Tensor,
+        probs: Tensor | None,
+        slab: Tensor,
+        sizes: Sizes,
+        scale_layout: ScaleLayout,
+        zero: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(slab)
+        ctx.sizes = sizes
+        plan = RoutingPlan(slab, *sizes)
+        y, row_probs = ops.permute_pad(
+            x, plan, probs, scale_layout=scale_layout, zero_unweighted=zero
+        )
+        ctx.mark_non_differentiable(y.data, y.scale_inv)
+        return y.data, y.scale_inv, row_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _data: None, _scale: None, row_dprobs: Tensor | None) -> tuple[Any, ...]:
+        plan = RoutingPlan(*ctx.saved_tensors, *ctx.sizes)
+        _, dprobs = _backward_of_permute(plan, None, row_dprobs)
+        return None, dprobs, None, None, None, None
+
+
+def _backward_of_permute(
+    plan: RoutingPlan, dy: Tensor | None, row_dprobs: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if dy is None and row_dprobs is None:
+        return None, None
+    if row_dprobs is not None:
+        row_dprobs = row_dprobs.contiguous()
+    if dy is None:  # rows of no width: the probs alone
+        nothing = torch.empty(plan.rows, 0, device=plan.device)
+        return None, ops.permute_pad_backward(nothing, plan, row_dprobs)[1]
+    return ops.permute_pad_backward(dy.contiguous(), plan, row_dprobs)
+
+
+class _UnpermuteUnpad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, probs: Tensor | None, slab: Tensor, sizes: Sizes, clear: bool
+    ) -> Tensor:
+        ctx.save_for_backward(slab, *([] if probs is None else [y, probs]))
+        ctx.sizes = sizes
+        ctx.clear = clear
+        out: Tensor = ops.unpermute_unpad(y, RoutingPlan(slab, *sizes), probs)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        slab, *operands = ctx.saved_tensors
+        plan = RoutingPlan(slab, *ctx.sizes)
+        dout = dout.contiguous()
+        out = None
+        if ctx.clear:
+            zeros = dout.new_zeros(plan.rows, dout.shape[1])
+            dprobs = torch.empty_like(operands[1]) if operands else None
+            out = (zeros, dprobs)
+        dy, dprobs = ops.unpermute_unpad_backward(dout, plan, *operands, out=out)
+        return dy, dprobs, None, None, None

@@ -1,0 +1,9 @@
+"""The operators under the names of other libraries: a call site changes its import.
+
+No arithmetic lives here: argument conventions, and the bookkeeping they need, over ops and
+autograd. docs/migration.md says what differs.
+"""
+
+from fp8moe_cutlass.integrations import megatron, transformer_engine
+
+__all__ = ["megatron", "transformer_engine"]
