@@ -153,11 +153,12 @@ def permute(x: NDArray[Any], plan: Plan) -> NDArray[Any]:
 
 
 def gather_sum(y: F32, plan: Plan, probs: F32 | None = None) -> F32:
-    """out[t] = sum over slots ascending of (probs *) y[row], in float32."""
+    """out[t] = sum over slots ascending of (probs *) y[row], in float32, each product fused."""
     out = np.zeros((len(plan.row_of), y.shape[1]), np.float32)
     for (t, s), row in np.ndenumerate(plan.row_of):
         if row >= 0:
-            out[t] += y[row] if probs is None else probs[t, s] * y[row]
+            term = y[row].astype(np.float64)  # float64 holds the product exactly
+            out[t] = out[t] + (term if probs is None else probs[t, s].astype(np.float64) * term)
     return out
 
 
