@@ -35,7 +35,7 @@ def permute_pad(
 
     x: float32, float16 or bfloat16, or an Fp8Tensor with 1x128 scales, which move along (into
     `scale_layout`, "gemm" or "row"). probs [T, S] float32 becomes permuted_probs [R].
-    zero_unweighted: rows whose prob is 0 are zero too, data and scale (what TransformerEngine does).
+    zero_unweighted: rows whose prob is 0 are zero too, data and scale (as in TransformerEngine).
     Returns (y [R, C], permuted_probs or None).
     """
     y, permuted = out or (None, None)
