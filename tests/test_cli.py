@@ -273,6 +273,11 @@ def test_train_learns_compares_and_reports(command: Command, text: Path, tmp_pat
         assert len(run["loss"]) == 60
         assert [step for step, _ in run["heldout"]] == [10, 20, 30, 40, 50, 60]
         assert run["heldout"][-1][1] < 0.7 * result["unigram_entropy"]
+    watched = result["runs"]["fp8"]["telemetry"]
+    assert [step for step, _ in watched] == [10, 20, 30, 40, 50, 60]
+    (report,) = watched[-1][1].values()
+    assert sum(report["transposes"]["x columns"]["shifts"]) > 0
+    assert result["runs"]["bf16"]["telemetry"] == []
     fp8, bf16 = (result["runs"][name]["heldout"][-1][1] for name in ("fp8", "bf16"))
     assert result["heldout_deviation"] == pytest.approx((fp8 - bf16) / bf16)
     # Same seed, same batches: the first losses differ by FP8's rounding alone; but they do differ.

@@ -49,12 +49,12 @@ class Counters:
     @torch.no_grad()
     def __call__(self, name: str, value: Any, plan: RoutingPlan, source: Any) -> None:
         if name in OPERANDS:
-            self.operands[OPERANDS.index(name)] += _underflow(name, value, plan, source)
+            self.operands[OPERANDS.index(name)].add_(_underflow(name, value, plan, source))
         elif name in TRANSPOSES:
             at = TRANSPOSES.index(name)
-            self.transposes[at] += _flushed(source, value, plan)
+            self.transposes[at].add_(_flushed(source, value, plan))
             if source.pow2:
-                self.shifts[at] += _shifts(source, value, plan)
+                self.shifts[at].add_(_shifts(source, value, plan))
 
     def report(self) -> Report:
         """Shares and counts as plain numbers; waits for the device."""

@@ -342,6 +342,40 @@ def test_a_graph_accumulates_into_main_grad(device: torch.device) -> None:
         assert torch.equal(eager, replayed)
 
 
+def test_weights_and_deferred_wgrads_in_the_graph(device: torch.device) -> None:
+    """quantize_weights, forward, backward and backward_dw captured; replayed after the parameters
+    changed, it gives what eager does with the new ones."""
+    p = on(device, 384, 2, 4)
+    layer = layer_of(p, delay_wgrad=True)
+    x = p.x.clone().requires_grad_()
+
+    def run() -> None:
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = None
+        layer.quantize_weights()
+        layer(x, p.topk_idx, p.probs).backward(p.dout)
+        layer.backward_dw()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    grads = [leaf.grad for leaf in (x, *layer.parameters())]
+    with torch.no_grad():
+        for w in layer.parameters():
+            w.mul_(1.25)
+    graph.replay()
+    replayed = [g.clone() for g in grads]
+    run()
+    for eager, again in zip((x, *layer.parameters()), replayed, strict=True):
+        assert eager.grad.any()
+        assert torch.equal(eager.grad, again)
+
+
 @pytest.mark.slow
 def test_ten_thousand_replays(device: torch.device) -> None:
     """Every hundredth is compared with eager; between them routings change as well."""

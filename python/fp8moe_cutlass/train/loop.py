@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass import Fp8Recipe, telemetry
 
 from .data import Corpus
 from .model import BYTES, Decoder, ModelConfig
@@ -63,10 +64,12 @@ SIZES = {
 
 @dataclass
 class Curve:
-    """What a run records: training loss of each step, held-out loss (nats a byte) at some."""
+    """What a run records: training loss of each step, held-out loss (nats a byte) at some, and in
+    those steps what FP8 cost each layer (telemetry.Counters.report by layer)."""
 
     loss: list[float] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)
+    telemetry: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     seconds: float = 0.0  # of training steps alone
 
 
@@ -130,12 +133,15 @@ class Trainer:
         return self.curve
 
     def train_step(self) -> None:
-        """One optimizer step, and the held-out loss where one is due."""
+        """One optimizer step; where a held-out loss is due, watched, and that loss."""
         began = time.perf_counter()
         c = self.config
         windows = self.corpus.batch(c.seed, self.step, c.batch, c.model.context)
-        loss = self.loss(windows)
-        torch.autograd.backward(loss + c.balance * self.model.balance_loss())
+        due = (self.step + 1) % c.eval_every == 0 or self.step + 1 == c.steps
+        watched = due and VARIANTS[self.variant] is not None
+        with telemetry.watch(self.model) if watched else nullcontext() as seen:
+            loss = self.loss(windows)
+            torch.autograd.backward(loss + c.balance * self.model.balance_loss())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)
@@ -144,7 +150,9 @@ class Trainer:
         self.curve.loss.append(loss.item())
         self.step += 1
         self.curve.seconds += time.perf_counter() - began
-        if self.step % c.eval_every == 0 or self.step == c.steps:
+        if seen is not None:
+            self.curve.telemetry.append((self.step, seen.report()))
+        if due:
             self.curve.heldout.append((self.step, self.heldout_loss()))
 
     def loss(self, windows: Tensor) -> Tensor:

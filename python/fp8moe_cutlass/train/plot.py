@@ -17,16 +17,22 @@ def smooth(values: list[float], width: int) -> tuple[np.ndarray[Any, Any], np.nd
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Loss of every variant (train, smoothed; held out, dots) and their relative deviation."""
+    """Loss of every variant (train, smoothed; held out, dots), their relative deviation, and what
+    FP8 cost: the share of values that underflowed, and the shifts of the transposes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
     runs = record["runs"]
+    watched = runs.get("fp8", {}).get("telemetry", [])
+    figure, (top, bottom, *cost) = pyplot.subplots(
+        *(4 if watched else 2, 1),
+        figsize=(8, 10.5 if watched else 6.5),
+        height_ratios=(3, 1, 1, 1) if watched else (3, 1),
+        layout="constrained",
+    )
+    bottom.sharex(top)
     width = max(1, min(20, record["config"]["steps"] // 10))
     for color, (name, run) in zip(("tab:green", "tab:gray", "tab:red"), runs.items(), strict=False):
         if not run["loss"]:
@@ -48,8 +54,44 @@ def plot(record: dict[str, Any], path: Path) -> None:
     bottom.axhline(0.0, color="black", linewidth=0.5)
     bottom.set_ylabel("fp8 against\nbf16, %")
     bottom.set_xlabel("step")
+    if watched:
+        cost[0].sharex(top)
+        plot_underflow(cost[0], watched)
+        plot_shifts(cost[1], watched)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plot_underflow(axes: Any, watched: list[Any]) -> None:
+    """Mean over the layers, of each operand when it is quantized and of the transposes."""
+    steps = [step for step, _ in watched]
+    layers = [list(report.values()) for _, report in watched]
+    for name in layers[0][0]["underflowed"]:
+        shares = [100 * np.mean([r["underflowed"][name] for r in at]) for at in layers]
+        axes.plot(steps, shares, "o-", markersize=3, label=name)
+    for name in layers[0][0]["transposes"]:
+        shares = [
+            100 * np.mean([r["transposes"][name]["underflowed"] for r in at]) for at in layers
+        ]
+        axes.plot(steps, shares, "s--", markersize=3, label=name)
+    axes.set_ylabel("underflowed, %")
+    axes.set_yscale("symlog", linthresh=1e-3)
+    axes.legend(fontsize=6, ncols=2)
+
+
+def plot_shifts(axes: Any, watched: list[Any]) -> None:
+    """Scale shifts of the transposes at the last watched step, all layers together."""
+    layers = list(watched[-1][1].values())
+    names = list(layers[0]["transposes"])
+    for place, name in enumerate(names):
+        shifts = np.sum([r["transposes"][name]["shifts"] for r in layers], axis=0)
+        at = np.arange(len(shifts)) + 0.8 * place / len(names)
+        height = 100 * shifts / max(shifts.sum(), 1)
+        axes.bar(at, height, width=0.8 / len(names), align="edge", label=name)
+    axes.set_xlabel(f"shift k of 1x128 row tiles, new code = RN(old 2^-k), step {watched[-1][0]}")
+    axes.set_ylabel("tiles, %")
+    axes.set_xticks(np.arange(len(shifts)))
+    axes.legend(fontsize=6)
 
 
 def difference(a: list[float], b: list[float]) -> list[float]:
