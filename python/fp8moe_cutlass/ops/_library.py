@@ -30,7 +30,6 @@ _NAMES: dict[Any, str] = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
-_BYTES: set[Any] = {np.dtype("uint8")}
 
 # A plan's sizes in a schema. Plain integers: torch's dispatcher is twice as slow with a list.
 PLAN = "SymInt tokens, SymInt slots, SymInt experts, SymInt align, SymInt capacity"
@@ -46,7 +45,6 @@ if torch is not None:
         "int32": torch.int32,
         "uint8": torch.uint8,
     }
-    _BYTES.add(torch.uint8)
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
 
 
@@ -202,8 +200,6 @@ def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:
 
 def _codes(t: Fp8Tensor) -> Array:
     """The data; uint8 codes as torch's FP8 dtype, or with their format where there is none."""
-    if t.data.dtype not in _BYTES:
-        return t.data
-    if torch is not None and isinstance(t.data, torch.Tensor):
-        return t.data.view(_TORCH[str(t.fp8_dtype)])
-    return t.data, t.fp8_dtype
+    if torch is not None and isinstance(t.data, torch.Tensor):  # no NumPy here: dynamo traces it
+        return t.data.view(_TORCH[str(t.fp8_dtype)]) if t.data.dtype == torch.uint8 else t.data
+    return (t.data, t.fp8_dtype) if t.data.dtype == np.uint8 else t.data
