@@ -18,7 +18,8 @@ class FP8MOE_API InvalidArgument : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// CUDA tensors were given, but this build has no CUDA backend, or the machine no usable driver or GPU.
+// CUDA tensors were given, but the build has no CUDA backend, or the machine no usable driver or
+// no GPU.
 class FP8MOE_API DeviceUnavailable : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

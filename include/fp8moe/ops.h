@@ -1,8 +1,8 @@
 // The operators. Each runs on the device of its tensors: CPU, or CUDA (sm_90a) on `stream`.
 //
-// Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the caller
-// gives, allocates nothing on the device and never synchronizes with it. Outputs are the arguments
-// after the inputs; a default-constructed Tensor leaves an optional one out.
+// Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the
+// caller gives, allocates nothing on the device and never synchronizes with it. Outputs are the
+// arguments after the inputs; a default-constructed Tensor leaves an optional one out.
 // Letters: plan.h. docs/numerics.md states what each op guarantees bit by bit.
 #pragma once
 
@@ -23,20 +23,20 @@ struct ScaleRule {
 // q = Q(x). x [M, K] f32/f16/bf16; q.layout row or gemm: 1x128 tiles; block: 128x128 tiles.
 FP8MOE_API void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream = {});
 
-// rows = Q(x) by 1x128 tiles (gemm or row layout) and columns = Q(x^T) per expert, in one pass over x.
+// rows = Q(x) by 1x128 tiles (gemm or row layout) and columns = Q(x^T) per expert, in one pass.
 // x [R, C]; rows.data [R, C]; columns.data [C, Kcap], columns.layout block (128x128 tiles) or gemm
 // (1x128 tiles along tokens, scales [Kcap/128, pad4(C)]). Both are single quantizations of x.
 FP8MOE_API void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& rows,
                               const Fp8Tensor& columns, ScaleRule rule, Stream stream = {});
 
-// q = Q(w) by 128x128 tiles of w [E, N, K], and q_t [E, K, N], its exact transpose, scales included.
-// interleave g > 0 stores the rows of q as g rows of the first half (gate), g of the second (up), and
-// so on; the scales stay those of the original rows. Needs N % 256 == 0 and 128 % g == 0.
+// q = Q(w) by 128x128 tiles of w [E, N, K], and q_t [E, K, N], its exact transpose with its scales.
+// interleave g > 0 stores the rows of q as g rows of the first half (gate), g of the second (up),
+// and so on; the scales stay those of the original rows. Needs N % 256 == 0 and 128 % g == 0.
 // q or q_t may be left out.
 FP8MOE_API void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t,
                                 ScaleRule rule, int64_t interleave = 0, Stream stream = {});
 
-// x = q * scale_inv, rounded once to x's dtype. q [M, K] in any layout, or [E, M, K] in block layout.
+// x = q * scale_inv, rounded once to x's dtype. q [M, K] in any layout, or [E, M, K] in block.
 FP8MOE_API void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream = {});
 
 // ---- routing ------------------------------------------------------------------------------------
@@ -78,16 +78,17 @@ FP8MOE_API void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan,
 FP8MOE_API void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
                                 const Tensor& out, Stream stream = {});
 
-// dy[row] = (probs[t,s] *) dout[t], padding rows zero; dprobs[t,s] = <y[row], dout[t]> in the pinned
-// order of common/reduce.h, 0 for a dropped slot. y, probs and dprobs: all or none.
+// dy[row] = (probs[t,s] *) dout[t], padding rows zero; dprobs[t,s] = <y[row], dout[t]> in the
+// pinned order of common/reduce.h, 0 for a dropped slot. y, probs and dprobs: all or none.
 // The backward of an FP8 gradient without probs is permute_pad.
-FP8MOE_API void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
-                                         const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
-                                         Stream stream = {});
+FP8MOE_API void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan,
+                                         const Tensor& y, const Tensor& probs, const Tensor& dy,
+                                         const Tensor& dprobs, Stream stream = {});
 
 // ---- transposes in the FP8 domain ---------------------------------------------------------------
 
-// columns = the rows of q as the contracted dimension, shifted to one scale a tile: code RNE(code 2^-k).
+// columns = the rows of q as the contracted dimension, shifted to one scale a tile:
+// code' = RNE(code 2^-k).
 // q [R, C] with 1x128 power-of-two scales; columns [C, Kcap], layout block or gemm (quantize_dual).
 // requantize: dequantize and quantize again by `rule` instead (any scales; a second rounding).
 FP8MOE_API void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
@@ -107,9 +108,10 @@ FP8MOE_API void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const 
                                 float clamp, const Fp8Tensor& h, const Fp8Tensor& h_columns,
                                 const Fp8Tensor& z_q, ScaleRule rule, Stream stream = {});
 
-// The gradient: dh [R, I] f32/f16/bf16, z as given forward, or its FP8 form (z_q, z then undefined; it
-// is dequantized to bf16 first). dz [R, 2I] = Q([dgate | dup]); dprobs [R] f32 = sum of silu*up*dh in
-// the pinned order; optional dz_columns [2I, Kcap] and h_columns [I, Kcap], h recomputed.
+// The gradient: dh [R, I] f32/f16/bf16, z as given forward, or its FP8 form (z_q, z then undefined;
+// it is dequantized to bf16 first). dz [R, 2I] = Q([dgate | dup]); dprobs [R] f32 = sum of
+// silu*up*dh in the pinned order; optional dz_columns [2I, Kcap], and h_columns [I, Kcap] of h,
+// which is recomputed.
 FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
                                          const RoutingPlan& plan, const Tensor& probs, float clamp,
                                          const Fp8Tensor& dz, const Tensor& dprobs,
@@ -118,12 +120,13 @@ FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, cons
 
 // ---- grouped GEMM -------------------------------------------------------------------------------
 
-// d[rows of e] = a[rows of e] w[e]^T. a [R, K] gemm layout; w [E, N, K] block layout; d [R, N] bf16/f32.
+// d[rows of e] = a[rows of e] w[e]^T. a [R, K] gemm layout; w [E, N, K] block layout;
+// d [R, N] bf16/f32.
 FP8MOE_API void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
                              const Tensor& d, Stream stream = {});
 
-// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap], x_t [K, Kcap], both block or
-// both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's dw is zero.
+// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap], x_t [K, Kcap], both block
+// or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's dw is zero.
 FP8MOE_API void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t,
                                    const RoutingPlan& plan, const Tensor& dw, bool accumulate,
                                    Stream stream = {});
@@ -132,10 +135,10 @@ FP8MOE_API void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t,
 
 struct BuildInfo {
   const char* version;
-  bool cuda;                // built with the CUDA backend
-  const char* cuda_toolkit; // "13.0", or "" without CUDA
-  const char* cutlass;      // "4.2.0", or ""
-  const char* cpu_isa;      // the clone this machine runs: "x86-64-v4", "x86-64-v3" or "baseline"
+  bool cuda;                 // built with the CUDA backend
+  const char* cuda_toolkit;  // "13.0", or "" without CUDA
+  const char* cutlass;       // "4.2.0", or ""
+  const char* cpu_isa;       // the clone this machine runs: "x86-64-v4", "x86-64-v3" or "baseline"
 };
 FP8MOE_API BuildInfo build_info();
 

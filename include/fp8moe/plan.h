@@ -9,14 +9,14 @@
 namespace fp8moe {
 
 // Letters: T tokens, S slots a token, E experts, A = capacity (T*S unless the caller bounds it),
-// R rows, Kcap columns of transposed operands. All of it lives in one int32 slab on the device, so a
-// plan costs one allocation and no host read. Built by `route` or `plan_from_counts`.
+// R rows, Kcap columns of transposed operands. All of it lives in one int32 slab on the device, so
+// a plan costs one allocation and no host read. Built by `route` or `plan_from_counts`.
 //
 // Rows are expert-major; within an expert in token order, then slot order. Expert e owns rows
-// [row_offsets[e], row_offsets[e+1]), of which the first tokens_per_expert[e] carry an assignment and
-// the rest are padding. Rows at or past row_offsets[E] are unspecified everywhere.
-// Transposed operands [C, Kcap] hold expert e's tokens at columns col_offsets[e] + 0, 1, ...; its
-// segment is zero from tokens_per_expert[e] to its end.
+// [row_offsets[e], row_offsets[e+1]), of which the first tokens_per_expert[e] carry an assignment
+// and the rest are padding. Rows at or past row_offsets[E] are unspecified everywhere. Transposed
+// operands [C, Kcap] hold expert e's tokens at columns col_offsets[e] + 0, 1, ...; its segment is
+// zero from tokens_per_expert[e] to its end.
 struct RoutingPlan {
   Tensor slab;  // [slab_size()] i32
   int64_t tokens = 0;
@@ -34,12 +34,12 @@ struct RoutingPlan {
 
   // Slab sections, in this order, each starting at a multiple of 4 words (16 bytes).
   static constexpr int64_t kStatusWords = 8;
-  int64_t tokens_per_expert_at() const { return kStatusWords; }                            // [E]
-  int64_t row_offsets_at() const { return tokens_per_expert_at() + pad4(experts); }        // [E+1]
-  int64_t col_offsets_at() const { return row_offsets_at() + pad4(experts + 1); }          // [E+1]
-  int64_t token_of_row_at() const { return col_offsets_at() + pad4(experts + 1); }         // [R]
-  int64_t slot_of_row_at() const { return token_of_row_at() + pad4(rows()); }              // [R]
-  int64_t row_of_at() const { return slot_of_row_at() + pad4(rows()); }                    // [T,S]
+  int64_t tokens_per_expert_at() const { return kStatusWords; }                      // [E]
+  int64_t row_offsets_at() const { return tokens_per_expert_at() + pad4(experts); }  // [E+1]
+  int64_t col_offsets_at() const { return row_offsets_at() + pad4(experts + 1); }    // [E+1]
+  int64_t token_of_row_at() const { return col_offsets_at() + pad4(experts + 1); }   // [R]
+  int64_t slot_of_row_at() const { return token_of_row_at() + pad4(rows()); }        // [R]
+  int64_t row_of_at() const { return slot_of_row_at() + pad4(rows()); }              // [T,S]
   int64_t slab_size() const { return row_of_at() + pad4(tokens * slots); }
 
   int32_t* status() const { return slab.as<int32_t>(); }  // see PlanStatus
@@ -58,9 +58,9 @@ struct RoutingPlan {
 
 // Indices of the counters in a plan's status words. All zero is a clean plan.
 enum PlanStatus : int {
-  kOverflow = 0,     // assignments dropped because their rank is not below the capacity
-  kBadExpert = 1,    // expert ids outside [-1, E)
-  kBadScale = 2,     // scales met by an FP8-domain transpose that are not positive powers of two
+  kOverflow = 0,   // assignments dropped because their rank is not below the capacity
+  kBadExpert = 1,  // expert ids outside [-1, E)
+  kBadScale = 2,   // scales met by an FP8-domain transpose that are not positive powers of two
 };
 
 }  // namespace fp8moe

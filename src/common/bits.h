@@ -57,7 +57,8 @@ FP8MOE_HD Fp16 from_float<Fp16>(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  const uint32_t normal = (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - ((127u - 15u) << 23)) >> 13;
+  const uint32_t normal =
+      (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - ((127u - 15u) << 23)) >> 13;
   // Below 2^-14 the unit is 2^-24: adding 0.5 (whose ulp is 2^-24) rounds there.
   const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3F000000u;
   uint32_t code = magnitude < 0x38800000u ? subnormal : normal;

@@ -1,5 +1,5 @@
-// FP8 codes (OCP E4M3 without infinities, E5M2): encode, decode, and the shift by a power of two that
-// the scaling-aware transpose is made of. Branch-free where a loop over them should vectorize.
+// FP8 codes (OCP E4M3 without infinities, E5M2): encode, decode, and the shift by a power of two
+// that the scaling-aware transpose is made of. Branch-free where a loop over them should vectorize.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace fp8moe {
 struct E4M3 {
   static constexpr int kMantissa = 3;
   static constexpr int kBias = 7;
-  static constexpr uint32_t kMaxCode = 0x7E;  // 448
+  static constexpr uint32_t kMaxCode = 0x7E;   // 448
   static constexpr uint32_t kFirstNan = 0x7F;  // codes from here on are copied, never shifted
   static constexpr float kMax = 448.0f;
 };
@@ -20,7 +20,7 @@ struct E4M3 {
 struct E5M2 {
   static constexpr int kMantissa = 2;
   static constexpr int kBias = 15;
-  static constexpr uint32_t kMaxCode = 0x7B;  // 57344
+  static constexpr uint32_t kMaxCode = 0x7B;   // 57344
   static constexpr uint32_t kFirstNan = 0x7C;  // infinity, then NaNs
   static constexpr float kMax = 57344.0f;
 };
@@ -65,7 +65,7 @@ FP8MOE_HD float fp8_decode(uint8_t code) {
   return bit_cast<float>(bits | sign);
 }
 
-// The code nearest (ties to even) to decode(code) * 2^-k, k >= 0; the sign is kept, NaN and Inf too.
+// The code nearest (ties to even) to decode(code) * 2^-k, k >= 0; sign, NaN and Inf are kept.
 template <typename F>
 FP8MOE_HD uint8_t fp8_shift_down(uint8_t code, int k) {
   constexpr int kM = F::kMantissa;

@@ -1,5 +1,6 @@
 // Marks a function for both backends. common/ is compiled without contraction (-ffp-contract=off,
-// --fmad=false): where a fused multiply-add is meant, it is written std::fma, so both give the same bits.
+// --fmad=false): a fused multiply-add that is meant is written std::fma, so both give the same
+// bits.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -16,8 +16,8 @@ struct TileScale {
 };
 
 // The power-of-two rule. amax: fmax over |x| of the tile, NaNs ignored. fp8_max: F::kMax.
-// Both formats' maxima are 1.75 2^n, so 2^floor(log2(RN(fp8_max / a))) needs no division: a's exponent,
-// one more where its significand is over 1.75. At most 2^126.
+// Both formats' maxima are 1.75 2^n, so 2^floor(log2(RN(fp8_max / a))) needs no division: a's
+// exponent, one more where its significand is over 1.75. At most 2^126.
 FP8MOE_HD TileScale pow2_scale(float amax, float fp8_max, float eps) {
   const float a = amax < eps ? eps : amax;
   const uint32_t exponent = (bit_cast<uint32_t>(a) + 0x1FFFFFu) >> 23;
@@ -27,7 +27,7 @@ FP8MOE_HD TileScale pow2_scale(float amax, float fp8_max, float eps) {
   return {bit_cast<float>(scale << 23), bit_cast<float>((254u - scale) << 23)};
 }
 
-// Either rule. overflow: the largest finite value of x's dtype, taken when fp8_max / amax overflows.
+// Either rule. overflow: the largest finite value of x's dtype, for when fp8_max / amax overflows.
 FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, bool pow2, float eps, float overflow) {
   if (pow2) return pow2_scale(amax, fp8_max, eps);
   const float a = amax < eps ? eps : amax;

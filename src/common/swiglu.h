@@ -8,8 +8,9 @@
 
 namespace fp8moe {
 
-// 1 / (1 + e^-x), relative error under 2^-22; 0 where that is under 2^-126 (x below about -87.3). Made of operations that both backends round alike, few enough for a GPU to do at memory speed.
-// A NaN need not come out: every use multiplies by x.
+// 1 / (1 + e^-x), relative error under 2^-22; 0 where that is under 2^-126 (x below about -87.3).
+// Made of operations that both backends round alike, few enough for a GPU to do at memory speed. A
+// NaN need not come out: every use multiplies by x.
 FP8MOE_HD float pinned_sigmoid(float x) {
   constexpr float kBound = 88.0f;  // e^88 is under 2^127, and 1 + e^-88 is 1
 #if defined(__CUDA_ARCH__)
@@ -17,7 +18,7 @@ FP8MOE_HD float pinned_sigmoid(float x) {
 #else
   const float y = -x < -kBound ? -kBound : -x > kBound ? kBound : -x;
 #endif
-  // e^y = 2^n 2^f, |f| <= 1/2: adding 1.5 2^23 rounds y log2(e) to an integer, left in the low bits.
+  // e^y = 2^n 2^f, |f| <= 1/2: adding 1.5 2^23 rounds y log2(e) to an integer, in the low bits.
   constexpr float kRound = 0x1.8p23f;
   const float shifted = std::fma(y, 0x1.715476p+0f, kRound);
   const float n = shifted - kRound;
@@ -30,8 +31,8 @@ FP8MOE_HD float pinned_sigmoid(float x) {
   const float e = bit_cast<float>(bit_cast<uint32_t>(p) + (bit_cast<uint32_t>(shifted) << 23));
   const float d = 1.0f + e;
 #if defined(__CUDA_ARCH__)
-  // One Newton step from the hardware's estimate rounds 1 / d correctly for d in [1, 2^126]; above, the
-  // estimate is 0 and stays 0.
+  // One Newton step from the hardware's estimate rounds 1 / d correctly for d in [1, 2^126]; above,
+  // the estimate is 0 and stays 0.
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(d));
   return std::fma(estimate, std::fma(-d, estimate, 1.0f), estimate);
@@ -41,9 +42,9 @@ FP8MOE_HD float pinned_sigmoid(float x) {
 }
 
 struct SwigluInput {
-  float gate;       // after the clamp
-  float up;         // after the clamp
-  bool gate_open;   // the clamp lets the gradient through
+  float gate;      // after the clamp
+  float up;        // after the clamp
+  bool gate_open;  // the clamp lets the gradient through
   bool up_open;
 };
 
@@ -52,7 +53,11 @@ FP8MOE_HD SwigluInput clamp_swiglu(float gate, float up, float clamp) {
   const float bound = clamp > 0.0f ? clamp : bit_cast<float>(0x7F800000u);
   const bool gate_open = !(gate > bound);
   const bool up_open = !(up > bound) & !(up < -bound);
-  return {gate_open ? gate : bound, up > bound ? bound : up < -bound ? -bound : up, gate_open, up_open};
+  return {gate_open ? gate : bound,
+          up > bound    ? bound
+          : up < -bound ? -bound
+                        : up,
+          gate_open, up_open};
 }
 
 // ((gate sigmoid(gate)) up) prob

@@ -14,23 +14,24 @@ namespace fp8moe::cuda {
 void require_device(Device device, const char* op);
 }  // namespace fp8moe::cuda
 
-// FP8MOE_DISPATCH("op", device, op(arguments)): returns what the backend of `device` returns. The last
-// statement of an op.
-#define FP8MOE_DISPATCH(op, device, ...)             \
-  do {                                               \
-    if ((device).type == DeviceType::cpu) {          \
-      return cpu::__VA_ARGS__;                       \
-    } else {                                         \
-      cuda::require_device(device, op);              \
-      return cuda::__VA_ARGS__;                      \
-    }                                                \
+// FP8MOE_DISPATCH("op", device, op(arguments)): returns what the backend of `device` returns. The
+// last statement of an op.
+#define FP8MOE_DISPATCH(op, device, ...)    \
+  do {                                      \
+    if ((device).type == DeviceType::cpu) { \
+      return cpu::__VA_ARGS__;              \
+    } else {                                \
+      cuda::require_device(device, op);     \
+      return cuda::__VA_ARGS__;             \
+    }                                       \
   } while (false)
 #else
-#define FP8MOE_DISPATCH(op, device, ...)                                                          \
-  do {                                                                                            \
-    if ((device).type != DeviceType::cpu)                                                         \
-      throw DeviceUnavailable("[" op "] this build has no CUDA backend; pass CPU tensors, or "    \
-                              "reinstall with FP8MOE_CUDA=ON");                                   \
-    return cpu::__VA_ARGS__;                                                                      \
+#define FP8MOE_DISPATCH(op, device, ...)                                                \
+  do {                                                                                  \
+    if ((device).type != DeviceType::cpu)                                               \
+      throw DeviceUnavailable("[" op                                                    \
+                              "] this build has no CUDA backend; pass CPU tensors, or " \
+                              "reinstall with FP8MOE_CUDA=ON");                         \
+    return cpu::__VA_ARGS__;                                                            \
   } while (false)
 #endif
