@@ -217,6 +217,27 @@ def test_outputs_must_be_writable(name: str) -> None:
         np.testing.assert_array_equal(frozen, before)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_outputs_overlap_nothing(name: str) -> None:
+    """The last bytes of an output being the first of another argument is enough."""
+    for out in outputs(name):
+        for other in tensors(flat_calls()[name]).keys() - {out}:
+            call = flat_calls()[name]
+            first, second = call[out].nbytes, call[other].nbytes
+            memory = torch.zeros(first + second, dtype=torch.uint8)
+            start = (first - 1) // 16 * 16
+            for key, piece in ((out, memory[:first]), (other, memory[start:][:second])):
+                call[key] = piece.view(call[key].dtype).view(call[key].shape)
+            refused(extension(name), call, rf"\[{name}\] .* must not share memory")
+
+
+def test_sizes_whose_products_overflow() -> None:
+    slab = torch.zeros(32, dtype=torch.int32)
+    for sizes in ((1 << 33, 1 << 31, 1, 1, 0), (0, 1, 1, 1, 1 << 62), (0, 1, 1 << 62, 1, 0)):
+        with pytest.raises(ValueError, match="no size over"):
+            _C.route_workspace(slab, *sizes)
+
+
 def test_inputs_may_be_read_only() -> None:
     x = np.ones((4, 128), np.float32)
     x.flags.writeable = False

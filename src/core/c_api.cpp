@@ -67,8 +67,12 @@ Tensor tensor(const fp8moe_tensor* c) {
   t.dtype = to_enum(c->dtype, DType::boolean, "dtype");
   t.device = {to_enum(c->device_type, DeviceType::cuda, "device_type"), c->device_index};
   t.ndim = c->ndim;
+  int64_t bytes = size_of(t.dtype);
   for (int i = 0; i < c->ndim; ++i) {
     FP8MOE_CHECK(c->shape[i] >= 0, "[c_api] shape must not be negative; got ", c->shape[i]);
+    FP8MOE_CHECK(!__builtin_mul_overflow(bytes, std::max<int64_t>(c->shape[i], 1), &bytes),
+                 "[c_api] shape must have less than 2^63 bytes; got ", c->shape[i],
+                 " in dimension ", i);
     t.shape[i] = c->shape[i];
   }
   return t;
@@ -103,11 +107,9 @@ int64_t size(const fp8moe_plan* c, int64_t (RoutingPlan::*of)() const) {
   int64_t result = -1;
   guarded([&] {
     FP8MOE_CHECK(c != nullptr, "[c_api] plan must be given; got NULL");
-    FP8MOE_CHECK(
-        c->align >= 1 && c->tokens >= 0 && c->slots >= 1 && c->experts >= 1 && c->capacity >= 0,
-        "[c_api] plan needs tokens, capacity >= 0 and slots, experts, align >= 1; got ", c->tokens,
-        ", ", c->capacity, ", ", c->slots, ", ", c->experts, ", ", c->align);
-    result = (sizes(*c).*of)();
+    const RoutingPlan plan = sizes(*c);
+    Checker("c_api", {}).plan_sizes(plan);
+    result = (plan.*of)();
   });
   return result;
 }

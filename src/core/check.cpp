@@ -39,6 +39,13 @@ std::string brackets(const Range& sizes) {
   return text + "]";
 }
 
+bool overlap(const Tensor* a, const Tensor* b) {
+  for (const Tensor* t : {a, b})
+    if (t == nullptr || !t->defined() || t->numel() == 0) return false;
+  const auto end = [](const Tensor* t) { return t->as<char>() + t->numel() * size_of(t->dtype); };
+  return a->as<char>() < end(b) && b->as<char>() < end(a);
+}
+
 }  // namespace
 
 std::string shape_of(const Tensor& t) {
@@ -100,16 +107,24 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   dtype(t.scale_inv, scale_name.c_str(), {DType::f32});
 }
 
-void Checker::plan(const RoutingPlan& plan) const {
+void Checker::plan_sizes(const RoutingPlan& plan) const {
   FP8MOE_CHECK(plan.align == 1 || plan.align == 16 || plan.align == 32 || plan.align == 128, "[",
                op_, "] plan.align must be 1, 16, 32 or 128; got ", plan.align);
   FP8MOE_CHECK(plan.tokens >= 0 && plan.slots >= 1 && plan.experts >= 1 && plan.capacity >= 0, "[",
                op_, "] plan needs tokens >= 0, slots >= 1, experts >= 1, capacity >= 0; got ",
                plan.tokens, ", ", plan.slots, ", ", plan.experts, ", ", plan.capacity);
   constexpr int64_t kMaxRows = (int64_t{1} << 31) - 256;
+  // One by one first: their products and sums must not overflow.
+  for (const int64_t size : {plan.tokens, plan.slots, plan.experts, plan.capacity})
+    FP8MOE_CHECK(size <= kMaxRows, "[", op_, "] plan must have no size over 2^31 - 256; got ",
+                 size);
   FP8MOE_CHECK(plan.columns() <= kMaxRows && plan.tokens * plan.slots <= kMaxRows, "[", op_,
                "] plan must have at most 2^31 - 256 rows; got ", plan.columns(), " and ",
                plan.tokens * plan.slots, " assignments");
+}
+
+void Checker::plan(const RoutingPlan& plan) const {
+  plan_sizes(plan);
   tensor(plan.slab, "plan", {plan.slab_size()});
   dtype(plan.slab, "plan", {DType::i32});
 }
@@ -125,10 +140,20 @@ void Checker::aligned(const Tensor& t, const char* name) const {
                " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
 }
 
-void Checker::distinct(const Tensor& a, const char* a_name, const Tensor& b,
-                       const char* b_name) const {
-  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return;
-  FP8MOE_CHECK(a.data != b.data, "[", op_, "] ", a_name, " and ", b_name, " must not share memory");
+void Checker::disjoint(std::initializer_list<Memory> outputs,
+                       std::initializer_list<Memory> inputs) const {
+  const auto check_pair = [&](const Memory& a, const Memory& b) {
+    for (const Tensor* s : a.parts)
+      for (const Tensor* t : b.parts)
+        FP8MOE_CHECK(!overlap(s, t), "[", op_, "] ", a.name, " and ", b.name,
+                     " must not share memory; got ranges that overlap");
+  };
+  for (const Memory* out = outputs.begin(); out != outputs.end(); ++out) {
+    FP8MOE_CHECK(!overlap(out->parts[0], out->parts[1]), "[", op_, "] ", out->name,
+                 " must not share memory with its scales; got ranges that overlap");
+    for (const Memory* other = out + 1; other != outputs.end(); ++other) check_pair(*out, *other);
+    for (const Memory& in : inputs) check_pair(*out, in);
+  }
 }
 
 }  // namespace fp8moe

@@ -20,9 +20,9 @@ template <typename... Parts>
   throw InvalidArgument(message.str());
 }
 
-#define FP8MOE_CHECK(condition, ...)                \
-  do {                                              \
-    if (!(condition)) ::fp8moe::fail(__VA_ARGS__);  \
+#define FP8MOE_CHECK(condition, ...)               \
+  do {                                             \
+    if (!(condition)) ::fp8moe::fail(__VA_ARGS__); \
   } while (false)
 
 const char* name_of(DType dtype);
@@ -32,6 +32,15 @@ std::string shape_of(const Tensor& t);  // "[4, 128]"
 
 inline bool is_fp8(DType d) { return d == DType::e4m3 || d == DType::e5m2; }
 inline bool is_float(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
+
+// The memory of an argument; an FP8 tensor's codes and scales.
+struct Memory {
+  Memory(const Tensor& t, const char* name) : parts{&t, nullptr}, name(name) {}
+  Memory(const Fp8Tensor& t, const char* name) : parts{&t.data, &t.scale_inv}, name(name) {}
+
+  const Tensor* parts[2];
+  const char* name;
+};
 
 // The checks of one op. Names are the argument names of ops.h.
 class Checker {
@@ -46,14 +55,16 @@ class Checker {
   // FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
            std::initializer_list<ScaleLayout> layouts) const;
-  // A whole plan: sizes in range, align one of 1, 16, 32, 128, slab of the right size.
+  // Numbers that make a plan: sizes in range, align one of 1, 16, 32, 128.
+  void plan_sizes(const RoutingPlan& plan) const;
+  // A whole plan: its numbers, and a slab of the size that follows.
   void plan(const RoutingPlan& plan) const;
   // A transposed operand [C, Kcap] of `plan`, layout block or gemm.
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
   // Data rows move in 16-byte pieces: the data starts at a multiple of 16 bytes.
   void aligned(const Tensor& t, const char* name) const;
-  // No output may overlap an input or another output (same data pointer is what callers get wrong).
-  void distinct(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) const;
+  // No output overlaps an input or another output. Shapes are already checked.
+  void disjoint(std::initializer_list<Memory> outputs, std::initializer_list<Memory> inputs) const;
 
   const char* op() const { return op_; }
 

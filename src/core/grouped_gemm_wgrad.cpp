@@ -21,11 +21,7 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   check.multiple(k, "K", 16);
   check.tensor(dw, "dw", {plan.experts, n, k});
   check.dtype(dw, "dw", {DType::f32, DType::bf16});
-  check.distinct(dw, "dw", dy_t.data, "dy_t");
-  check.distinct(dw, "dw", dy_t.scale_inv, "dy_t.scale_inv");
-  check.distinct(dw, "dw", x_t.data, "x_t");
-  check.distinct(dw, "dw", x_t.scale_inv, "x_t.scale_inv");
-  check.distinct(dw, "dw", plan.slab, "plan");
+  check.disjoint({{dw, "dw"}}, {{dy_t, "dy_t"}, {x_t, "x_t"}, {plan.slab, "plan"}});
   if (dw.numel() == 0) return;
   FP8MOE_DISPATCH("grouped_gemm_wgrad", dy_t.data.device,
                   grouped_gemm_wgrad(dy_t, x_t, plan, dw, accumulate, stream));

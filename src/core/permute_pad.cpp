@@ -29,8 +29,6 @@ void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& pl
     check.tensor(permuted_probs, "permuted_probs", {plan.rows()});
     check.dtype(permuted_probs, "permuted_probs", {DType::f32});
   }
-  check.distinct(x, "x", y, "y");
-  check.distinct(probs, "probs", permuted_probs, "permuted_probs");
 }
 
 }  // namespace
@@ -40,6 +38,8 @@ void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, 
   const Checker check("permute_pad", plan.slab.device);
   check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
   check_movement(check, x, plan, probs, y, permuted_probs, zero_unweighted);
+  check.disjoint({{y, "y"}, {permuted_probs, "permuted_probs"}},
+                 {{x, "x"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (plan.rows() == 0) return;
   FP8MOE_DISPATCH(
       "permute_pad", plan.slab.device,
@@ -56,7 +56,8 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   const int64_t c = x.data.shape[1];
   check.fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.fp8(y, "y", {plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
-  check.distinct(x.scale_inv, "x.scale_inv", y.scale_inv, "y.scale_inv");
+  check.disjoint({{y, "y"}, {permuted_probs, "permuted_probs"}},
+                 {{x, "x"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (plan.rows() == 0) return;
   FP8MOE_DISPATCH("permute_pad", plan.slab.device,
                   permute_pad(x, plan, probs, y, permuted_probs, zero_unweighted, stream));

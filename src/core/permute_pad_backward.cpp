@@ -25,8 +25,8 @@ void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tenso
     check.tensor(dprobs, "dprobs", {plan.tokens, plan.slots});
     check.dtype(dprobs, "dprobs", {DType::f32});
   }
-  check.distinct(dy, "dy", dx, "dx");
-  check.distinct(permuted_dprobs, "permuted_dprobs", dprobs, "dprobs");
+  check.disjoint({{dx, "dx"}, {dprobs, "dprobs"}},
+                 {{dy, "dy"}, {permuted_dprobs, "permuted_dprobs"}, {plan.slab, "plan"}});
   if (plan.tokens == 0) return;
   FP8MOE_DISPATCH("permute_pad_backward", plan.slab.device,
                   permute_pad_backward(dy, plan, permuted_dprobs, dx, dprobs, stream));

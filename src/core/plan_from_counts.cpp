@@ -11,6 +11,7 @@ void plan_from_counts(const Tensor& tokens_per_expert, const RoutingPlan& plan, 
                " slots, ", plan.tokens, " tokens, capacity ", plan.capacity);
   check.tensor(tokens_per_expert, "tokens_per_expert", {plan.experts});
   check.dtype(tokens_per_expert, "tokens_per_expert", {DType::i32, DType::i64});
+  check.disjoint({{plan.slab, "plan"}}, {{tokens_per_expert, "tokens_per_expert"}});
   FP8MOE_DISPATCH("plan_from_counts", plan.slab.device,
                   plan_from_counts(tokens_per_expert, plan, stream));
 }

@@ -19,14 +19,13 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
   if (q_t.defined()) check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
   if (q.defined() && q_t.defined()) {
     check.dtype(q_t.data, "q_t (the format of q)", {q.data.dtype});
-    check.distinct(q.data, "q", q_t.data, "q_t");
-    check.distinct(q.scale_inv, "q.scale_inv", q_t.scale_inv, "q_t.scale_inv");
   }
   if (interleave != 0) {
     FP8MOE_CHECK(interleave > 0 && kTile % interleave == 0,
                  "[quantize_weight] interleave must be 0 or a divisor of 128; got ", interleave);
     check.multiple(n, "w.shape[1] under interleave", 2 * kTile);
   }
+  check.disjoint({{q, "q"}, {q_t, "q_t"}}, {{w, "w"}});
   if (w.numel() == 0) return;
   FP8MOE_DISPATCH("quantize_weight", w.device,
                   quantize_weight(w, q, q_t, rule, interleave, stream));

@@ -34,6 +34,8 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
     FP8MOE_CHECK(workspace.shape[0] >= bytes, "[route] workspace must have at least ", bytes,
                  " bytes; got ", workspace.shape[0]);
   }
+  check.disjoint({{plan.slab, "plan"}, {workspace, "workspace"}},
+                 {{topk_idx, "topk_idx"}, {routing_map, "routing_map"}});
   FP8MOE_DISPATCH("route", plan.slab.device, route(topk_idx, routing_map, plan, workspace, stream));
 }
 

@@ -20,7 +20,8 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
     check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
     check.aligned(z_q.data, "z_q");
   }
-  check.distinct(h.data, "h", h_columns.data, "h_columns");
+  check.disjoint({{h, "h"}, {h_columns, "h_columns"}, {z_q, "z_q"}},
+                 {{z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (z.numel() == 0) return;
   FP8MOE_DISPATCH("swiglu_quantize", z.device,
                   swiglu_quantize(z, plan, probs, clamp, h, h_columns, z_q, rule, stream));

@@ -35,8 +35,9 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   }
   check_swiglu_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
   check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
-  check.distinct(probs, "probs", dprobs, "dprobs");
-  check.distinct(dz.data, "dz", dz_columns.data, "dz_columns");
+  check.disjoint(
+      {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},
+      {{dh, "dh"}, {z, "z"}, {z_q, "z_q"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (dh.numel() == 0) return;
   FP8MOE_DISPATCH("swiglu_quantize_backward", dh.device,
                   swiglu_quantize_backward(dh, z, z_q, plan, probs, clamp, dz, dprobs, dz_columns,

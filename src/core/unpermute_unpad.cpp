@@ -20,7 +20,7 @@ void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& pro
     check.tensor(probs, "probs", {plan.tokens, plan.slots});
     check.dtype(probs, "probs", {DType::f32});
   }
-  check.distinct(y, "y", out, "out");
+  check.disjoint({{out, "out"}}, {{y, "y"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (plan.tokens == 0) return;
   FP8MOE_DISPATCH("unpermute_unpad", plan.slab.device,
                   unpermute_unpad(y, plan, probs, out, stream));

@@ -30,9 +30,8 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
     check.tensor(dprobs, "dprobs", {plan.tokens, plan.slots});
     check.dtype(dprobs, "dprobs", {DType::f32});
   }
-  check.distinct(dout, "dout", dy, "dy");
-  check.distinct(y, "y", dy, "dy");
-  check.distinct(probs, "probs", dprobs, "dprobs");
+  check.disjoint({{dy, "dy"}, {dprobs, "dprobs"}},
+                 {{dout, "dout"}, {y, "y"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (plan.tokens == 0) return;
   FP8MOE_DISPATCH("unpermute_unpad_backward", plan.slab.device,
                   unpermute_unpad_backward(dout, plan, y, probs, dy, dprobs, stream));

@@ -94,8 +94,15 @@ int main(void) {
   bad = dt;
   bad.ndim = 7;
   CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  bad = dt;
+  bad.shape[0] = bad.shape[1] = INT64_C(1) << 40;
+  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(strstr(fp8moe_last_error(), "2^63 bytes") != NULL);
   CHECK(fp8moe_route_workspace(&plan, NULL) == FP8MOE_INVALID_ARGUMENT);
   CHECK(fp8moe_plan_rows(NULL) == -1);
+  fp8moe_plan huge = plan;
+  huge.capacity = INT64_MAX;
+  CHECK(fp8moe_plan_slab_size(&huge) == -1 && strstr(fp8moe_last_error(), "2^31") != NULL);
   plan.align = 0;
   CHECK(fp8moe_plan_rows(&plan) == -1 && strstr(fp8moe_last_error(), "align") != NULL);
   CHECK(d[0] == kept);
