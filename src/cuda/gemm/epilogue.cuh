@@ -54,13 +54,15 @@ __device__ __forceinline__ void add(float* to, float4 v) {
                : "memory");
 }
 
-// bf16 accumulates in fp32 and rounds once.
-__device__ __forceinline__ void add(__nv_bfloat16* to, float4 v) {
-  const uint2 old = *reinterpret_cast<const uint2*>(to);
-  const float2 low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(old.x));
-  const float2 high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(old.y));
-  *reinterpret_cast<uint2*>(to) =
-      make_uint2(pack_bf16(low.x + v.x, low.y + v.y), pack_bf16(high.x + v.z, high.y + v.w));
+// Rounds the product to bf16 first, then the sum: what adding two bf16 tensors gives.
+__device__ __forceinline__ void add(__nv_bfloat16* to, uint4 v) {
+  asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void put(__nv_bfloat16* to, uint4 v) {
+  __stcs(reinterpret_cast<uint4*>(to), v);
 }
 
 // Where a warpgroup's [64, N] part of a tile goes in D.
@@ -70,9 +72,9 @@ struct Destination {
   int columns = 0;      // columns to write, a multiple of 16
 };
 
-// [rows, columns] of bf16 at d + element, leading dimension n.
-template <int N>
-__device__ __forceinline__ void store_bf16(const float (&sum)[N / 2], const Params& params,
+// [rows, columns] of bf16 at d + element, leading dimension n; Add: onto what is there.
+template <bool Add, int N>
+__device__ __forceinline__ void write_bf16(const float (&sum)[N / 2], const Params& params,
                                            const Destination& to) {
   const int lane = threadIdx.x % 32, q = lane % 4;
   const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -89,21 +91,25 @@ __device__ __forceinline__ void store_bf16(const float (&sum)[N / 2], const Para
         word[c] = pack_bf16(sum[i], sum[i + 1]);
       }
       transpose_quad(word, q);
-      if (row + 8 * half < to.rows && 32 * group + 8 * q < to.columns)
-        __stcs(reinterpret_cast<uint4*>(d + half * next + 32 * group),
-               make_uint4(word[0], word[1], word[2], word[3]));
+      if (row + 8 * half < to.rows && 32 * group + 8 * q < to.columns) {
+        const uint4 eight = make_uint4(word[0], word[1], word[2], word[3]);
+        if constexpr (Add)
+          add(d + half * next + 32 * group, eight);
+        else
+          put(d + half * next + 32 * group, eight);
+      }
     }
   }
 }
 
-// The same through groups of four fp32 values: f32 output, and accumulation.
-template <int N, typename D, typename Write>
-__device__ __forceinline__ void store_fours(const float (&sum)[N / 2], const Params& params,
-                                            const Destination& to, Write write) {
+// The same in f32.
+template <bool Add, int N>
+__device__ __forceinline__ void write_f32(const float (&sum)[N / 2], const Params& params,
+                                          const Destination& to) {
   const int lane = threadIdx.x % 32, q = lane % 4;
   const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
   const int column = 8 * (q % 2) + 4 * (q / 2);
-  D* d = static_cast<D*>(params.d) + to.element + int64_t{row} * params.n + column;
+  float* d = static_cast<float*>(params.d) + to.element + int64_t{row} * params.n + column;
   const int64_t next = int64_t{8} * params.n;
 #pragma unroll
   for (int group = 0; group < N / 16; ++group) {
@@ -111,8 +117,12 @@ __device__ __forceinline__ void store_fours(const float (&sum)[N / 2], const Par
     for (int half = 0; half < 2; ++half) {
       const float4 four =
           gather_four(&sum[8 * group + 2 * half], &sum[8 * group + 4 + 2 * half], q);
-      if (row + 8 * half < to.rows && 16 * group < to.columns)
-        write(d + half * next + 16 * group, four);
+      if (row + 8 * half < to.rows && 16 * group < to.columns) {
+        if constexpr (Add)
+          add(d + half * next + 16 * group, four);
+        else
+          put(d + half * next + 16 * group, four);
+      }
     }
   }
 }
@@ -122,14 +132,14 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Params& p
                                       const Destination& to) {
   const Output output = params.output;
   if (output == Output::store_bf16) {
-    store_bf16<N>(sum, params, to);
+    write_bf16<false, N>(sum, params, to);
   } else if (output == Output::store_f32) {
-    store_fours<N, float>(sum, params, to, [](float* p, float4 v) { put(p, v); });
+    write_f32<false, N>(sum, params, to);
   } else if constexpr (kKind != Kind::rows) {
     if (output == Output::add_f32)
-      store_fours<N, float>(sum, params, to, [](float* p, float4 v) { add(p, v); });
+      write_f32<true, N>(sum, params, to);
     else
-      store_fours<N, __nv_bfloat16>(sum, params, to, [](__nv_bfloat16* p, float4 v) { add(p, v); });
+      write_bf16<true, N>(sum, params, to);
   }
 }
 

@@ -12,21 +12,19 @@ template <Kind kKind, DType A, DType B, int TileN, int Cluster>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   using S = Stage<kKind, TileN>;
   auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, Cluster>;
-  const int stages = S::stages(device.shared_per_block, params.experts);
-  const int bytes = S::bytes(stages, params.experts);
   FP8MOE_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {Cluster, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(device.sm_count / Cluster * Cluster));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.dynamicSmemBytes = static_cast<size_t>(S::kBytes);
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  FP8MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params, stages));
+  FP8MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 template <Kind kKind, DType A, DType B>

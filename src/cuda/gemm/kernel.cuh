@@ -29,32 +29,33 @@ inline constexpr int kConsumerRegisters = 240;
 template <Kind kKind, int TileN>
 struct Ring {
   using S = Stage<kKind, TileN>;
+  static constexpr int kStages = S::kStages;
   uint8_t* base;
-  int stages;
 
   __device__ uint8_t* a(int s) const { return base + s * S::kTileBytes; }
   __device__ uint8_t* b(int s) const { return a(s) + S::kABytes; }
   __device__ float* scale_a(int s) const {
-    return reinterpret_cast<float*>(base + stages * S::kTileBytes + s * S::kScaleBytes);
+    return reinterpret_cast<float*>(base + kStages * S::kTileBytes + s * S::kScaleBytes);
   }
   __device__ float* scale_b(int s) const { return scale_a(s) + S::kScaleBAt / sizeof(float); }
   __device__ uint64_t* barriers() const {
-    return reinterpret_cast<uint64_t*>(base + stages * (S::kTileBytes + S::kScaleBytes));
+    return reinterpret_cast<uint64_t*>(base + kStages * (S::kTileBytes + S::kScaleBytes));
   }
   __device__ FullBarrier& full(int s) const {
     return *reinterpret_cast<FullBarrier*>(barriers() + s);
   }
   __device__ EmptyBarrier& empty(int s) const {
-    return *reinterpret_cast<EmptyBarrier*>(barriers() + stages + s);
+    return *reinterpret_cast<EmptyBarrier*>(barriers() + kStages + s);
   }
-  __device__ int* first_unit() const { return reinterpret_cast<int*>(barriers() + 2 * stages); }
+  __device__ int* first_unit() const { return reinterpret_cast<int*>(barriers() + 2 * kStages); }
 };
 
+template <int Stages>
 struct Position {
   int stage = 0;
   uint32_t phase = 0;
-  __device__ void advance(int stages) {
-    if (++stage == stages) {
+  __device__ __forceinline__ void advance() {
+    if (++stage == Stages) {
       stage = 0;
       phase ^= 1;
     }
@@ -92,9 +93,9 @@ template <Kind kKind, int TileN, int Cluster>
 __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring, int rank) {
   using S = Stage<kKind, TileN>;
   Schedule<kKind, TileN, Cluster> schedule(params, ring.first_unit());
-  Position at;
+  Position<S::kStages> at;
   for (Tile tile; schedule.next(tile);) {
-    for (int k = 0; k < tile.k_blocks; ++k, at.advance(ring.stages)) {
+    for (int k = 0; k < tile.k_blocks; ++k, at.advance()) {
       ring.empty(at.stage).wait(at.phase ^ 1);
       FullBarrier& full = ring.full(at.stage);
       full.arrive_and_expect_tx(S::kLoadBytes);
@@ -127,28 +128,62 @@ __device__ __forceinline__ void release(const EmptyBarrier& empty) {
   }
 }
 
-// Waits for the multiply of a stage, releases the stage and adds the part to the sums.
-template <bool First, int Cluster, Kind kKind, int TileN>
-__device__ __forceinline__ void promote(Promoter<kKind, TileN>& promoter,
-                                        const Ring<kKind, TileN>& ring, Position& at,
-                                        float (&part)[TileN / 2], float (&sum)[TileN / 2]) {
-  constexpr bool kReadsStage = Promoter<kKind, TileN>::kReadsStage;
-  promoter.load(ring.scale_a(at.stage));
-  finish(part);
-  if constexpr (!kReadsStage) release<Cluster>(ring.empty(at.stage));
-  promoter.template add<First>(part, sum, ring.scale_b(at.stage));
-  if constexpr (kReadsStage) release<Cluster>(ring.empty(at.stage));
-  at.advance(ring.stages);
-}
+// The sums of a warpgroup's 64 rows of a tile, and the ring they are fed from.
+template <Kind kKind, DType A, DType B, int TileN, int Cluster>
+struct Consumer {
+  using Scales = Promoter<kKind, TileN>;
+
+  const Params& params;
+  const Ring<kKind, TileN>& ring;
+  int half;       // which 64 rows of the tile
+  uint32_t a, b;  // descriptors of stage 0
+  Position<Ring<kKind, TileN>::kStages> at;
+  bool ready = false;     // the stage at `at` is known to be full
+  float sum[TileN / 2];   // of the tile, scaled
+  float part[TileN / 2];  // of one K-block
+
+  __device__ __forceinline__ void await() {
+    if (!ready) ring.full(at.stage).wait(at.phase);
+  }
+
+  // One K-block: under its multiply runs `meanwhile`.
+  template <bool First, typename Meanwhile>
+  __device__ __forceinline__ void step(Scales& scales, int k, Meanwhile meanwhile) {
+    constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
+    await();
+    const int stage = at.stage;
+    multiply<A, B, TileN>(a + stage * kStride, b + stage * kStride, part);
+    scales.load(ring.scale_a(stage), k);
+    at.advance();
+    meanwhile();
+    finish(part);
+    if constexpr (!Scales::kReadsStage) release<Cluster>(ring.empty(stage));
+    ready = ring.full(at.stage).test_wait(at.phase);  // its latency passes under the promotion
+    scales.template add<First>(part, sum, ring.scale_b(stage));
+    if constexpr (Scales::kReadsStage) release<Cluster>(ring.empty(stage));
+  }
+
+  // The K-blocks of a tile of which this warpgroup has no rows.
+  __device__ void skip(int k_blocks) {
+    for (int k = 0; k < k_blocks; ++k, at.advance()) {
+      await();
+      ready = false;
+      release<Cluster>(ring.empty(at.stage));
+    }
+  }
+};
 
 template <Kind kKind, DType A, DType B, int TileN, int Cluster>
 __device__ void consume(const Params& params, const Ring<kKind, TileN>& ring) {
-  const int half = static_cast<int>(threadIdx.x) / 128 - 1;  // which 64 rows of the tile
+  // Through a shuffle the compiler knows it to be uniform in the warp, and so the descriptors.
+  const int half = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   Schedule<kKind, TileN, Cluster> schedule(params, ring.first_unit());
-  Position at;
-  float sum[TileN / 2];   // of the tile, scaled
-  float part[TileN / 2];  // of one K-block
-  Destination finished;   // where `sum` goes once the next tile's first multiply is under way
+  Consumer<kKind, A, B, TileN, Cluster> consumer{.params = params,
+                                                 .ring = ring,
+                                                 .half = half,
+                                                 .a = descriptor(ring.a(0) + half * 64 * kBlockK),
+                                                 .b = descriptor(ring.b(0))};
+  Destination finished;  // where the sums go once the next tile's first multiply is under way
   bool pending = false;
 
   for (Tile tile; schedule.next(tile);) {
@@ -160,10 +195,7 @@ __device__ void consume(const Params& params, const Ring<kKind, TileN>& ring) {
         .rows = min(64, tile.rows - 64 * half),
         .columns = min(TileN, params.n - tile.column)};
     if (to.rows <= 0 || to.columns <= 0) {
-      for (int k = 0; k < tile.k_blocks; ++k, at.advance(ring.stages)) {
-        ring.full(at.stage).wait(at.phase);
-        release<Cluster>(ring.empty(at.stage));
-      }
+      consumer.skip(tile.k_blocks);
       continue;
     }
     if (kKind != Kind::rows && tile.k_blocks == 0) {
@@ -171,33 +203,27 @@ __device__ void consume(const Params& params, const Ring<kKind, TileN>& ring) {
         store_zeros<TileN>(params, to);
       continue;
     }
-    Promoter<kKind, TileN> promoter(params, tile, half);
-    // The first K-block, apart: the epilogue of the tile before runs under its multiply.
-    ring.full(at.stage).wait(at.phase);
-    multiply<A, B, TileN>(ring.a(at.stage) + half * 64 * kBlockK, ring.b(at.stage), part);
-    if (pending) store<kKind, TileN>(sum, params, finished);
-    finished = to;
-    pending = true;
-    promote<true, Cluster>(promoter, ring, at, part, sum);
-    for (int k = 1; k < tile.k_blocks; ++k) {
-      ring.full(at.stage).wait(at.phase);
-      multiply<A, B, TileN>(ring.a(at.stage) + half * 64 * kBlockK, ring.b(at.stage), part);
-      promote<false, Cluster>(promoter, ring, at, part, sum);
-    }
+    Promoter<kKind, TileN> scales(params, tile, half);
+    consumer.template step<true>(scales, 0, [&] {
+      if (pending) store<kKind, TileN>(consumer.sum, params, finished);
+      finished = to;
+      pending = true;
+    });
+    for (int k = 1; k < tile.k_blocks; ++k) consumer.template step<false>(scales, k, [] {});
   }
-  if (pending) store<kKind, TileN>(sum, params, finished);
+  if (pending) store<kKind, TileN>(consumer.sum, params, finished);
 }
 
 template <Kind kKind, DType A, DType B, int TileN, int Cluster>
 __global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm_kernel(const __grid_constant__ Params params, int stages) {
+    grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Ring<kKind, TileN> ring{shared, stages};
+  const Ring<kKind, TileN> ring{shared};
   const int rank = Cluster == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
-    for (int s = 0; s < stages; ++s) {
+    for (int s = 0; s < ring.kStages; ++s) {
       ring.full(s).init(1);
       ring.empty(s).init(kConsumerWarps * Cluster);
     }

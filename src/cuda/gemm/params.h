@@ -23,7 +23,7 @@ inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and 
 // TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
 // starts at the multiple of 4 rows before the tile and holds 4 more than it.
 inline constexpr int kScaleBoxA = kTileM + 4;
-inline constexpr int kMaxExperts = 4096;
+inline constexpr int kMaxExperts = 1024;
 
 struct Params {
   CUtensorMap a, b;                  // FP8, 3-D (K, row, expert), boxes of 128 bytes swizzled

@@ -8,39 +8,54 @@ namespace fp8moe::cuda::gemm {
 
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
-// The scales of B by blocks of 128 columns: a tile touches at most two blocks, and the boundary
-// between them is at a multiple of kStep columns.
-template <int TileN>
-class BlockScalesB {
+// The scales of B by blocks of 128 columns, times those of A where A has one a block too. A tile
+// touches at most two blocks of columns; the boundary is at a multiple of kStep columns. Each lane
+// reads the scales of one K-block in 32, and a shuffle hands them out.
+template <int TileN, bool BlocksOfA>
+class BlockScales {
  public:
   static constexpr int kStep = gcd(TileN, 128);
   static constexpr int kGroups = TileN / kStep;
   static_assert(TileN <= 128 + kStep, "a tile must not touch three blocks");
 
-  __device__ BlockScalesB(const Params& params, const Tile& tile, int64_t row_length,
-                          bool by_expert)
-      : boundary_(128 - tile.column % 128) {
+  __device__ BlockScales(const Params& params, const Tile& tile)
+      : k_blocks_(tile.k_blocks), boundary_(128 - tile.column % 128) {
     const int blocks = (params.n + 127) / 128;
     const int block = tile.column / 128;
-    const int64_t row = by_expert ? int64_t{tile.expert} * blocks + block : block;
-    first_ = params.block_scale_b + row * row_length + tile.k_first;
-    second_ = first_ + (block + 1 < blocks ? row_length : 0);
-    scale_[0] = __ldg(first_);
-    scale_[1] = __ldg(second_);
+    const int64_t row = BlocksOfA ? block : int64_t{tile.expert} * blocks + block;
+    first_ = params.block_scale_b + row * params.k_blocks + tile.k_first;
+    to_second_ = block + 1 < blocks ? params.k_blocks : 0;
+    if constexpr (BlocksOfA)
+      a_ = params.block_scale_a + int64_t{tile.row / kTileM} * params.k_blocks + tile.k_first;
   }
-  __device__ void next() {  // prefetches the following K-block's
-    ++first_;
-    ++second_;
-    scale_[0] = __ldg(first_);
-    scale_[1] = __ldg(second_);
+
+  // Takes the scales of K-block k; k ascends by one.
+  __device__ __forceinline__ void take(int k) {
+    if (k % 32 == 0) {
+      const int mine = k + static_cast<int>(threadIdx.x) % 32;
+      if (mine < k_blocks_) {
+        const float a = BlocksOfA ? __ldg(a_ + mine) : 1.0f;
+        mine_[0] = a * __ldg(first_ + mine);
+        mine_[1] = a * __ldg(first_ + to_second_ + mine);
+      }
+    }
+    scale_[0] = __shfl_sync(0xffffffffu, mine_[0], k % 32);
+    scale_[1] = __shfl_sync(0xffffffffu, mine_[1], k % 32);
   }
+
   // Of columns [kStep group, kStep (group + 1)) of the tile.
-  __device__ float of(int group) const { return kStep * group < boundary_ ? scale_[0] : scale_[1]; }
+  __device__ __forceinline__ float of(int group) const {
+    if (group == 0) return scale_[0];
+    return kStep * group >= 128 || kStep * group >= boundary_ ? scale_[1] : scale_[0];
+  }
 
  private:
   const float* first_;
-  const float* second_;
+  const float* a_ = nullptr;
+  int to_second_;
+  int k_blocks_;
   int boundary_;
+  float mine_[2] = {};
   float scale_[2];
 };
 
@@ -65,68 +80,60 @@ class Promoter;
 // A by rows of 1x128, B by blocks of 128x128.
 template <int TileN>
 class Promoter<Kind::rows, TileN> {
+  using Scales = BlockScales<TileN, false>;
+
  public:
   static constexpr bool kReadsStage = false;
 
   __device__ Promoter(const Params& params, const Tile& tile, int half)
-      : scale_b_(params, tile, params.k_blocks, true),
-        row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4),
-        left_(tile.k_blocks) {}
+      : blocks_(params, tile),
+        row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
-  __device__ void load(const float* scale_a) {
+  __device__ __forceinline__ void load(const float* scale_a, int k) {
     const float upper = scale_a[row_], lower = scale_a[row_ + 8];
+    blocks_.take(k);
 #pragma unroll
-    for (int g = 0; g < BlockScalesB<TileN>::kGroups; ++g) {
-      scale_[0][g] = upper * scale_b_.of(g);
-      scale_[1][g] = lower * scale_b_.of(g);
+    for (int g = 0; g < Scales::kGroups; ++g) {
+      scale_[0][g] = upper * blocks_.of(g);
+      scale_[1][g] = lower * blocks_.of(g);
     }
-    if (--left_ > 0) scale_b_.next();
   }
   template <bool First>
-  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2], const float*) const {
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+                                      const float*) const {
     add_scaled<First, TileN>(part, sum, scale_);
   }
 
  private:
-  BlockScalesB<TileN> scale_b_;
+  Scales blocks_;
   int row_;
-  int left_;  // K-blocks to go
-  float scale_[2][BlockScalesB<TileN>::kGroups];
+  float scale_[2][Scales::kGroups];
 };
 
 // Blocks of 128x128 on both sides: one scale for a column group.
 template <int TileN>
 class Promoter<Kind::tokens_block, TileN> {
+  using Scales = BlockScales<TileN, true>;
+
  public:
   static constexpr bool kReadsStage = false;
 
-  __device__ Promoter(const Params& params, const Tile& tile, int)
-      : scale_b_(params, tile, params.k_blocks, false),
-        scale_a_(params.block_scale_a + int64_t{tile.row / kTileM} * params.k_blocks +
-                 tile.k_first),
-        next_a_(__ldg(scale_a_)),
-        left_(tile.k_blocks) {}
+  __device__ Promoter(const Params& params, const Tile& tile, int) : blocks_(params, tile) {}
 
-  __device__ void load(const float*) {
+  __device__ __forceinline__ void load(const float*, int k) {
+    blocks_.take(k);
 #pragma unroll
-    for (int g = 0; g < BlockScalesB<TileN>::kGroups; ++g)
-      scale_[0][g] = scale_[1][g] = next_a_ * scale_b_.of(g);
-    if (--left_ > 0) {
-      scale_b_.next();
-      next_a_ = __ldg(++scale_a_);
-    }
+    for (int g = 0; g < Scales::kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks_.of(g);
   }
   template <bool First>
-  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2], const float*) const {
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+                                      const float*) const {
     add_scaled<First, TileN>(part, sum, scale_);
   }
 
  private:
-  BlockScalesB<TileN> scale_b_;
-  const float* scale_a_;
-  float next_a_;
-  int left_;  // K-blocks to go
-  float scale_[2][BlockScalesB<TileN>::kGroups];
+  Scales blocks_;
+  float scale_[2][Scales::kGroups];
 };
 
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, read
@@ -139,13 +146,13 @@ class Promoter<Kind::tokens_column, TileN> {
   __device__ Promoter(const Params&, const Tile&, int half)
       : row_(64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
-  __device__ void load(const float* scale_a) {
+  __device__ __forceinline__ void load(const float* scale_a, int) {
     upper_ = scale_a[row_];
     lower_ = scale_a[row_ + 8];
   }
   template <bool First>
-  __device__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
-                      const float* scale_b) const {
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+                                      const float* scale_b) const {
     const float2* pairs = reinterpret_cast<const float2*>(scale_b) + threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < TileN / 8; ++j) {

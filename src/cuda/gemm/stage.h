@@ -1,11 +1,11 @@
 // The shared-memory plan: what one stage of the ring holds, and how many stages fit.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/gemm/params.h"
 
 namespace fp8moe::cuda::gemm {
+
+inline constexpr int kSharedBytes = 227 * 1024;  // what a block of compute capability 9.0 can have
 
 // 128x192: 16 KB of A, 24 KB of B, 512 bytes of scales; five stages take 202.5 of the 227 KB.
 template <Kind kKind, int TileN>
@@ -22,17 +22,10 @@ struct Stage {
   static_assert(kABytes % 1024 == 0 && kBBytes % 2048 == 0, "swizzled tiles start at 1024 bytes");
 
   // Behind the stages: the prefix sums of Kind::rows.
-  static constexpr int fixed_bytes(int experts) {
-    return kKind == Kind::rows ? 4 * (experts + 1) : 0;
-  }
-  static constexpr int bytes(int stages, int experts) {
-    return stages * (kTileBytes + kScaleBytes + kBarrierBytes) + fixed_bytes(experts);
-  }
-  static constexpr int stages(int shared_bytes, int experts) {
-    constexpr int kMost = 8;
-    return std::min(
-        kMost, (shared_bytes - fixed_bytes(experts)) / (kTileBytes + kScaleBytes + kBarrierBytes));
-  }
+  static constexpr int kFixedBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
+  static constexpr int kStages =
+      (kSharedBytes - kFixedBytes) / (kTileBytes + kScaleBytes + kBarrierBytes);
+  static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes + kBarrierBytes) + kFixedBytes;
 };
 
 }  // namespace fp8moe::cuda::gemm

@@ -32,16 +32,17 @@ FP8MOE_WGMMA_FORMATS(192)
 #undef FP8MOE_WGMMA_FORMATS
 #undef FP8MOE_WGMMA
 
-// Descriptor of a K-major tile of rows of 128 bytes: 128-byte swizzle, 1024 bytes from one group of
-// 8 rows to the next. The tile starts at a multiple of 1024 bytes.
-__device__ __forceinline__ uint64_t descriptor(const void* tile) {
-  cute::GmmaDescriptor d;
-  d.desc_ = 0;
-  d.bitfield.start_address_ = static_cast<uint16_t>(cute::cast_smem_ptr_to_uint(tile) >> 4);
-  d.bitfield.leading_byte_offset_ = 1;  // not used under this swizzle
-  d.bitfield.stride_byte_offset_ = 1024 >> 4;
-  d.bitfield.layout_type_ = 1;  // 128-byte swizzle
-  return d;
+// Lower half of the descriptor of a K-major tile of rows of 128 bytes at a multiple of 1024 bytes:
+// its address in units of 16 bytes. The leading-dimension field is not used under this swizzle.
+__device__ __forceinline__ uint32_t descriptor(const void* tile) {
+  return cute::cast_smem_ptr_to_uint(tile) >> 4 | 1u << 16;
+}
+
+// Upper half: 128-byte swizzle, 1024 bytes from one group of 8 rows to the next.
+inline constexpr uint32_t kDescriptorHigh = 1u << 30 | 1024 >> 4;
+
+__device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
+  return uint64_t{kDescriptorHigh} << 32 | descriptor;
 }
 
 template <typename Op, int N, size_t... I>
@@ -53,15 +54,13 @@ __device__ __forceinline__ void issue(uint64_t a, uint64_t b, float (&sum)[N], b
 
 // part [64, N] = a [64, 128] b [N, 128]^T, asynchronously: part is undefined until `finish`.
 template <DType A, DType B, int N>
-__device__ __forceinline__ void multiply(const uint8_t* a, const uint8_t* b, float (&part)[N / 2]) {
-  const uint64_t desc_a = descriptor(a);
-  const uint64_t desc_b = descriptor(b);
+__device__ __forceinline__ void multiply(uint32_t a, uint32_t b, float (&part)[N / 2]) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) cute::warpgroup_fence_operand(part[i]);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < 4; ++k)  // 32 bytes of K are 2 units of the descriptor's address
-    issue<typename Instruction<A, B, N>::Op>(desc_a + 2 * k, desc_b + 2 * k, part, k > 0,
+    issue<typename Instruction<A, B, N>::Op>(whole(a + 2 * k), whole(b + 2 * k), part, k > 0,
                                              std::make_index_sequence<N / 2>{});
   cute::warpgroup_commit_batch();
 }
