@@ -3,7 +3,8 @@
  *
  * An argument marked "optional" may be NULL. A function returns FP8MOE_OK, or the kind of error,
  * whose message ("[op] rule; got value") fp8moe_last_error() gives; an invalid argument writes
- * nothing. An output overlaps no input and no other output. `stream` is the cudaStream_t of CUDA tensors and is ignored (NULL) on the CPU. */
+ * nothing. An output overlaps no input and no other output. `stream` is the cudaStream_t of CUDA
+ * tensors and is ignored (NULL) on the CPU. */
 #ifndef FP8MOE_C_API_H_
 #define FP8MOE_C_API_H_
 
