@@ -118,12 +118,7 @@ class Layer:
     def rows(self) -> Iterator[Record]:
         """Everything, the headline first."""
         yield self.forward_and_backward()
-        yield self.row(
-            "forward",
-            {n: c.forward for n, c in self.contenders().items()},
-            1,
-            sustained=True,
-        )
+        yield self.row("forward", {n: c.forward for n, c in self.contenders().items()}, 1)
         if self.device.type == "cuda":
             yield from self.graphs()
         yield self.row(

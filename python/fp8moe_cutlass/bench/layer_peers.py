@@ -104,7 +104,7 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(order, row_of)
-        return _fast(sum_slots, y)(y, row_of)
+        return _fast(sum_slots, y)(y.detach(), row_of)  # detached: compiled once for both passes
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
