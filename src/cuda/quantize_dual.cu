@@ -3,7 +3,6 @@
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
-#include "cuda/device/staged_tiles.cuh"
 #include "cuda/device/swiglu.cuh"
 #include "cuda/device/transposed_codes.cuh"
 #include "cuda/runtime.h"
@@ -128,21 +127,6 @@ struct DenseSource {
   }
 };
 
-// Full tiles of a 16-bit dtype, power-of-two scales.
-template <typename T>
-struct StagedDense {
-  static constexpr int kPlanes = 1;
-  const uint16_t* x;
-  int64_t columns;
-
-  __device__ __forceinline__ const uint16_t* row(int, int64_t row) const {
-    return x + row * columns;
-  }
-  __device__ __forceinline__ void values(const uint4 (&packed)[1], float, float (&v)[8]) const {
-    unpack<T>(&packed[0].x, v);
-  }
-};
-
 }  // namespace
 
 void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& rows,
@@ -152,18 +136,7 @@ void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& ro
   if (tiles == 0 || blocks == 0) return;
   const DeviceGuard guard(x.device);
   const Scaling scaling = {rule.pow2, rule.eps, max_finite(x.dtype)};
-  const bool one_format = rows.data.dtype == columns.data.dtype;
-  const bool staged = x.dtype != DType::f32 && x.shape[1] % kTile == 0 && rule.pow2 && one_format;
   dispatch_fp8(rows.data.dtype, [&]<typename F>() {
-    if (staged) {
-      const auto go = [&]<typename T>() {
-        launch_staged_tiles<F>("quantize_dual", x.device,
-                               StagedDense<T>{x.as<uint16_t>(), x.shape[1]}, nullptr, plan, rows,
-                               columns, rule.eps, stream_of(stream));
-      };
-      return x.dtype == DType::bf16 ? go.template operator()<Bf16>()
-                                    : go.template operator()<Fp16>();
-    }
     dispatch_float(x.dtype, [&]<typename T>() {
       if (columns.layout == ScaleLayout::gemm)
         return launch_quantize_source<F>("quantize_dual", DenseSource<T>{x.as<T>(), c}, plan, r, c,
