@@ -60,7 +60,8 @@ step "build"
 "$python" -m fp8moe_cutlass doctor | tee "$out/doctor.txt" || true
 
 status=0
-select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests/gpu)
+select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests/gpu
+  tests/test_integrations_te.py tests/test_integrations_megatron.py)
 [[ $only ]] && select+=(-k "$only")
 if [[ $tests ]]; then
   step "tests"

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/check.h"
+#include "cpu/plan_check.h"
 #include "cpu/tile.h"
 #include "fp8moe/plan.h"
 
@@ -19,18 +19,15 @@ struct TokenTile {
   int tokens;  // 1..128
 };
 
-// The tiles of every expert's segment, in order of columns. Throws where the slab was never filled.
+// The tiles of every expert's segment, in order of columns.
 inline std::vector<TokenTile> token_tiles(const char* op, const RoutingPlan& plan) {
+  check_columns(op, plan);
   std::vector<TokenTile> tiles;
   tiles.reserve(static_cast<size_t>(plan.columns() / kTile));
   for (int64_t e = 0; e < plan.experts; ++e) {
     const int64_t count = plan.tokens_per_expert()[e];
     const int64_t row = plan.row_offsets()[e];
     const int64_t col = plan.col_offsets()[e];
-    FP8MOE_CHECK(count >= 0 && row >= 0 && col >= 0 && col % kTile == 0 &&
-                     row + count <= plan.rows() && col + round_up(count, kTile) <= plan.columns(),
-                 "[", op, "] plan must be filled by route or plan_from_counts; got ", count,
-                 " tokens at row ", row, " and column ", col, " for expert ", e);
     for (int64_t i = 0; i < count; i += kTile)
       tiles.push_back({row + i, col + i, static_cast<int>(std::min(kTile, count - i))});
   }

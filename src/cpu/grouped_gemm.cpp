@@ -1,11 +1,13 @@
 // d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
 #include "core/backends.h"
 #include "cpu/block_gemm.h"
+#include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {
 
 void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan, const Tensor& d,
                   Stream) {
+  check_offsets("grouped_gemm", plan);
   const int64_t columns = d.shape[1];
   std::vector<BlockProduct> products;
   for (int64_t e = 0; e < plan.experts; ++e) {

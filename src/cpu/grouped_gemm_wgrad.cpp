@@ -1,11 +1,13 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
 #include "core/backends.h"
 #include "cpu/block_gemm.h"
+#include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {
 
 void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
                         const Tensor& dw, bool accumulate, Stream) {
+  check_columns("grouped_gemm_wgrad", plan);
   const int64_t rows = dw.shape[1];
   const int64_t columns = dw.shape[2];
   std::vector<BlockProduct> products;

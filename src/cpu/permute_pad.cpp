@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "core/backends.h"
+#include "cpu/plan_check.h"
 #include "cpu/row_scales.h"
 
 namespace fp8moe::cpu {
@@ -14,6 +15,7 @@ constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layou
 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
                  const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted, Stream) {
+  check_rows("permute_pad", plan);
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
   const int64_t rows = plan.row_offsets()[plan.experts];
   const int32_t* token_of_row = plan.token_of_row();

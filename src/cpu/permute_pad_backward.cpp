@@ -1,6 +1,7 @@
 // permute_pad_backward: each token's rows summed, the gradient of its probs gathered.
 #include "core/backends.h"
 #include "cpu/gather_sum.h"
+#include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {
 
@@ -12,6 +13,7 @@ constexpr int64_t kSerial = 1 << 14;  // fewer probs than this are not worth wak
 
 void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& permuted_dprobs,
                           const Tensor& dx, const Tensor& dprobs, Stream) {
+  check_row_of("permute_pad_backward", plan);
   gather_sum(dy, plan, {}, dx);
   if (!dprobs.defined()) return;
   const int32_t* row_of = plan.row_of();

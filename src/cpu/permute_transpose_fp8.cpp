@@ -1,11 +1,13 @@
 // columns = transpose_fp8(permute_pad(q)): the tokens are gathered on the way.
 #include "core/backends.h"
+#include "cpu/plan_check.h"
 #include "cpu/shift_columns.h"
 
 namespace fp8moe::cpu {
 
 void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
                            Stream) {
+  check_rows("permute_transpose_fp8", plan);
   shift_columns("permute_transpose_fp8", q, plan, plan.token_of_row(), columns);
 }
 

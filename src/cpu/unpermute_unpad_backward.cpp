@@ -5,6 +5,7 @@
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cpu/clones.h"
+#include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {
 
@@ -25,6 +26,7 @@ FP8MOE_CLONES float dot(const T* a, const T* b, int64_t c) {
 void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
                               const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
                               Stream stream) {
+  check_rows("unpermute_unpad_backward", plan);
   if (!probs.defined())
     return cpu::permute_pad({.data = dout, .scale_inv = {}}, plan, {},
                             {.data = dy, .scale_inv = {}}, {}, false, stream);
