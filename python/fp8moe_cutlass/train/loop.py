@@ -29,7 +29,7 @@ class TrainConfig:
     """Everything the numbers of a run depend on, but the text and the device."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 400
+    steps: int = 500
     batch: int = 16
     lr: float = 3e-3
     warmup: int = 50

@@ -12,13 +12,14 @@ from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoE
 
 BYTES = 256
+NEIGHBOURS = 3
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the decoder; hidden and intermediate are multiples of 128."""
 
-    layers: int = 3
+    layers: int = 2
     hidden: int = 128
     heads: int = 4
     experts: int = 8
@@ -92,7 +93,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, recipe: Fp8Recipe | None, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(BYTES, config.hidden, device=device)
+        self.bytes = nn.ModuleList(
+            nn.Embedding(BYTES, config.hidden, device=device) for _ in range(NEIGHBOURS)
+        )
         self.blocks = nn.ModuleList(Block(config, recipe, device) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, device=device)
         self.head = nn.Linear(config.hidden, BYTES, bias=False, device=device)
@@ -112,6 +115,16 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         return logits
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B, S, H]: a byte and those before it.
+
+        So attention need not first learn to look one back; training is faster and smoother for it.
+        """
+        x: Tensor = self.bytes[0](tokens)
+        for back in range(1, NEIGHBOURS):
+            x = x + self.bytes[back](F.pad(tokens, (back, 0))[:, :-back])
+        return x
+
     def balance_loss(self) -> Tensor:
         """Mean balancing loss of the routers in the last forward; 1 is perfect balance."""
         return torch.stack([block.moe.aux_loss for block in self.layers()]).mean()
@@ -119,7 +132,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:
         """`count` bytes after the prompt, sampled."""
-        device = self.embed.weight.device
+        device = self.head.weight.device
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
         for _ in range(count):
