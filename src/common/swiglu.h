@@ -71,12 +71,14 @@ struct SwigluGrad {
   float dprob;  // this element's term of the sum
 };
 
+// prob comes last, as in swiglu: a kernel may fold it into the scale of the codes
+// (docs/numerics.md).
 FP8MOE_HD SwigluGrad swiglu_grad(SwigluInput z, float sigmoid, float prob, float dh) {
   const float silu = z.gate * sigmoid;
-  const float dsilu = sigmoid * std::fma(z.gate, 1.0f - sigmoid, 1.0f);
-  const float dout = dh * prob;
-  return {z.gate_open ? (dout * dsilu) * z.up : 0.0f, z.up_open ? dout * silu : 0.0f,
-          (silu * z.up) * dh};
+  const float dsilu = std::fma(silu, 1.0f - sigmoid, sigmoid);
+  const float dup = dh * silu;
+  const float dgate = (dh * dsilu) * z.up;
+  return {z.gate_open ? dgate * prob : 0.0f, z.up_open ? dup * prob : 0.0f, dup * z.up};
 }
 
 }  // namespace fp8moe

@@ -26,13 +26,14 @@ struct RowsParams {
   Pow2Scaling scaling;
 };
 
+// h without prob, which the scale of the codes takes in.
 template <bool kClamp, int N>
-__device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)[N], float prob,
-                                       float clamp, float (&h)[N]) {
+__device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)[N], float clamp,
+                                       float (&h)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);
-    h[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
+    h[i] = swiglu(in, pinned_sigmoid(in.gate), 1.0f);
   }
 }
 
@@ -68,10 +69,10 @@ __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ 
     float gate[16], up[16], h[16];
     unpack16(packed[tile][0], packed[tile][1], gate);
     unpack16(packed[tile][2], packed[tile][3], up);
-    hidden<kClamp>(gate, up, prob, p.clamp, h);
-    const TileScale s = p.scaling.of<F>(lanes_max<8>(amax(h)));
+    hidden<kClamp>(gate, up, p.clamp, h);
+    const TileScale s = p.scaling.of<F>(lanes_max<8>(weighted_amax(h, prob)));
     if (!kind.written) continue;
-    Tile<8>::store_codes<F>(codes + 128 * tile, h, s.scale);
+    Tile<8>::store_codes<F>(codes + 128 * tile, h, s.scale * prob);
     if (Tile<8>::lane() == 0) scale[tile * p.h.scale_tile] = kind.token ? s.scale_inv : 0.0f;
   }
 }
@@ -87,11 +88,10 @@ struct StagedHidden {
   __device__ __forceinline__ const uint16_t* row(int plane, int64_t row) const {
     return z + (2 * row + plane) * intermediate;
   }
-  __device__ __forceinline__ void values(const uint4 (&packed)[2], float prob,
-                                         float (&h)[8]) const {
+  __device__ __forceinline__ void values(const uint4 (&packed)[2], float (&h)[8]) const {
     float gate[8], up[8];
     unpack<Bf16>(&packed[0].x, gate), unpack<Bf16>(&packed[1].x, up);
-    hidden<kClamp>(gate, up, prob, clamp, h);
+    hidden<kClamp>(gate, up, clamp, h);
   }
 };
 

@@ -18,6 +18,11 @@ __device__ __forceinline__ float lanes_max(float v) {
   return v;
 }
 
+// max over the warp of values that are at least +0: their bits order as integers.
+__device__ __forceinline__ float warp_max(float v) {
+  return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(v)));
+}
+
 // The balanced tree of neighbours of common/reduce.h over groups of kLanes lanes: lane l holds term
 // l. (Addition commutes, so both partners of a step get the same bits.)
 template <int kLanes = 32>
@@ -73,6 +78,13 @@ __device__ __forceinline__ float amax(const float (&v)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) m = fmaxf(m, fabsf(v[i]));
   return m;
+}
+
+// max |v weight|: rounding is monotone, so one product does. A NaN weight is ignored as its
+// products are.
+template <int N>
+__device__ __forceinline__ float weighted_amax(const float (&v)[N], float weight) {
+  return fmaxf(amax(v) * fabsf(weight), 0.0f);
 }
 
 }  // namespace fp8moe::cuda

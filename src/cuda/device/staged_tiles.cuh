@@ -12,7 +12,9 @@
 namespace fp8moe::cuda {
 
 // Source: kPlanes operands of 16 bits; row(plane, row) points to column 0 of an operand's row;
-// values(packed, weight, v) computes 8 values from 8 of each operand and the row's weight.
+// values(packed, v) computes 8 values from 8 of each operand. What is quantized is v times the
+// weight of its row: a power-of-two scale times the weight is one factor, and no rounding is lost
+// by it.
 template <typename Source>
 struct StagedTiles {
   Source source;
@@ -56,7 +58,8 @@ __device__ __forceinline__ void stage_tile(const StagedTiles<Source>& p, TokenBl
 // The rows of a tile. Lanes 4 j ... 4 j + 3 of a group find the scale of its row j.
 template <typename F, typename Source>
 __device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBlock b, int tile,
-                                           const float (&v)[4][8], const float (&row_most)[4]) {
+                                           const float (&v)[4][8], const float (&weight)[4],
+                                           const float (&row_most)[4]) {
   using T = Tile<16>;
   const TileScale s = p.scaling.template of<F>(lanes_max_each<16>(row_most));
   const int mine = T::row() + T::lane() / 4;
@@ -69,7 +72,7 @@ __device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBl
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float scale = __shfl_sync(kFullWarp, s.scale, 4 * j, 16);
-    if (T::row() + j < b.rows) T::store_codes<F>(codes, v[j], scale);
+    if (T::row() + j < b.rows) T::store_codes<F>(codes, v[j], scale * weight[j]);
     codes += p.rows_to.ld;
   }
 }
@@ -94,7 +97,7 @@ __global__ __launch_bounds__(512,
     copy_wait<0>();
     __syncthreads();
     typename T::Row v[4];
-    float row_most[4];
+    float weight[4], row_most[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int r = T::row() + j;
@@ -102,12 +105,13 @@ __global__ __launch_bounds__(512,
 #pragma unroll
       for (int plane = 0; plane < Source::kPlanes; ++plane)
         packed[plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
-      p.source.values(packed, shared.weight[r], v[j]);
-      row_most[j] = amax(v[j]);
+      p.source.values(packed, v[j]);
+      weight[j] = shared.weight[r];
+      row_most[j] = weighted_amax(v[j], weight[j]);
     }
-    store_rows<F>(p, b, tile, v, row_most);
+    store_rows<F>(p, b, tile, v, weight, row_most);
     const float most = fmaxf(fmaxf(row_most[0], row_most[1]), fmaxf(row_most[2], row_most[3]));
-    T::columns_amax<kKind>(v, most, shared.amax);
+    T::columns_amax<kKind>(v, weight, most, shared.amax);
     __syncthreads();  // the maxima are there, the operands in registers
     const int done_block = block, done_tile = tile;
     if (item + 1 < end) {
@@ -118,8 +122,8 @@ __global__ __launch_bounds__(512,
       stage_tile(p, b, tile, shared);
     }
     copy_commit();
-    T::columns_encode<F, kKind>(p.columns_to, done_tile, done_block, p.columns, v, shared.amax,
-                                p.scaling, shared.codes);
+    T::columns_encode<F, kKind>(p.columns_to, done_tile, done_block, p.columns, v, weight,
+                                shared.amax, p.scaling, shared.codes);
     __syncthreads();
     T::columns_store(p.columns_to, done_tile, done_block, p.columns, shared.codes);
   }

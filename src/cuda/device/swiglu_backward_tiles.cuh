@@ -53,20 +53,21 @@ __device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b
   }
 }
 
-// Dgate, dup, h of this thread's rows of a tile. The rows of dz go out, the sums of dprob to
-// tile_sum. Lane l of a group finds the scale of row l / 2 % 4, of dgate where l < 8, else of dup.
+// Dgate, dup, h of this thread's rows of a tile, without prob, which their scales take in. The rows
+// of dz go out, the sums of dprob to tile_sum. Lane l of a group finds the scale of row l / 2 % 4,
+// of dgate where l < 8, else of dup.
 template <typename F, bool kClamp>
 __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBlock b, int tile,
                                               const BackwardTilesShared::Stage& stage,
                                               const float (&probs)[128], float (&v)[3][4][8],
-                                              float (&most)[3], float* tile_sum) {
+                                              float (&prob)[4], float (&most)[3], float* tile_sum) {
   using T = Tile<16>;
   float row_most[8], sum[4];
   most[2] = 0.0f;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int r = T::row() + j, column = T::column(0);
-    const float prob = probs[r];
+    prob[j] = probs[r];
     float gate[8], up[8], dh[8], term[8];
     const uint4 g = *reinterpret_cast<const uint4*>(&stage.gate[r][column]);
     const uint4 u = *reinterpret_cast<const uint4*>(&stage.up[r][column]);
@@ -76,12 +77,13 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
     for (int i = 0; i < 8; ++i) {
       const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
       const float sigmoid = pinned_sigmoid(in.gate);
-      const SwigluGrad grad = swiglu_grad(in, sigmoid, prob, dh[i]);
+      const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
       v[0][j][i] = grad.dgate, v[1][j][i] = grad.dup, term[i] = grad.dprob;
-      v[2][j][i] = swiglu(in, sigmoid, prob);
+      v[2][j][i] = swiglu(in, sigmoid, 1.0f);
     }
-    row_most[j] = amax(v[0][j]), row_most[4 + j] = amax(v[1][j]);
-    most[2] = fmaxf(most[2], amax(v[2][j]));
+    row_most[j] = weighted_amax(v[0][j], prob[j]);
+    row_most[4 + j] = weighted_amax(v[1][j], prob[j]);
+    most[2] = fmaxf(most[2], weighted_amax(v[2][j], prob[j]));
     sum[j] = tree_sum<8>(term);
   }
 #pragma unroll
@@ -104,8 +106,8 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
     const float gate_scale = __shfl_sync(kFullWarp, s.scale, 2 * j, 16);
     const float up_scale = __shfl_sync(kFullWarp, s.scale, 8 + 2 * j, 16);
     if (T::row() + j < b.rows) {
-      T::store_codes<F>(codes, v[0][j], gate_scale);
-      T::store_codes<F>(codes + p.intermediate, v[1][j], up_scale);
+      T::store_codes<F>(codes, v[0][j], gate_scale * prob[j]);
+      T::store_codes<F>(codes + p.intermediate, v[1][j], up_scale * prob[j]);
     }
     codes += p.dz.ld;
   }
@@ -138,23 +140,23 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     auto& stage = shared.stage[(tile - first) % 2];
     copy_wait<1>();
     __syncthreads();
-    float v[3][4][8], most[3];
-    tile_gradient<F, kClamp>(p, b, tile, stage, shared.prob, v, most,
+    float v[3][4][8], prob[4], most[3];
+    tile_gradient<F, kClamp>(p, b, tile, stage, shared.prob, v, prob, most,
                              shared.tile_sums[tile - first]);
     const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
     const int tiles[3] = {tile, p.tiles + tile, tile};
     const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
 #pragma unroll
     for (int o = 0; o < 3; ++o)
-      if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], most[o], shared.amax[o]);
+      if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], prob, most[o], shared.amax[o]);
     __syncthreads();  // the maxima are there, the operands in registers
 #pragma unroll
     for (int o = 0; o < 2; ++o)
       if (outs[o].data != nullptr)
-        T::columns_encode<F, kKind>(outs[o], tiles[o], block, columns[o], v[o], shared.amax[o],
-                                    p.scaling, stage.codes[o]);
+        T::columns_encode<F, kKind>(outs[o], tiles[o], block, columns[o], v[o], prob,
+                                    shared.amax[o], p.scaling, stage.codes[o]);
     if (to.h.data != nullptr)
-      T::columns_encode<E4M3, kKind>(to.h, tile, block, p.intermediate, v[2], shared.amax[2],
+      T::columns_encode<E4M3, kKind>(to.h, tile, block, p.intermediate, v[2], prob, shared.amax[2],
                                      p.scaling, stage.codes[2]);
     __syncthreads();
 #pragma unroll

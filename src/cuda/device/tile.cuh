@@ -102,7 +102,7 @@ struct Tile {
     alignas(16) uint32_t codes[128][32];
   };
   struct Amax {
-    float of[kWarps][128];  // a row a warp: of its columns at place(column), or [0] of all it holds
+    float of[kWarps][128];  // [warp][place(column)], or [0][warp] of all the warp holds
     float scale[128];       // at place(column)
   };
 
@@ -162,20 +162,20 @@ struct Tile {
   }
 
   // Three steps, a barrier between each two: the maxima of the tile's columns (or of all of it;
-  // tile_amax is this thread's), its codes, and their way out, transposed. v is zero past the
-  // block's tokens.
+  // tile_amax is this thread's), its codes, and their way out, transposed. The values are v times
+  // the weights of their rows, zero past the block's tokens.
   template <ColumnKind kKind>
-  static __device__ __forceinline__ void columns_amax(const Row (&v)[4], float tile_amax,
-                                                      Amax& shared) {
+  static __device__ __forceinline__ void columns_amax(const Row (&v)[4], const float (&weight)[4],
+                                                      float tile_amax, Amax& shared) {
     const int warp = threadIdx.x / 32, warp_lane = threadIdx.x % 32;
     if constexpr (kKind == ColumnKind::block) {
-      const float m = lanes_max<32>(tile_amax);
-      if (warp_lane == 0) shared.of[warp][0] = m;
+      const float m = warp_max(tile_amax);
+      if (warp_lane == 0) shared.of[0][warp] = m;
     } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        float m =
-            fmaxf(fmaxf(fabsf(v[0][i]), fabsf(v[1][i])), fmaxf(fabsf(v[2][i]), fabsf(v[3][i])));
+        float m = fmaxf(fmaxf(fabsf(v[0][i] * weight[0]), fabsf(v[1][i] * weight[1])),
+                        fmaxf(fabsf(v[2][i] * weight[2]), fabsf(v[3][i] * weight[3])));
 #pragma unroll
         for (int step = kLanes; step < 32; step *= 2)
           m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
@@ -184,34 +184,26 @@ struct Tile {
     }
   }
 
-  // The scale of the column at a place (of the whole tile, if it has one), from the maxima of the
-  // warps.
-  template <typename F, typename Rule>
-  static __device__ __forceinline__ TileScale columns_scale(const Amax& shared, int at_place,
-                                                            const Rule& rule) {
-    float m = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][at_place]);
-    return rule.template of<F>(m);
-  }
-
   template <typename F, ColumnKind kKind, typename Rule>
   static __device__ __forceinline__ void columns_encode(const ColumnsOut& out, int tile, int block,
                                                         int columns, const Row (&v)[4],
-                                                        Amax& shared, const Rule& rule,
-                                                        Shared& codes) {
+                                                        const float (&weight)[4], Amax& shared,
+                                                        const Rule& rule, Shared& codes) {
     float* to = out.scale + tile * out.scale_tile + block * out.scale_block;
     float scale = 0.0f;
     if constexpr (kKind == ColumnKind::column) {
       const int at = threadIdx.x;
       if (at < 128) {
-        const TileScale s = columns_scale<F>(shared, place(at), rule);
+        float m = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][place(at)]);
+        const TileScale s = rule.template of<F>(m);
         shared.scale[place(at)] = s.scale;
         if (128 * tile + at < columns) to[at] = s.scale_inv;
       }
       __syncthreads();
     } else {
-      const TileScale s = columns_scale<F>(shared, 0, rule);
+      const TileScale s = rule.template of<F>(warp_max(shared.of[0][threadIdx.x % kWarps]));
       scale = s.scale;
       if (threadIdx.x == 0) to[0] = s.scale_inv;
     }
@@ -220,7 +212,8 @@ struct Tile {
       const int at = column(i / 8) + i % 8;
       if constexpr (kKind == ColumnKind::column) scale = shared.scale[i * kLanes + lane()];
       codes.codes[at][group() ^ swizzle(at)] =
-          fp8_encode4<F>(v[0][i] * scale, v[1][i] * scale, v[2][i] * scale, v[3][i] * scale);
+          fp8_encode4<F>(v[0][i] * (scale * weight[0]), v[1][i] * (scale * weight[1]),
+                         v[2][i] * (scale * weight[2]), v[3][i] * (scale * weight[3]));
     }
   }
 
@@ -277,9 +270,10 @@ __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock r
   if constexpr (kKind != ColumnKind::none) {
     __shared__ typename T::Shared codes;
     __shared__ typename T::Amax maxima;
-    T::template columns_amax<kKind>(v, tile_amax, maxima);
+    const float unit[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    T::template columns_amax<kKind>(v, unit, tile_amax, maxima);
     __syncthreads();
-    T::template columns_encode<F, kKind>(columns_to, tile, block, columns, v, maxima, scaling,
+    T::template columns_encode<F, kKind>(columns_to, tile, block, columns, v, unit, maxima, scaling,
                                          codes);
     __syncthreads();
     T::columns_store(columns_to, tile, block, columns, codes);
