@@ -206,6 +206,22 @@ def test_wgrad_sees_what_the_row_gemms_saw(columns: Any, monkeypatch: pytest.Mon
     assert rounded > 0
 
 
+def test_float32_scales_are_requantized_by_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands that take the second rounding take it by the recipe's scale and eps."""
+    p = problem(200, 2, 3, 256, 128)
+    spy = Spy(monkeypatch, "transpose_fp8", "grouped_gemm_wgrad")
+    p.run(p.experts(recipe=Fp8Recipe(scale="fp32", columns="column", eps=1e-3)))
+    assert [t.pow2 for args, _ in spy.calls["grouped_gemm_wgrad"] for t in args[:2]] == [False] * 4
+    assert len(spy.calls["transpose_fp8"]) == 2
+    for (rows, plan), got in list(spy.calls["transpose_fp8"]):
+        want = ops.transpose_fp8(
+            rows, plan, columns="column", requantize=True, scale="fp32", eps=1e-3
+        )
+        end = int(plan.col_offsets[-1])
+        assert torch.equal(got.data[:, :end].float(), want.data[:, :end].float())
+        assert torch.equal(got.scale_inv[: end // 128], want.scale_inv[: end // 128])
+
+
 @pytest.mark.parametrize("recompute", ["none", "expert"])
 def test_two_casts_and_no_second_fprop(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()

@@ -363,6 +363,10 @@ BAD_INPUTS: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "x_device": ({"x": lambda p: p.x.to("meta")}, "x must be on .*meta"),
     "idx_dtype": ({"topk_idx": lambda p: p.topk_idx.float()}, "topk_idx .*float32"),
     "idx_shape": ({"topk_idx": lambda p: p.topk_idx[:7]}, r"topk_idx .*\(7, 2\)"),
+    "no_slots": (
+        {"topk_idx": lambda p: p.topk_idx[:, :0], "probs": lambda p: p.probs[:, :0]},
+        r"topk_idx .*\(32, 0\)",
+    ),
     "idx_high": ({"topk_idx": lambda p: p.topk_idx + 1}, "4"),
     "idx_low": ({"topk_idx": lambda p: p.topk_idx - 3}, "-"),
     "probs_shape": ({"probs": lambda p: p.probs[:, :1]}, r"topk_weights .*\(32, 1\)"),

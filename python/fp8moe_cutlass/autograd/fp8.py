@@ -171,7 +171,9 @@ def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
     if recipe.scale == "pow2":
         return ops.permute_transpose_fp8(t, plan, columns=recipe.columns)
     rows, _ = ops.permute_pad(t, plan)
-    return ops.transpose_fp8(rows, plan, columns=recipe.columns, requantize=True)
+    return ops.transpose_fp8(
+        rows, plan, columns=recipe.columns, requantize=True, scale=recipe.scale, eps=recipe.eps
+    )
 
 
 def _gather_dprobs(row_dprobs: Tensor, plan: RoutingPlan) -> Tensor:

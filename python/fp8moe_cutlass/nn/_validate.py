@@ -66,7 +66,7 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise ValueError(f"[MoEExperts] x must be [..., {hidden_size}]; got {tuple(x.shape)}")
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"[MoEExperts] topk_idx must be int32 or int64; got {topk_idx.dtype}")
-    if topk_idx.ndim != x.ndim or topk_idx.shape[:-1] != x.shape[:-1]:
+    if topk_idx.ndim != x.ndim or topk_idx.shape[:-1] != x.shape[:-1] or not topk_idx.shape[-1]:
         raise ValueError(
             f"[MoEExperts] topk_idx must be [..., slots] with x's leading sizes "
             f"{tuple(x.shape[:-1])}; got {tuple(topk_idx.shape)}"
