@@ -14,6 +14,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+template <bool kPerChannel>
+constexpr int kBlocksPerSm = kPerChannel ? 2 : 4;  // what registers allow without spills
 constexpr uint32_t kMagnitudes = 0x7F7F7F7Fu;
 constexpr int kPoison = 255;  // exponent field of infinity: what a bad scale counts as
 
@@ -22,13 +24,17 @@ struct Params {
   const float* scale_inv;
   int64_t scale_row, scale_tile;
   int channels, tiles;
+  int run;  // tiles
   PlanView plan;
   ColumnsOut out;  // [C, Kcap]
 };
 
 struct Shared {
   TransposedCodes<16> codes;
-  int top[kWarps][128];  // per channel; per tile: [warp][0]
+  int top[kWarps];                             // of each warp's tokens: per tile
+  alignas(16) float channel_top[kWarps][128];  // per channel
+  uint8_t exponent[2][128];                    // of the tokens' scales, of this tile and the next
+  uint4 incoming[4][kThreads];                 // the next tile's codes, each thread's own
 };
 
 // 0x80 in every byte whose code is NaN (or E5M2's infinity): copied, never shifted.
@@ -82,7 +88,7 @@ struct Shift {
   __device__ __forceinline__ uint32_t operator()(uint32_t codes) const {
     const uint32_t low = shift_pair<F>(static_cast<uint16_t>(codes), first, second);
     const uint32_t high = shift_pair<F>(static_cast<uint16_t>(codes >> 16), first, second);
-    return keep_specials<F>(low | high << 16, codes);
+    return low | high << 16;
   }
 };
 
@@ -93,8 +99,10 @@ struct Rows {
 };
 
 // S = the largest scale among rows that hold a nonzero code; 1 where none does.
-template <typename F>
-__device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv, Shared& shared) {
+// load_next: called once the codes are in registers.
+template <typename F, typename LoadNext>
+__device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv, Shared& shared,
+                                               LoadNext load_next) {
   const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
   int top = 0;
 #pragma unroll
@@ -104,153 +112,225 @@ __device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv, Sha
     if (any != 0 || rows.exponent[j] == kPoison) top = max(top, rows.exponent[j]);
   }
   top = __reduce_max_sync(kFullWarp, top);
-  if (in_warp == 0) shared.top[warp][0] = top;
+  if (in_warp == 0) shared.top[warp] = top;
+  load_next();
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) top = max(top, shared.top[w][0]);
+  for (int w = 0; w < kWarps; ++w) top = max(top, shared.top[w]);
   if (top == 0) top = 127;
   if (threadIdx.x == 0) *scale_inv = __uint_as_float(static_cast<uint32_t>(top) << 23);
+  uint32_t special = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (const uint32_t codes : rows.code[j]) special |= specials<F>(codes);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int e = rows.exponent[j];
     const Shift<F> shift(e == 0 ? kFp8ShiftToZero<F> : min(max(top - e, 0), kFp8ShiftToZero<F>));
+    if (special == 0) {
 #pragma unroll
-    for (uint32_t& codes : rows.code[j]) codes = shift(codes);
+      for (uint32_t& codes : rows.code[j]) codes = shift(codes);
+    } else {
+#pragma unroll
+      for (uint32_t& codes : rows.code[j]) codes = keep_specials<F>(shift(codes), codes);
+    }
   }
 }
 
-// value's exponent field and mantissa as one integer, plus the scale's exponent: ranks values
-// without overflow. 0 for a zero and for a special.
+// Real values times 2^-kDown fit in f32, large scales and all. Those that do not fit below are
+// under every scale there is; they only count as not zero.
 template <typename F>
-__device__ __forceinline__ int rank(float value, bool special, int exponent) {
-  const uint32_t bits = __float_as_uint(value) & 0x7FFFFFFFu;
-  if (exponent == kPoison) return 0x7FFF;
-  if (bits == 0 || special || exponent == 0) return 0;
-  return static_cast<int>(bits >> (23 - F::kMantissa)) + (exponent << F::kMantissa);
+constexpr int kDown = F::kMantissa == 3 ? 9 : 16;
+
+// S of a channel = the smallest power of two whose largest code holds the channel's largest value,
+// `top` (times 2^-kDown). Its exponent field.
+template <typename F>
+__device__ __forceinline__ int field_of(float top) {
+  constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> F::kMantissa) - F::kBias;
+  constexpr uint32_t kMaxMantissa = F::kMaxCode & ((1u << F::kMantissa) - 1);
+  if (top == 0.0f) return 127;
+  const bool small = top < 0x1p-126f;
+  const uint32_t bits = __float_as_uint(small ? top * 0x1p24f : top);
+  const int carry = (bits >> (23 - F::kMantissa) & ((1u << F::kMantissa) - 1)) > kMaxMantissa;
+  const int exponent = static_cast<int>(bits >> 23) - (small ? 24 : 0) + kDown<F>;
+  return max(exponent - kMaxExponent + carry, 1);
 }
 
-// S of a channel = the smallest power of two whose largest code holds the channel's largest value.
-template <typename F>
-__device__ __forceinline__ int field_of(int top) {
-  constexpr int kM = F::kMantissa;
-  constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> kM) - F::kBias;
-  constexpr int kMaxMantissa = F::kMaxCode & ((1u << kM) - 1);
-  if (top == 0) return 127;
-  const int carry = (top & ((1 << kM) - 1)) > kMaxMantissa;
-  return min(max((top >> kM) - 127 - kMaxExponent + carry, 1), kPoison);
+__device__ __forceinline__ float scale_of_field(int field) {
+  return __uint_as_float(static_cast<uint32_t>(field) << 23);
 }
 
-template <typename F>
+template <typename F, typename LoadNext>
 __device__ __forceinline__ void shift_to_channels(Rows& rows, int channels, float* scale_inv,
-                                                  Shared& shared) {
+                                                  Shared& shared, LoadNext load_next) {
   const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32, lane = threadIdx.x % 8;
+  float scale[4];
+  bool poisoned = false;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    scale[j] = scale_of_field(rows.exponent[j]);
+    poisoned = poisoned || rows.exponent[j] == kPoison;
+  }
 #pragma unroll
   for (int four = 0; four < 4; ++four) {
-    int top[4] = {};
+    float top[4] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
+      const float down = scale[j] * __uint_as_float((127u - kDown<F>) << 23);
       float v[4];
       fp8_decode4<F>(rows.code[j][four], v);
-      const uint32_t special = specials<F>(rows.code[j][four]);
+      // fmaxf ignores E4M3's NaNs; E5M2's infinities are left out here.
+      const uint32_t special = F::kMantissa == 3 ? 0 : specials<F>(rows.code[j][four]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        top[i] = max(top[i], rank<F>(v[i], special >> (8 * i + 7) & 1, rows.exponent[j]));
+      for (int i = 0; i < 4; ++i) {
+        if (special != 0 && (special >> (8 * i + 7) & 1)) v[i] = 0.0f;
+        top[i] = fmaxf(top[i], __fmul_ru(fabsf(v[i]), down));
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      top[i] = max(top[i], __shfl_xor_sync(kFullWarp, top[i], 8));
-      top[i] = max(top[i], __shfl_xor_sync(kFullWarp, top[i], 16));
+      top[i] = fmaxf(top[i], __shfl_xor_sync(kFullWarp, top[i], 8));
+      top[i] = fmaxf(top[i], __shfl_xor_sync(kFullWarp, top[i], 16));
     }
     if (in_warp < 8)
-      *reinterpret_cast<int4*>(&shared.top[warp][16 * lane + 4 * four]) = {top[0], top[1], top[2],
-                                                                           top[3]};
+      *reinterpret_cast<float4*>(&shared.channel_top[warp][16 * lane + 4 * four]) = {
+          top[0], top[1], top[2], top[3]};
   }
-  __syncthreads();
+  load_next();
+  poisoned = __syncthreads_or(poisoned);
   if (threadIdx.x < 128) {
-    int top = 0;
+    float top = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) top = max(top, shared.top[w][threadIdx.x]);
-    const int field = field_of<F>(top);
-    if (static_cast<int>(threadIdx.x) < channels)
-      scale_inv[threadIdx.x] = __uint_as_float(static_cast<uint32_t>(field) << 23);
-    shared.top[0][threadIdx.x] = field;  // only this thread reads that column's maxima
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.channel_top[w][threadIdx.x]);
+    const int field = poisoned ? kPoison : field_of<F>(top);
+    if (static_cast<int>(threadIdx.x) < channels) scale_inv[threadIdx.x] = scale_of_field(field);
+    // 1 / S, where only this thread read that channel's maxima.
+    shared.channel_top[0][threadIdx.x] = field >= 254 ? 0x1p-127f : scale_of_field(254 - field);
   }
   __syncthreads();
 #pragma unroll
   for (int four = 0; four < 4; ++four) {
-    const int4 fields = *reinterpret_cast<const int4*>(&shared.top[0][16 * lane + 4 * four]);
-    const int field[4] = {fields.x, fields.y, fields.z, fields.w};
+    const float4 inverse =
+        *reinterpret_cast<const float4*>(&shared.channel_top[0][16 * lane + 4 * four]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int e = rows.exponent[j];
       float v[4];
       fp8_decode4<F>(rows.code[j][four], v);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int k = e == 0 ? kFp8ShiftToZero<F>
-                             : min(max(field[i] - e, -kFp8ShiftToZero<F>), kFp8ShiftToZero<F>);
-        v[i] *= __uint_as_float(static_cast<uint32_t>(127 - k) << 23);
-      }
+      // A ratio over 2^40 meets only zeros.
+      v[0] *= fminf(scale[j] * inverse.x, 0x1p40f), v[1] *= fminf(scale[j] * inverse.y, 0x1p40f);
+      v[2] *= fminf(scale[j] * inverse.z, 0x1p40f), v[3] *= fminf(scale[j] * inverse.w, 0x1p40f);
       rows.code[j][four] =
           keep_specials<F>(fp8_encode4<F>(v[0], v[1], v[2], v[3]), rows.code[j][four]);
     }
   }
 }
 
-// Thread t: tokens 4 (t / 8) + j, channels 16 (t % 8) on.
-template <typename F, bool kGather, bool kPerChannel>
-__global__ __launch_bounds__(kThreads) void shift_tiles(const __grid_constant__ Params p) {
-  __shared__ Shared shared;
-  // Under gather neighbours in the grid are blocks of tokens, and the gathered rows' slice of
-  // channels stays in L2; else neighbours share whole rows.
-  const int blocks = gridDim.x / p.tiles;
-  const int tile = kGather ? blockIdx.x / blocks : blockIdx.x % p.tiles;
-  const int block = kGather ? blockIdx.x % blocks : blockIdx.x / p.tiles;
-  const TokenBlock tokens = token_block_of_warp(p.plan, block);
-  if (tokens.expert < 0) return;
-  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
-  const int channel = 128 * tile + 16 * lane;
+// One thread's share of the tiles of a token block, as it comes from memory. Its codes: tokens
+// 4 (t / 8) + j at channels 16 (t % 8) on. Its scale: that of token t, t < 128.
+struct Incoming {
+  int row[4];              // -1: no token
+  const float* scale_row;  // nullptr: none
+  float scale;
 
-  Rows rows;
-  bool bad = false;
+  template <bool kGather>
+  __device__ __forceinline__ void aim(const Params& p, TokenBlock tokens) {
+    const auto row_of = [&](int token) {
+      const int r = tokens.first_row + token;
+      return token >= tokens.tokens ? -1 : kGather ? p.plan.token_of_row[r] : r;
+    };
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int token = 4 * group + j;
-    uint4 codes = {};
-    float s = 0.0f;
-    if (token < tokens.tokens) {
-      int64_t row = tokens.first_row + token;
-      if constexpr (kGather) row = p.plan.token_of_row[row];
-      if (channel < p.channels) codes = load_once<uint4>(p.codes + row * p.channels + channel);
-      s = __ldg(p.scale_inv + row * p.scale_row + tile * p.scale_tile);
+    for (int j = 0; j < 4; ++j) row[j] = row_of(static_cast<int>(threadIdx.x) / 8 * 4 + j);
+    const int own = row_of(threadIdx.x);
+    scale_row = own >= 0 ? p.scale_inv + own * p.scale_row : nullptr;
+  }
+  __device__ __forceinline__ void load(const Params& p, int tile, Shared& shared) {
+    const int channel = 128 * tile + static_cast<int>(threadIdx.x) % 8 * 16;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool there = row[j] >= 0 && channel < p.channels;  // zeros where not
+      copy_async(&shared.incoming[j][threadIdx.x],
+                 there ? p.codes + int64_t{row[j]} * p.channels + channel : p.codes,
+                 there ? 16 : 0);
     }
-    rows.code[j][0] = codes.x, rows.code[j][1] = codes.y;
-    rows.code[j][2] = codes.z, rows.code[j][3] = codes.w;
-    const bool bad_scale = !is_pow2_scale(s) && __float_as_uint(s) != 0;
-    rows.exponent[j] = bad_scale ? kPoison : exponent_field(s);
-    bad = bad || bad_scale;
+    copy_commit();
+    scale = scale_row != nullptr ? __ldg(scale_row + tile * p.scale_tile) : 0.0f;
   }
-  if (bad && lane == 0) {
-    int count = 0;
-    for (int e : rows.exponent) count += e == kPoison;
-    atomicAdd(p.plan.status + kBadScale, count);
+  // The scale's exponent field; a bad scale is counted.
+  __device__ __forceinline__ uint8_t exponent(const Params& p) const {
+    if (is_pow2_scale(scale) || __float_as_uint(scale) == 0)
+      return static_cast<uint8_t>(exponent_field(scale));
+    atomicAdd(p.plan.status + kBadScale, 1);
+    return kPoison;
   }
+};
 
-  float* scale_inv = p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block;
-  if constexpr (kPerChannel)
-    shift_to_channels<F>(rows, p.channels - 128 * tile, scale_inv, shared);
-  else
-    shift_to_block<F>(rows, scale_inv, shared);
-
+// kGather: neighbouring blocks take neighbouring tokens of one run of channels, so that the slice
+// of the gathered rows stays in L2; else they share whole rows.
+template <typename F, bool kGather, bool kPerChannel>
+__global__ __launch_bounds__(kThreads, kBlocksPerSm<kPerChannel>) void shift_tiles(
+    const __grid_constant__ Params p) {
+  __shared__ Shared shared;
+  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+  const int blocks = p.plan.col_offsets[p.plan.experts] / 128;
+  const int runs = (p.tiles + p.run - 1) / p.run;
+  int side = 0;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x; index < static_cast<uint32_t>(blocks) * runs;
+       index += gridDim.x) {
+    const int block = static_cast<int>(kGather ? index % blocks : index / runs);
+    const int begin = static_cast<int>(kGather ? index / blocks : index % runs) * p.run;
+    const int end = min(begin + p.run, p.tiles);
+    Incoming next;
+    next.aim<kGather>(p, token_block_of_warp(p.plan, block));
+    next.load(p, begin, shared);
+    if (threadIdx.x < 128) shared.exponent[side][threadIdx.x] = next.exponent(p);
+    __syncthreads();
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile, side ^= 1) {
+      Rows rows;
+      const uchar4 e = *reinterpret_cast<const uchar4*>(&shared.exponent[side][4 * group]);
+      rows.exponent[0] = e.x, rows.exponent[1] = e.y;
+      rows.exponent[2] = e.z, rows.exponent[3] = e.w;
+      copy_wait<0>();
 #pragma unroll
-  for (int four = 0; four < 4; ++four) {
-    uint32_t codes[4] = {rows.code[0][four], rows.code[1][four], rows.code[2][four],
-                         rows.code[3][four]};
-    shared.codes.put(16 * lane + 4 * four, group, codes);
+      for (int j = 0; j < 4; ++j) {
+        const uint4 codes = shared.incoming[j][threadIdx.x];
+        rows.code[j][0] = codes.x, rows.code[j][1] = codes.y;
+        rows.code[j][2] = codes.z, rows.code[j][3] = codes.w;
+      }
+      const bool more = tile + 1 < end;
+      const auto load_next = [&] {
+        if (more) next.load(p, tile + 1, shared);
+      };
+
+      float* scale_inv = p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block;
+      if constexpr (kPerChannel)
+        shift_to_channels<F>(rows, p.channels - 128 * tile, scale_inv, shared, load_next);
+      else
+        shift_to_block<F>(rows, scale_inv, shared, load_next);
+#pragma unroll
+      for (int four = 0; four < 4; ++four) {
+        uint32_t codes[4] = {rows.code[0][four], rows.code[1][four], rows.code[2][four],
+                             rows.code[3][four]};
+        shared.codes.put(16 * lane + 4 * four, group, codes);
+      }
+      if (more && threadIdx.x < 128) shared.exponent[side ^ 1][threadIdx.x] = next.exponent(p);
+      __syncthreads();
+      shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
+                            p.out.ld, p.channels - 128 * tile, 128);
+    }
   }
-  __syncthreads();
-  shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
-                        p.out.ld, p.channels - 128 * tile, 128);
+}
+
+// The length of runs that ends first on `slots` concurrent blocks: whole waves of runs, each run
+// waiting about one tile's time for its first.
+int64_t run_of(int64_t blocks, int64_t tiles, int64_t slots) {
+  const auto time = [&](int64_t run) { return cdiv(blocks * cdiv(tiles, run), slots) * (run + 1); };
+  int64_t best = 1;
+  for (int64_t run = 2; run <= 8; ++run)
+    if (time(run) < time(best)) best = run;
+  return best;
 }
 
 }  // namespace
@@ -260,20 +340,23 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan, 
   const RowsOut rows = rows_out(q);
   const int64_t tiles = cdiv(rows.ld, kTile), blocks = plan.columns() / kTile;
   const bool per_channel = columns.layout == ScaleLayout::gemm;
+  const int per_sm = per_channel ? kBlocksPerSm<true> : kBlocksPerSm<false>;
+  const int64_t run = run_of(blocks, tiles, int64_t{per_sm} * device_info(q.data.device).sm_count);
   const Params params = {.codes = rows.data,
                          .scale_inv = rows.scale,
                          .scale_row = rows.scale_row,
                          .scale_tile = rows.scale_tile,
                          .channels = static_cast<int>(rows.ld),
                          .tiles = static_cast<int>(tiles),
+                         .run = static_cast<int>(run),
                          .plan = view_of(plan),
                          .out = columns_out(columns)};
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
     const auto kernel =
         gather ? (per_channel ? shift_tiles<F, true, true> : shift_tiles<F, true, false>)
                : (per_channel ? shift_tiles<F, false, true> : shift_tiles<F, false, false>);
-    launch(op, kernel, static_cast<unsigned>(blocks * tiles), kThreads, 0, stream_of(stream),
-           params);
+    launch(op, kernel, persistent_grid(q.data.device, blocks * cdiv(tiles, run), per_sm), kThreads,
+           0, stream_of(stream), params);
   });
 }
 
