@@ -3,9 +3,9 @@
 // Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the
 // caller gives, allocates nothing on the device and never synchronizes with it. Outputs are the
 // arguments after the inputs; a default-constructed Tensor leaves an optional one out.
-// What lies in a plan's slab is trusted on CUDA, where nobody on the host can read it; the CPU checks
-// it (InvalidArgument) before it indexes by it.
-// Letters: plan.h. docs/numerics.md states what each op guarantees bit by bit.
+// What lies in a plan's slab is trusted on CUDA, where nobody on the host can read it; the CPU
+// checks it (InvalidArgument) before it indexes by it. Letters: plan.h. docs/numerics.md states
+// what each op guarantees bit by bit.
 #pragma once
 
 #include "fp8moe/error.h"
