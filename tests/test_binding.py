@@ -231,6 +231,22 @@ def test_outputs_overlap_nothing(name: str) -> None:
             refused(extension(name), call, rf"\[{name}\] .* must not share memory")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "quantize",
+        "quantize_dual",
+        "quantize_weight",
+        "transpose_fp8",
+        "swiglu_quantize",
+        "swiglu_quantize_backward",
+    ],
+)
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf"), 1e300])
+def test_eps_is_a_magnitude(name: str, eps: float) -> None:
+    refused(extension(name), {**flat_calls()[name], "eps": eps}, "eps must be finite and not neg")
+
+
 def test_sizes_whose_products_overflow() -> None:
     slab = torch.zeros(32, dtype=torch.int32)
     for sizes in ((1 << 33, 1 << 31, 1, 1, 0), (0, 1, 1, 1, 1 << 62), (0, 1, 1 << 62, 1, 0)):

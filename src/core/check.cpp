@@ -1,5 +1,7 @@
 #include "core/check.h"
 
+#include <cmath>
+
 namespace fp8moe {
 
 const char* name_of(DType dtype) {
@@ -138,6 +140,11 @@ void Checker::aligned(const Tensor& t, const char* name) const {
   const auto address = reinterpret_cast<uintptr_t>(t.data);
   FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name,
                " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
+}
+
+void Checker::rule(ScaleRule rule) const {
+  FP8MOE_CHECK(rule.eps >= 0.0f && std::isfinite(rule.eps), "[", op_,
+               "] eps must be finite and not negative; got ", rule.eps);
 }
 
 void Checker::disjoint(std::initializer_list<Memory> outputs,

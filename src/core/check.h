@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fp8moe/error.h"
+#include "fp8moe/ops.h"
 #include "fp8moe/plan.h"
 #include "fp8moe/tensor.h"
 
@@ -63,6 +64,8 @@ class Checker {
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
   // Data rows move in 16-byte pieces: the data starts at a multiple of 16 bytes.
   void aligned(const Tensor& t, const char* name) const;
+  // eps finite and not negative.
+  void rule(ScaleRule rule) const;
   // No output overlaps an input or another output. Shapes are already checked.
   void disjoint(std::initializer_list<Memory> outputs, std::initializer_list<Memory> inputs) const;
 

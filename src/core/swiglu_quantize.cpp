@@ -20,6 +20,7 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
     check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
     check.aligned(z_q.data, "z_q");
   }
+  check.rule(rule);
   check.disjoint({{h, "h"}, {h_columns, "h_columns"}, {z_q, "z_q"}},
                  {{z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (z.numel() == 0) return;

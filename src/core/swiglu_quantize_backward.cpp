@@ -35,6 +35,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   }
   check_swiglu_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
   check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
+  check.rule(rule);
   check.disjoint(
       {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},
       {{dh, "dh"}, {z, "z"}, {z_q, "z_q"}, {probs, "probs"}, {plan.slab, "plan"}});
