@@ -3,6 +3,7 @@
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
+#include "cuda/device/staged_tiles.cuh"
 #include "cuda/device/swiglu.cuh"
 #include "cuda/device/transposed_codes.cuh"
 #include "cuda/runtime.h"
@@ -114,7 +115,22 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
                         p.columns.ld, p.channels - 128 * tile, 128);
 }
 
-// For columns with a scale a channel: the values, eight at a time.
+// For columns with a scale a channel. 16-bit x in whole tiles, power-of-two scales:
+template <typename T>
+struct StagedDense {
+  static constexpr int kPlanes = 1;
+  const uint16_t* x;  // [R, C]
+  int64_t channels;
+
+  __device__ __forceinline__ const uint16_t* row(int, int64_t row) const {
+    return x + row * channels;
+  }
+  __device__ __forceinline__ void values(const uint4 (&packed)[1], float (&v)[8]) const {
+    unpack<T>(&packed[0].x, v);
+  }
+};
+
+// Anything else, eight values at a time.
 template <typename T>
 struct DenseSource {
   const T* x;  // [R, C]
@@ -138,9 +154,15 @@ void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& ro
   const Scaling scaling = {rule.pow2, rule.eps, max_finite(x.dtype)};
   dispatch_fp8(rows.data.dtype, [&]<typename F>() {
     dispatch_float(x.dtype, [&]<typename T>() {
-      if (columns.layout == ScaleLayout::gemm)
+      if (columns.layout == ScaleLayout::gemm) {
+        if constexpr (sizeof(T) == 2)
+          if (rule.pow2 && c % kTile == 0)
+            return launch_staged_tiles<F>("quantize_dual", x.device,
+                                          StagedDense<T>{x.as<uint16_t>(), c}, nullptr, plan, rows,
+                                          columns, rule.eps, stream_of(stream));
         return launch_quantize_source<F>("quantize_dual", DenseSource<T>{x.as<T>(), c}, plan, r, c,
                                          rows, columns, scaling, stream_of(stream));
+      }
       const Params<T> params = {.x = x.as<T>(),
                                 .channels = static_cast<int>(c),
                                 .tiles = static_cast<int>(tiles),
