@@ -17,7 +17,8 @@ constexpr int64_t kThreads = 32;
 constexpr int64_t kTokensBytes = 8192;  // tokens of a block, where rows are shorter
 constexpr int64_t kPieceBytes = 32768;  // of a longer row
 constexpr int64_t kSectorRows = 8;      // whose scales are 32 bytes
-constexpr int kBatch = 8;               // scales of a lane in flight
+constexpr int kBatch = 14;              // scales of a lane in flight
+constexpr int kBlocksPerSm = 28;        // 8 KiB each: registers must not be what bounds them
 
 // Tile j of row r: data[r * row + j * tile].
 struct Scales {
@@ -50,6 +51,7 @@ struct Params {
   int tokens_a_block;  // more than one: whole rows
   int pieces;          // of a row
   int piece_bytes;
+  int64_t max_rows;      // R
   int rows_a_block;      // of the destination
   bool zero_unweighted;  // rows of prob 0 are written as padding is
 };
@@ -60,59 +62,92 @@ __device__ __forceinline__ int row_with_data(const Params& p, int64_t i) {
   return p.zero_unweighted && __ldg(p.probs + i) == 0.0f ? -1 : row;
 }
 
-// Scales of rows first + r, r < n, whose tokens the lanes hold (-1: zero). Neighbouring lanes write
-// neighbouring floats.
-__device__ __forceinline__ void move_scales(const Params& p, int64_t first, int n, int token) {
+// The share of the destination rows a warp writes, 32 of them at a time, lane r holding row first +
+// r.
+struct Rows {
+  int64_t first;
+  int count;  // none if not positive
+  int token;  // -1: data and scales are zero
+  float prob;
+};
+
+// Reads run ahead of knowing how many rows there are: what lies past the last is not used.
+__device__ __forceinline__ Rows read_rows(const Params& p, int64_t first, int64_t last) {
   const int lane = threadIdx.x;
+  const int64_t row = first + lane;
+  const int rows = __ldg(p.plan.row_offsets + p.plan.experts);
+  int token = 0, slot = 0;
+  if (row < min(last, p.max_rows)) {
+    token = __ldg(p.plan.token_of_row + row);
+    if (p.probs != nullptr) slot = __ldg(p.plan.slot_of_row + row);
+  }
+  const int count = static_cast<int>(min(int64_t{32}, min(last, int64_t{rows}) - first));
+  if (lane >= count) token = 0;
+  float prob = 0.0f;
+  if (p.probs != nullptr && lane < count && token >= 0)
+    prob = __ldg(p.probs + token * int64_t{p.slots} + slot);
+  if (p.zero_unweighted && lane < count && prob == 0.0f) token = -1;
+  return {.first = first, .count = count, .token = token, .prob = prob};
+}
+
+// Scale `i` of rows.count x tiles: lanes run along the contiguous dimension of what is written.
+struct ScaleAt {
+  int row;
+  int tile;
+  bool inside;
+};
+__device__ __forceinline__ ScaleAt scale_at(const Params& p, const Rows& rows, int i) {
   const int tiles = p.x_scale.tiles;
   const bool by_row = p.y_scale.tile == 1;
-  for (int base = lane; base - lane < n * tiles; base += 32 * kBatch) {
-    float value[kBatch];
+  return {.row = by_row ? i / tiles : i % max(rows.count, 1),
+          .tile = by_row ? i % tiles : i / max(rows.count, 1),
+          .inside = i < rows.count * tiles};
+}
+
+// A batch of scales from index `base` on.
+__device__ __forceinline__ void read_scales(const Params& p, const Rows& rows, int base,
+                                            float (&value)[kBatch]) {
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = base + 32 * k;
-      const int r = by_row ? i / tiles : i % n, j = by_row ? i % tiles : i / n;
-      const int from = __shfl_sync(kFullWarp, token, r & 31);
-      value[k] = 0.0f;
-      if (i < n * tiles && from >= 0)
-        value[k] = __ldg(p.x_scale.data + from * p.x_scale.row + j * p.x_scale.tile);
-    }
+  for (int k = 0; k < kBatch; ++k) {
+    const ScaleAt at = scale_at(p, rows, base + 32 * k + static_cast<int>(threadIdx.x));
+    const int token = __shfl_sync(kFullWarp, rows.token, at.row & 31);
+    value[k] = at.inside && token >= 0
+                   ? __ldg(p.x_scale.data + token * p.x_scale.row + at.tile * p.x_scale.tile)
+                   : 0.0f;
+  }
+}
+__device__ __forceinline__ void write_scales(const Params& p, const Rows& rows, int base,
+                                             const float (&value)[kBatch]) {
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = base + 32 * k;
-      const int r = by_row ? i / tiles : i % n, j = by_row ? i % tiles : i / n;
-      if (i < n * tiles)
-        p.y_scale.data[(first + r) * p.y_scale.row + j * p.y_scale.tile] = value[k];
-    }
+  for (int k = 0; k < kBatch; ++k) {
+    const ScaleAt at = scale_at(p, rows, base + 32 * k + static_cast<int>(threadIdx.x));
+    if (at.inside)
+      p.y_scale.data[(rows.first + at.row) * p.y_scale.row + at.tile * p.y_scale.tile] = value[k];
   }
 }
 
-// What goes with the data of rows [begin, begin + rows_a_block), and the data of those that are
-// padding.
-__device__ __forceinline__ void finish_rows(const Params& p, int64_t begin) {
+// Probs, scales (the first batch of which was read) and the zeros of padding.
+__device__ __forceinline__ void write_rows(const Params& p, const Rows& rows,
+                                           float (&value)[kBatch]) {
   const int lane = threadIdx.x;
-  const int64_t end = min(begin + p.rows_a_block, int64_t{p.plan.row_offsets[p.plan.experts]});
-  for (int64_t first = begin; first < end; first += 32) {
-    const int n = static_cast<int>(min(int64_t{32}, end - first));
-    const int64_t row = first + lane;
-    int token = lane < n ? p.plan.token_of_row[row] : 0;
-    if (p.probs != nullptr && lane < n) {
-      const float prob =
-          token < 0 ? 0.0f : p.probs[token * int64_t{p.slots} + p.plan.slot_of_row[row]];
-      p.permuted_probs[row] = prob;
-      if (p.zero_unweighted && prob == 0.0f) token = -1;
+  if (p.probs != nullptr && lane < rows.count) p.permuted_probs[rows.first + lane] = rows.prob;
+  if (p.x_scale.data != nullptr) {
+    write_scales(p, rows, 0, value);
+    for (int base = 32 * kBatch; base < rows.count * p.x_scale.tiles; base += 32 * kBatch) {
+      read_scales(p, rows, base, value);
+      write_scales(p, rows, base, value);
     }
-    if (p.x_scale.data != nullptr) move_scales(p, first, n, token);
-    unsigned padding = __ballot_sync(kFullWarp, token < 0);
-    for (; padding != 0; padding &= padding - 1) {
-      char* to = p.y + (first + __ffs(padding) - 1) * p.row_bytes;
-      for (int at = lane * 16; at < p.row_bytes; at += 32 * 16)
-        store_streaming(to + at, uint4{0, 0, 0, 0});
-    }
+  }
+  unsigned padding = __ballot_sync(kFullWarp, rows.token < 0);
+  for (; padding != 0; padding &= padding - 1) {
+    char* to = p.y + (rows.first + __ffs(padding) - 1) * p.row_bytes;
+    for (int at = lane * 16; at < p.row_bytes; at += 32 * 16)
+      store_streaming(to + at, uint4{0, 0, 0, 0});
   }
 }
 
-__global__ void __launch_bounds__(kThreads) permute(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    permute(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ alignas(8) uint64_t arrived;
   const int lane = threadIdx.x;
@@ -126,8 +161,13 @@ __global__ void __launch_bounds__(kThreads) permute(const __grid_constant__ Para
     if (bytes > 0)
       bulk_load(shared, p.x + token * p.row_bytes + first_byte, tokens * bytes, &arrived);
   }
+  // Everything is read before the first write: under a stream of writes a read takes long.
   const int assignments = tokens * p.slots;
   int row = lane < assignments ? row_with_data(p, token * p.slots + lane) : -1;
+  const int64_t begin = int64_t{blockIdx.x} * p.rows_a_block, end = begin + p.rows_a_block;
+  Rows rows = read_rows(p, begin, end);
+  float value[kBatch];
+  if (p.x_scale.data != nullptr) read_scales(p, rows, 0, value);
   __syncwarp();
   wait_barrier(&arrived);
   for (int i = lane; i < assignments; i += 32) {
@@ -137,7 +177,12 @@ __global__ void __launch_bounds__(kThreads) permute(const __grid_constant__ Para
                  bytes);
   }
   __syncwarp();
-  finish_rows(p, int64_t{blockIdx.x} * p.rows_a_block);
+  write_rows(p, rows, value);
+  for (int64_t first = begin + 32; first < end; first += 32) {
+    rows = read_rows(p, first, end);
+    if (p.x_scale.data != nullptr) read_scales(p, rows, 0, value);
+    write_rows(p, rows, value);
+  }
   bulk_wait_read();
 }
 
@@ -169,6 +214,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
       .tokens_a_block = static_cast<int>(tokens_a_block),
       .pieces = static_cast<int>(pieces),
       .piece_bytes = static_cast<int>(piece_bytes),
+      .max_rows = plan.rows(),
       .rows_a_block = static_cast<int>(round_up(cdiv(plan.rows(), blocks), kSectorRows)),
       .zero_unweighted = zero_unweighted};
   launch("permute_pad", permute, static_cast<unsigned>(blocks), kThreads,
