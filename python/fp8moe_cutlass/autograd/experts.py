@@ -91,7 +91,7 @@ class _Fp8Experts(torch.autograd.Function):
         save(ctx, *kept, plan.slab, again, weights.gate_up_t, weights.down_t)
         ctx.sizes, ctx.recipe, ctx.dtype = plan.sizes, recipe, x.dtype
         ctx.gate_up, ctx.down, ctx.observe = gate_up, down, observe
-        return out.to(x.dtype)
+        return _returned(out, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -137,7 +137,7 @@ class _Bf16Experts(torch.autograd.Function):
         out, z = bf16.forward(x16, probs, groups, gate_up_proj.bfloat16(), down_proj.bfloat16())
         save(ctx, x16, z if keep == "bf16" else None, probs, *groups, gate_up_proj, down_proj)
         ctx.dtype, ctx.gate_up, ctx.down = x.dtype, gate_up, down
-        return out.to(x.dtype)
+        return _returned(out, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -158,6 +158,14 @@ class _Bf16Experts(torch.autograd.Function):
         d_gate_up = ctx.gate_up.accept(gate_up_wgrad) if need_gate_up else None
         d_down = ctx.down.accept(down_wgrad) if need_down else None
         return dx, dprobs if need_dprobs else None, d_gate_up, d_down, *(None,) * 4
+
+
+def _returned(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """out as the block returns it. torch 2.11's dynamo also returns the tensor an op has filled, and
+    gives that one the gradient, unless the two are different tensors."""
+    if torch.compiler.is_compiling() and out.dtype == dtype:
+        return out.view(out.shape)
+    return out.to(dtype)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
