@@ -40,29 +40,8 @@ struct TokenBlock {
   int expert = -1;  // -1: past the last expert's columns
 };
 
-// The block of column tile `index`: a binary search over col_offsets (at most 10 steps at E =
-// 1024).
-__device__ __forceinline__ TokenBlock token_block(const PlanView& plan, int index) {
-  const int column = index * 128;
-  if (column >= plan.col_offsets[plan.experts]) return {};
-  int low = 0, high = plan.experts;  // col_offsets[low] <= column < col_offsets[high]
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (plan.col_offsets[middle] <= column)
-      low = middle;
-    else
-      high = middle;
-  }
-  const int within = column - plan.col_offsets[low];
-  const int first = plan.row_offsets[low] + within;
-  return {.first_row = first,
-          .tokens = max(0, min(128, plan.tokens_per_expert[low] - within)),
-          .rows = max(0, min(128, plan.row_offsets[low + 1] - first)),
-          .expert = low};
-}
-
-// The same, found by a whole warp: every lane counts the experts that begin at or before `index`,
-// so the search waits for memory once and not at each of its steps.
+// The block of column tile `index`, found by a whole warp: every lane counts the experts that begin
+// at or before it, so the search waits for memory once.
 __device__ __forceinline__ TokenBlock token_block_of_warp(const PlanView& plan, int index) {
   const int column = index * 128;
   int begun = 0;
