@@ -1,6 +1,6 @@
-// Sums in wgmma's register layout to global memory, without shared memory: lanes of a quad exchange
-// values until each holds 16 contiguous bytes, so that every store writes whole 32-byte sectors and
-// any row may be left out.
+// Sums in wgmma's register layout to global memory, without shared memory: B's rows are loaded in
+// an order that leaves a lane four adjacent columns, so every store of a quad writes whole 32-byte
+// sectors, and any row may be left out.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,60 +9,35 @@
 
 namespace fp8moe::cuda::gemm {
 
-// A thread of a warpgroup holds, of a [64, N] tile: sum[4 j + 0..1] at row r, columns 8 j + 2 q +
-// 0..1 and sum[4 j + 2..3] at row r + 8, with r = 16 warp + lane / 4 and q = lane % 4.
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
+__device__ __forceinline__ uint2 round_bf16(float4 v) {
+  const __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y),
+                       high = __floats2bfloat162_rn(v.z, v.w);
+  return make_uint2(reinterpret_cast<const uint32_t&>(low),
+                    reinterpret_cast<const uint32_t&>(high));
 }
 
-// Lane q of a quad holds word[c] of column group c; afterwards the four words of group q.
-__device__ __forceinline__ void transpose_quad(uint32_t (&word)[4], int q) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = q & bit;
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      const int low = bit == 1 ? 2 * pair : pair;
-      const int high = low + bit;
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? word[low] : word[high], bit);
-      if (upper)
-        word[low] = got;
-      else
-        word[high] = got;
-    }
-  }
-}
-
-// Two column groups of 8: lane q gives away half of what it holds and keeps four contiguous
-// columns, 8 (q % 2) + 4 (q / 2) of the 16.
-__device__ __forceinline__ float4 gather_four(const float* group0, const float* group1, int q) {
-  const bool odd = q & 1;
-  const float x = __shfl_xor_sync(0xffffffffu, odd ? group0[0] : group1[0], 1);
-  const float y = __shfl_xor_sync(0xffffffffu, odd ? group0[1] : group1[1], 1);
-  return odd ? make_float4(x, y, group1[0], group1[1]) : make_float4(group0[0], group0[1], x, y);
+// v, in other registers. A vector store wants its operand in four adjacent registers; if those were
+// the sums themselves, each would lie in the register bank of its part, and every multiply-add of
+// the promotion would take two cycles. threadIdx.y is 0, which the compiler does not know.
+__device__ __forceinline__ float4 elsewhere(float4 v) {
+  const auto other = [](float x) { return __uint_as_float(__float_as_uint(x) ^ threadIdx.y); };
+  return make_float4(other(v.x), other(v.y), other(v.z), other(v.w));
 }
 
 __device__ __forceinline__ void put(float* to, float4 v) {
-  __stcs(reinterpret_cast<float4*>(to), v);
+  __stcs(reinterpret_cast<float4*>(to), elsewhere(v));
 }
 
-__device__ __forceinline__ void add(float* to, float4 v) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
+__device__ __forceinline__ void put(__nv_bfloat16* to, float4 v) {
+  __stcs(reinterpret_cast<uint2*>(to), round_bf16(v));
 }
 
 // Rounds the product to bf16 first, then the sum: what adding two bf16 tensors gives.
-__device__ __forceinline__ void add(__nv_bfloat16* to, uint4 v) {
-  asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+__device__ __forceinline__ void add(__nv_bfloat16* to, float4 v) {
+  const uint2 rounded = round_bf16(v);
+  asm volatile("red.relaxed.gpu.global.add.noftz.v2.bf16x2 [%0], {%1, %2};" ::"l"(to),
+               "r"(rounded.x), "r"(rounded.y)
                : "memory");
-}
-
-__device__ __forceinline__ void put(__nv_bfloat16* to, uint4 v) {
-  __stcs(reinterpret_cast<uint4*>(to), v);
 }
 
 // Where a warpgroup's [64, N] part of a tile goes in D.
@@ -72,58 +47,30 @@ struct Destination {
   int columns = 0;      // columns to write, a multiple of 16
 };
 
-// [rows, columns] of bf16 at d + element, leading dimension n; Add: onto what is there.
-template <bool Add, int N>
-__device__ __forceinline__ void write_bf16(const float (&sum)[N / 2], const Params& params,
-                                           const Destination& to) {
+// A thread of a warpgroup holds, of a [64, N] part: sum[8 g + 0, 1, 4, 5] at row r, columns
+// 16 g + 4 q + 0..3, and sum[8 g + 2, 3, 6, 7] at row r + 8, with r = 16 warp + lane / 4, q = lane
+// % 4.
+template <bool Add, typename D, int N>
+__device__ __forceinline__ void write(const float (&sum)[N / 2], const Params& params,
+                                      const Destination& to) {
   const int lane = threadIdx.x % 32, q = lane % 4;
   const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  auto* d = static_cast<__nv_bfloat16*>(params.d) + to.element + int64_t{row} * params.n + 8 * q;
-  const int64_t next = int64_t{8} * params.n;
+  D* d = static_cast<D*>(params.d) + to.element + int64_t{row} * params.n + 4 * q;
 #pragma unroll
-  for (int group = 0; group < N / 32; ++group) {
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half < to.rows) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t word[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int i = 4 * (4 * group + c) + 2 * half;
-        word[c] = pack_bf16(sum[i], sum[i + 1]);
-      }
-      transpose_quad(word, q);
-      if (row + 8 * half < to.rows && 32 * group + 8 * q < to.columns) {
-        const uint4 eight = make_uint4(word[0], word[1], word[2], word[3]);
-        if constexpr (Add)
-          add(d + half * next + 32 * group, eight);
-        else
-          put(d + half * next + 32 * group, eight);
+      for (int g = 0; g < N / 16; ++g) {
+        const float* s = &sum[8 * g + 2 * half];
+        if (16 * g < to.columns) {
+          if constexpr (Add)
+            add(d + 16 * g, make_float4(s[0], s[1], s[4], s[5]));
+          else
+            put(d + 16 * g, make_float4(s[0], s[1], s[4], s[5]));
+        }
       }
     }
-  }
-}
-
-// The same in f32.
-template <bool Add, int N>
-__device__ __forceinline__ void write_f32(const float (&sum)[N / 2], const Params& params,
-                                          const Destination& to) {
-  const int lane = threadIdx.x % 32, q = lane % 4;
-  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  const int column = 8 * (q % 2) + 4 * (q / 2);
-  float* d = static_cast<float*>(params.d) + to.element + int64_t{row} * params.n + column;
-  const int64_t next = int64_t{8} * params.n;
-#pragma unroll
-  for (int group = 0; group < N / 16; ++group) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 four =
-          gather_four(&sum[8 * group + 2 * half], &sum[8 * group + 4 + 2 * half], q);
-      if (row + 8 * half < to.rows && 16 * group < to.columns) {
-        if constexpr (Add)
-          add(d + half * next + 16 * group, four);
-        else
-          put(d + half * next + 16 * group, four);
-      }
-    }
+    d += int64_t{8} * params.n;
   }
 }
 
@@ -131,15 +78,74 @@ template <Kind kKind, int N>
 __device__ __forceinline__ void store(const float (&sum)[N / 2], const Params& params,
                                       const Destination& to) {
   const Output output = params.output;
-  if (output == Output::store_bf16) {
-    write_bf16<false, N>(sum, params, to);
+  if (params.column_group == 32) {
+    write_eights<N>(sum, params, to);
+  } else if (output == Output::store_bf16) {
+    write<false, __nv_bfloat16, N>(sum, params, to);
   } else if (output == Output::store_f32) {
-    write_f32<false, N>(sum, params, to);
+    write<false, float, N>(sum, params, to);
   } else if constexpr (kKind != Kind::rows) {
     if (output == Output::add_f32)
-      write_f32<true, N>(sum, params, to);
+      add_f32<N>(sum, params, to);
     else
-      write_bf16<true, N>(sum, params, to);
+      write<true, __nv_bfloat16, N>(sum, params, to);
+  }
+}
+
+// bf16 where B was loaded by groups of 32: the thread's sum[16 g + 4 j + 0, 1], j < 4, are columns
+// 32 g + 8 q + 2 j + 0, 1 of row r, and those two further on of row r + 8.
+template <int N>
+__device__ __forceinline__ void write_eights(const float (&sum)[N / 2], const Params& params,
+                                             const Destination& to) {
+  const int lane = threadIdx.x % 32, q = lane % 4;
+  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  auto* d = static_cast<__nv_bfloat16*>(params.d) + to.element + int64_t{row} * params.n + 8 * q;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half < to.rows) {
+#pragma unroll
+      for (int g = 0; g < N / 32; ++g) {
+        const float* s = &sum[16 * g + 2 * half];
+        if (32 * g < to.columns) {
+          const uint2 low = round_bf16(make_float4(s[0], s[1], s[4], s[5]));
+          const uint2 high = round_bf16(make_float4(s[8], s[9], s[12], s[13]));
+          __stcs(reinterpret_cast<uint4*>(d + 32 * g), make_uint4(low.x, low.y, high.x, high.y));
+        }
+      }
+    }
+    d += int64_t{8} * params.n;
+  }
+}
+
+// f32 onto what is there: each element has one writer, so read, add and write need no atomics,
+// whose rate in L2 is half that of plain accesses. Two reads are under way at a time.
+template <int N>
+__device__ __forceinline__ void add_f32(const float (&sum)[N / 2], const Params& params,
+                                        const Destination& to) {
+  const int lane = threadIdx.x % 32, q = lane % 4;
+  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  float* d = static_cast<float*>(params.d) + to.element + int64_t{row} * params.n + 4 * q;
+  constexpr int kReads = 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half < to.rows) {
+#pragma unroll
+      for (int first = 0; first < N / 16; first += kReads) {
+        float4 old[kReads];
+#pragma unroll
+        for (int g = first; g < first + kReads; ++g)
+          if (16 * g < to.columns) old[g - first] = __ldcs(reinterpret_cast<float4*>(d + 16 * g));
+#pragma unroll
+        for (int g = first; g < first + kReads; ++g) {
+          const float* s = &sum[8 * g + 2 * half];
+          const float4 was = old[g - first];
+          if (16 * g < to.columns)
+            __stcs(reinterpret_cast<float4*>(d + 16 * g),
+                   elsewhere(make_float4(was.x + s[0], was.y + s[1], was.z + s[4], was.w + s[5])));
+        }
+      }
+    }
+    d += int64_t{8} * params.n;
   }
 }
 

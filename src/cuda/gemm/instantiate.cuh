@@ -30,16 +30,9 @@ void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t 
 template <Kind kKind, DType A, DType B>
 void launch(const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream) {
-  const auto with = [&]<int TileN>() {
-    if (config.cluster == 2)
-      launch_kernel<kKind, A, B, TileN, 2>(params, device, stream);
-    else
-      launch_kernel<kKind, A, B, TileN, 1>(params, device, stream);
-  };
   switch (config.tile_n) {
-    case 128: return with.template operator()<128>();
-    case 160: return with.template operator()<160>();
-    case 192: return with.template operator()<192>();
+    case 128: return launch_kernel<kKind, A, B, 128, 1>(params, device, stream);
+    case 192: return launch_kernel<kKind, A, B, 192, 1>(params, device, stream);
     default: throw InvalidArgument("no kernel of tile 128x" + std::to_string(config.tile_n));
   }
 }

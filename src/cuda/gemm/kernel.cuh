@@ -47,7 +47,10 @@ struct Ring {
   __device__ EmptyBarrier& empty(int s) const {
     return *reinterpret_cast<EmptyBarrier*>(barriers() + kStages + s);
   }
-  __device__ int* first_unit() const { return reinterpret_cast<int*>(barriers() + 2 * kStages); }
+  __device__ Tile& tile(int s) const {  // whose first K-block the stage holds
+    return reinterpret_cast<Tile*>(barriers() + 2 * kStages)[s];
+  }
+  __device__ int* first_unit() const { return reinterpret_cast<int*>(&tile(kStages)); }
 };
 
 template <int Stages>
@@ -62,30 +65,43 @@ struct Position {
   }
 };
 
-// One box of an operand; `both` writes it to the same place in the shared memory of both CTAs.
-__device__ __forceinline__ void load_box(const CUtensorMap& map, FullBarrier& full, uint8_t* to,
-                                         bool both, int k, int row, int expert) {
+constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+constexpr uint16_t kBothCtas = 3;
+
+// One box of A or B; `both` writes it to the same place in the shared memory of both CTAs.
+__device__ __forceinline__ void load_box_a(const Params& params, FullBarrier& full, uint8_t* to,
+                                           bool both, int k, int row) {
   auto* barrier = reinterpret_cast<uint64_t*>(&full);
-  constexpr auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   if (both)
-    cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, barrier, uint16_t{3}, hint, to, k, row, expert);
+    cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&params.a, barrier, kBothCtas, kHint, to, k, row);
   else
-    cute::SM90_TMA_LOAD_3D::copy(&map, barrier, hint, to, k, row, expert);
+    cute::SM90_TMA_LOAD_2D::copy(&params.a, barrier, kHint, to, k, row);
 }
 
-// Rows [row, row + Rows) of an operand: a whole box, or two halves of which a pair that shares the
-// operand loads one each.
-template <int Rows, int Cluster>
-__device__ __forceinline__ void load_operand(const CUtensorMap& map, FullBarrier& full, uint8_t* to,
-                                             bool shared, int rank, int k, int row, int expert) {
+__device__ __forceinline__ void load_box_b(const Params& params, FullBarrier& full, uint8_t* to,
+                                           bool both, int k, int row) {
+  auto* barrier = reinterpret_cast<uint64_t*>(&full);
+  if (both)
+    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&params.b, barrier, kBothCtas, kHint, to, k, 0, 0, 0,
+                                           row / params.column_group);
+  else
+    cute::SM90_TMA_LOAD_5D::copy(&params.b, barrier, kHint, to, k, 0, 0, 0,
+                                 row / params.column_group);
+}
+
+// An operand of `Rows` rows: a whole box, or two halves of which a pair that shares it loads one
+// each.
+template <int Rows, int Cluster, typename LoadBox>
+__device__ __forceinline__ void load_operand(uint8_t* to, bool shared, int rank, int row,
+                                             LoadBox load_box) {
   if constexpr (Cluster == 1) {
-    load_box(map, full, to, false, k, row, expert);
+    load_box(to, false, row);
   } else {
     constexpr int kHalf = Rows / 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (!shared || half == rank)
-        load_box(map, full, to + half * kHalf * kBlockK, shared, k, row + half * kHalf, expert);
+        load_box(to + half * kHalf * kBlockK, shared, row + half * kHalf);
   }
 }
 
@@ -94,37 +110,60 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring, in
   using S = Stage<kKind, TileN>;
   Schedule<kKind, TileN, Cluster> schedule(params, ring.first_unit());
   Position<S::kStages> at;
-  for (Tile tile; schedule.next(tile);) {
-    for (int k = 0; k < tile.k_blocks; ++k, at.advance()) {
+  for (bool more = true; more;) {
+    Tile tile;
+    more = schedule.next(tile);
+    if (!more) tile.k_blocks = kNoMore;
+    const int first_row_b = kKind == Kind::rows ? tile.expert * params.n : 0;
+    // A tile without K-blocks, and the end, are told through a stage that holds nothing.
+    for (int k = 0; k < max(tile.k_blocks, 1); ++k, at.advance()) {
       ring.empty(at.stage).wait(at.phase ^ 1);
       FullBarrier& full = ring.full(at.stage);
+      if (k == 0) ring.tile(at.stage) = tile;
+      if (tile.k_blocks <= 0) {
+        full.arrive();
+        continue;
+      }
       full.arrive_and_expect_tx(S::kLoadBytes);
       const int block = tile.k_first + k;
-      load_operand<kTileM, Cluster>(params.a, full, ring.a(at.stage), tile.shared == Shared::a,
-                                    rank, block * kBlockK, tile.row, 0);
-      load_operand<TileN, Cluster>(params.b, full, ring.b(at.stage), tile.shared == Shared::b, rank,
-                                   block * kBlockK, tile.column,
-                                   kKind == Kind::rows ? tile.expert : 0);
-      constexpr auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      const int depth = block * kBlockK;
+      load_operand<kTileM, Cluster>(
+          ring.a(at.stage), tile.shared == Shared::a, rank, tile.row,
+          [&](uint8_t* to, bool both, int row) { load_box_a(params, full, to, both, depth, row); });
+      load_operand<TileN, Cluster>(
+          ring.b(at.stage), tile.shared == Shared::b, rank, first_row_b + tile.column,
+          [&](uint8_t* to, bool both, int row) { load_box_b(params, full, to, both, depth, row); });
       auto* barrier = reinterpret_cast<uint64_t*>(&full);
       if constexpr (S::kScaleABytes > 0)
-        cute::SM90_TMA_LOAD_2D::copy(&params.scale_a, barrier, hint, ring.scale_a(at.stage),
+        cute::SM90_TMA_LOAD_2D::copy(&params.scale_a, barrier, kHint, ring.scale_a(at.stage),
                                      tile.row / 4 * 4, block);
       if constexpr (S::kScaleBBytes > 0)
-        cute::SM90_TMA_LOAD_2D::copy(&params.scale_b, barrier, hint, ring.scale_b(at.stage),
+        cute::SM90_TMA_LOAD_2D::copy(&params.scale_b, barrier, kHint, ring.scale_b(at.stage),
                                      tile.column, block);
     }
   }
 }
 
-// A warp is done with a stage: tells its own producer and, as boxes may go to both, the peer's.
+// The barrier at `local`, seen from this CTA, of the CTA that a lane tells about a released stage:
+// lane 0 its own producer and, as boxes may go to both CTAs, lanes up to Cluster the peer's.
 template <int Cluster>
-__device__ __forceinline__ void release(const EmptyBarrier& empty) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (Cluster == 1) {
-    if (lane == 0) empty.arrive();
-  } else {
-    empty.arrive(lane, lane < Cluster);
+__device__ uint32_t barrier_of_lane(const EmptyBarrier& local) {
+  uint32_t address = cute::cast_smem_ptr_to_uint(&local);
+  if constexpr (Cluster > 1) {
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(address)
+                 : "r"(address), "r"(threadIdx.x % Cluster));
+  }
+  return address;
+}
+
+template <int Cluster>
+__device__ __forceinline__ void arrive(uint32_t barrier, bool mine) {
+  if (mine) {
+    if constexpr (Cluster > 1)
+      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+    else
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
   }
 }
 
@@ -135,15 +174,30 @@ struct Consumer {
 
   const Params& params;
   const Ring<kKind, TileN>& ring;
-  int half;       // which 64 rows of the tile
-  uint32_t a, b;  // descriptors of stage 0
+  int half;        // which 64 rows of the tile
+  uint32_t a, b;   // descriptors of stage 0
+  uint32_t empty;  // barrier_of_lane of stage 0
   Position<Ring<kKind, TileN>::kStages> at;
   bool ready = false;     // the stage at `at` is known to be full
   float sum[TileN / 2];   // of the tile, scaled
   float part[TileN / 2];  // of one K-block
 
+  // A warp is done with a stage.
+  __device__ __forceinline__ void release(int stage) const {
+    arrive<Cluster>(empty + stage * sizeof(EmptyBarrier), threadIdx.x % 32 < Cluster);
+  }
+
   __device__ __forceinline__ void await() {
     if (!ready) ring.full(at.stage).wait(at.phase);
+    ready = true;
+  }
+
+  // Leaves a stage of which nothing is multiplied.
+  __device__ __forceinline__ void pass() {
+    await();
+    release(at.stage);
+    at.advance();
+    ready = false;
   }
 
   // One K-block: under its multiply runs `meanwhile`.
@@ -152,24 +206,15 @@ struct Consumer {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
     await();
     const int stage = at.stage;
-    multiply<A, B, TileN>(a + stage * kStride, b + stage * kStride, part);
     scales.load(ring.scale_a(stage), k);
+    multiply<A, B, TileN>(a + stage * kStride, b + stage * kStride, part);
     at.advance();
     meanwhile();
     finish(part);
-    if constexpr (!Scales::kReadsStage) release<Cluster>(ring.empty(stage));
+    if constexpr (!Scales::kReadsStage) release(stage);
     ready = ring.full(at.stage).test_wait(at.phase);  // its latency passes under the promotion
     scales.template add<First>(part, sum, ring.scale_b(stage));
-    if constexpr (Scales::kReadsStage) release<Cluster>(ring.empty(stage));
-  }
-
-  // The K-blocks of a tile of which this warpgroup has no rows.
-  __device__ void skip(int k_blocks) {
-    for (int k = 0; k < k_blocks; ++k, at.advance()) {
-      await();
-      ready = false;
-      release<Cluster>(ring.empty(at.stage));
-    }
+    if constexpr (Scales::kReadsStage) release(stage);
   }
 };
 
@@ -177,16 +222,19 @@ template <Kind kKind, DType A, DType B, int TileN, int Cluster>
 __device__ void consume(const Params& params, const Ring<kKind, TileN>& ring) {
   // Through a shuffle the compiler knows it to be uniform in the warp, and so the descriptors.
   const int half = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  Schedule<kKind, TileN, Cluster> schedule(params, ring.first_unit());
   Consumer<kKind, A, B, TileN, Cluster> consumer{.params = params,
                                                  .ring = ring,
                                                  .half = half,
                                                  .a = descriptor(ring.a(0) + half * 64 * kBlockK),
-                                                 .b = descriptor(ring.b(0))};
+                                                 .b = descriptor(ring.b(0)),
+                                                 .empty = barrier_of_lane<Cluster>(ring.empty(0))};
   Destination finished;  // where the sums go once the next tile's first multiply is under way
   bool pending = false;
 
-  for (Tile tile; schedule.next(tile);) {
+  for (;;) {
+    consumer.await();
+    const Tile tile = ring.tile(consumer.at.stage);
+    if (tile.k_blocks == kNoMore) break;
     const Destination to{
         .element = (kKind == Kind::rows ? int64_t{tile.row} + 64 * half
                                         : int64_t{tile.expert} * params.m + tile.row + 64 * half) *
@@ -195,10 +243,11 @@ __device__ void consume(const Params& params, const Ring<kKind, TileN>& ring) {
         .rows = min(64, tile.rows - 64 * half),
         .columns = min(TileN, params.n - tile.column)};
     if (to.rows <= 0 || to.columns <= 0) {
-      consumer.skip(tile.k_blocks);
+      for (int k = 0; k < max(tile.k_blocks, 1); ++k) consumer.pass();
       continue;
     }
     if (kKind != Kind::rows && tile.k_blocks == 0) {
+      consumer.pass();
       if (params.output == Output::store_bf16 || params.output == Output::store_f32)
         store_zeros<TileN>(params, to);
       continue;
@@ -229,7 +278,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     cutlass::arch::fence_barrier_init();
   }
-  if constexpr (kKind == Kind::rows) scan_units<Cluster, TileN>(params, ring.first_unit());
+  if (kKind == Kind::rows && threadIdx.x < 32)
+    scan_units<Cluster, TileN>(params, ring.first_unit());
   if constexpr (Cluster > 1)
     cute::cluster_sync();
   else

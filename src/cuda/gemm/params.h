@@ -39,6 +39,7 @@ struct Params {
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
   Output output;
+  int column_group;  // 16 or 32: column_operand_map of b
 };
 
 }  // namespace fp8moe::cuda::gemm

@@ -11,6 +11,13 @@ void check_experts(const char* op, int64_t experts) {
                " experts; got ", experts);
 }
 
+// 32 where a lane can then store 16 bytes of bf16 at once: whole groups in D and in a box of B.
+int group_of(Output output, int64_t n, const Config& config) {
+  return output == Output::store_bf16 && n % 32 == 0 && config.tile_n / config.cluster % 32 == 0
+             ? 32
+             : 16;
+}
+
 }  // namespace
 
 Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
@@ -20,8 +27,11 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
-  params.a = operand_map(op, "a", a.data.data, 1, rows, k, kTileM / config.cluster);
-  params.b = operand_map(op, "w", w.data.data, plan.experts, n, k, config.tile_n / config.cluster);
+  params.output = d.dtype == DType::bf16 ? Output::store_bf16 : Output::store_f32;
+  params.column_group = group_of(params.output, n, config);
+  params.a = operand_map(op, "a", a.data.data, rows, k, kTileM / config.cluster);
+  params.b = column_operand_map(op, "w", w.data.data, plan.experts * n, k,
+                                config.tile_n / config.cluster, params.column_group);
   params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBoxA);
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
@@ -29,7 +39,6 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
-  params.output = d.dtype == DType::bf16 ? Output::store_bf16 : Output::store_f32;
   return params;
 }
 
@@ -38,8 +47,13 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   const char* op = "grouped_gemm_wgrad";
   const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
   Params params{};
-  params.a = operand_map(op, "dy_t", dy_t.data.data, 1, m, columns, kTileM / config.cluster);
-  params.b = operand_map(op, "x_t", x_t.data.data, 1, n, columns, config.tile_n / config.cluster);
+  params.output = dw.dtype == DType::bf16 ? (accumulate ? Output::add_bf16 : Output::store_bf16)
+                                          : (accumulate ? Output::add_f32 : Output::store_f32);
+  // Scales of columns are read by fours, so they want groups of 16.
+  params.column_group = dy_t.layout == ScaleLayout::gemm ? 16 : group_of(params.output, n, config);
+  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM / config.cluster);
+  params.b = column_operand_map(op, "x_t", x_t.data.data, n, columns,
+                                config.tile_n / config.cluster, params.column_group);
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =
@@ -57,8 +71,6 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   params.m = static_cast<int>(m);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(columns / kTile);
-  params.output = dw.dtype == DType::bf16 ? (accumulate ? Output::add_bf16 : Output::store_bf16)
-                                          : (accumulate ? Output::add_f32 : Output::store_f32);
   return params;
 }
 

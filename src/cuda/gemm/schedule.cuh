@@ -1,4 +1,4 @@
-// Which tile a CTA works on next: a static persistent order that every role computes by itself.
+// Which tile a CTA works on next: a static persistent order, computed by the producer.
 #pragma once
 
 #include "cuda/gemm/params.h"
@@ -8,7 +8,9 @@ namespace fp8moe::cuda::gemm {
 // The operand whose two halves the CTAs of a pair load for each other.
 enum class Shared : int { none, a, b };
 
-struct Tile {
+inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
+
+struct alignas(16) Tile {
   int expert = 0;
   int row = 0;      // first row of A
   int rows = 0;     // rows of D in this tile, at most kTileM; none or less: nothing to store
@@ -28,30 +30,29 @@ __host__ __device__ inline int units_of(int tiles_m, int tiles_n) {
 }
 
 // Fills first_unit [E+1] in shared memory with the prefix sums of the units of each expert's rows.
+// One warp.
 template <int Cluster, int TileN>
 __device__ void scan_units(const Params& params, int* first_unit) {
   const int tiles_n = (params.n + TileN - 1) / TileN;
-  for (int e = threadIdx.x; e < params.experts; e += blockDim.x) {
-    const int rows = params.row_offsets[e + 1] - params.row_offsets[e];
-    first_unit[e + 1] = units_of<Cluster>((rows + kTileM - 1) / kTileM, tiles_n);
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    int before = 0;
-    for (int base = 0; base < params.experts; base += 32) {
-      const int e = base + static_cast<int>(threadIdx.x);
-      int sum = e < params.experts ? first_unit[e + 1] : 0;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (static_cast<int>(threadIdx.x) >= step) sum += other;
-      }
-      if (e < params.experts) first_unit[e + 1] = before + sum;
-      before += __shfl_sync(0xffffffffu, sum, 31);
+  const int lane = static_cast<int>(threadIdx.x);
+  int before = 0;
+  for (int base = 0; base < params.experts; base += 32) {
+    const int e = base + lane;
+    int sum = 0;
+    if (e < params.experts) {
+      const int rows = params.row_offsets[e + 1] - params.row_offsets[e];
+      sum = units_of<Cluster>((rows + kTileM - 1) / kTileM, tiles_n);
     }
-    if (threadIdx.x == 0) first_unit[0] = 0;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (e < params.experts) first_unit[e + 1] = before + sum;
+    before += __shfl_sync(0xffffffffu, sum, 31);
   }
-  __syncthreads();
+  if (lane == 0) first_unit[0] = 0;
+  __syncwarp();
 }
 
 template <Kind kKind, int TileN, int Cluster>
@@ -114,7 +115,7 @@ class Schedule {
 
   const Params& params_;
   const int* first_unit_;
-  int unit_;  // the only state with expert_: registers are what the consumers are short of
+  int unit_;
   int expert_ = 0;
 };
 

@@ -18,7 +18,7 @@ struct Stage {
   static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;
   static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;  // TMA writes at 128 bytes
   static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
-  static constexpr int kBarrierBytes = 16;
+  static constexpr int kBarrierBytes = 16 + 32;  // full, empty, and the Tile
   static_assert(kABytes % 1024 == 0 && kBBytes % 2048 == 0, "swizzled tiles start at 1024 bytes");
 
   // Behind the stages: the prefix sums of Kind::rows.

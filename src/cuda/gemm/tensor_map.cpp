@@ -50,13 +50,23 @@ CUtensorMap encode(const char* op, const char* name, CUtensorMapDataType type,
 
 }  // namespace
 
-CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t experts,
-                        int64_t rows, int64_t k, int box_rows) {
+CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t rows, int64_t k,
+                        int box_rows) {
   const auto row = static_cast<cuuint64_t>(k);
-  return encode<3>(op, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, data,
-                   {row, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)},
-                   {row, row * static_cast<cuuint64_t>(rows)},
-                   {kTile, static_cast<cuuint32_t>(box_rows), 1});
+  return encode<2>(op, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, data,
+                   {row, static_cast<cuuint64_t>(rows)}, {row},
+                   {kTile, static_cast<cuuint32_t>(box_rows)});
+}
+
+CUtensorMap column_operand_map(const char* op, const char* name, const void* data, int64_t rows,
+                               int64_t k, int box_rows, int group) {
+  const auto row = static_cast<cuuint64_t>(k);
+  const auto per_lane = static_cast<cuuint64_t>(group / 4), pairs = per_lane / 2;
+  return encode<5>(
+      op, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, data,
+      {row, 2, 4, pairs, static_cast<cuuint64_t>(rows / group)},  // k, i, q, j, group
+      {row, per_lane * row, 2 * row, static_cast<cuuint64_t>(group) * row},
+      {kTile, 2, 4, static_cast<cuuint32_t>(pairs), static_cast<cuuint32_t>(box_rows / group)});
 }
 
 CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,
