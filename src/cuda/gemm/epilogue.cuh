@@ -32,6 +32,14 @@ __device__ __forceinline__ void put(__nv_bfloat16* to, float4 v) {
   __stcs(reinterpret_cast<uint2*>(to), round_bf16(v));
 }
 
+// Each element has one writer, so reductions are as deterministic as read, add, write, and faster.
+__device__ __forceinline__ void add(float* to, float4 sum) {
+  const float4 v = elsewhere(sum);
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x),
+               "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
 // Rounds the product to bf16 first, then the sum: what adding two bf16 tensors gives.
 __device__ __forceinline__ void add(__nv_bfloat16* to, float4 v) {
   const uint2 rounded = round_bf16(v);
@@ -86,7 +94,7 @@ __device__ __forceinline__ void store(const float (&sum)[N / 2], const Params& p
     write<false, float, N>(sum, params, to);
   } else if constexpr (kKind != Kind::rows) {
     if (output == Output::add_f32)
-      add_f32<N>(sum, params, to);
+      write<true, float, N>(sum, params, to);
     else
       write<true, __nv_bfloat16, N>(sum, params, to);
   }
@@ -110,38 +118,6 @@ __device__ __forceinline__ void write_eights(const float (&sum)[N / 2], const Pa
           const uint2 low = round_bf16(make_float4(s[0], s[1], s[4], s[5]));
           const uint2 high = round_bf16(make_float4(s[8], s[9], s[12], s[13]));
           __stcs(reinterpret_cast<uint4*>(d + 32 * g), make_uint4(low.x, low.y, high.x, high.y));
-        }
-      }
-    }
-    d += int64_t{8} * params.n;
-  }
-}
-
-// f32 onto what is there: each element has one writer, so read, add and write need no atomics,
-// whose rate in L2 is half that of plain accesses. Two reads are under way at a time.
-template <int N>
-__device__ __forceinline__ void add_f32(const float (&sum)[N / 2], const Params& params,
-                                        const Destination& to) {
-  const int lane = threadIdx.x % 32, q = lane % 4;
-  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float* d = static_cast<float*>(params.d) + to.element + int64_t{row} * params.n + 4 * q;
-  constexpr int kReads = 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half < to.rows) {
-#pragma unroll
-      for (int first = 0; first < N / 16; first += kReads) {
-        float4 old[kReads];
-#pragma unroll
-        for (int g = first; g < first + kReads; ++g)
-          if (16 * g < to.columns) old[g - first] = __ldcs(reinterpret_cast<float4*>(d + 16 * g));
-#pragma unroll
-        for (int g = first; g < first + kReads; ++g) {
-          const float* s = &sum[8 * g + 2 * half];
-          const float4 was = old[g - first];
-          if (16 * g < to.columns)
-            __stcs(reinterpret_cast<float4*>(d + 16 * g),
-                   elsewhere(make_float4(was.x + s[0], was.y + s[1], was.z + s[4], was.w + s[5])));
         }
       }
     }
