@@ -12,8 +12,8 @@ from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 from test_grouped_gemm import KINDS, noise, segments
 from tolerance import codes, gemm_error, gemm_truth, scales
 
-# The largest c met on an H200 (docs/notes/grouped-gemm.md): products are kept to 2^-13 of the largest
-# of a K-block and truncated. Half as much again is let pass.
+# The largest c met on an H200 (docs/notes/grouped-gemm.md): products are truncated to 2^-13 of the
+# largest of their K-block. Half as much again is let pass.
 C_MET = 8.9
 C_CUDA = 1.5 * C_MET
 
