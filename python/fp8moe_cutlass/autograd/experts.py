@@ -161,8 +161,8 @@ class _Bf16Experts(torch.autograd.Function):
 
 
 def _returned(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """out as the block returns it. torch 2.11's dynamo also returns the tensor an op has filled, and
-    gives that one the gradient, unless the two are different tensors."""
+    """out as the block returns it. torch 2.11's dynamo also returns the tensor an op has filled,
+    and gives that one the gradient, unless the two are different tensors."""
     if torch.compiler.is_compiling() and out.dtype == dtype:
         return out.view(out.shape)
     return out.to(dtype)
