@@ -31,7 +31,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     steps: int = 500
     batch: int = 16
-    lr: float = 3e-3
+    lr: float = 2e-3
     warmup: int = 50
     weight_decay: float = 0.1
     clip: float = 1.0
