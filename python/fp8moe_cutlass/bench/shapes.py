@@ -1,6 +1,7 @@
 """The shapes each op is timed at, as data. Letters as in docs/layouts.md.
 
-cuda: the sizes of DeepSeek-V3, Qwen3 and DeepSeek-V2-Lite layers. cpu: small ones.
+cuda: the sizes of DeepSeek-V3, Qwen3 and DeepSeek-V2-Lite layers. cpu: small ones, yet past the
+caches, as the activations of a layer are.
 """
 
 from __future__ import annotations
@@ -84,19 +85,19 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         ],
     },
     "cpu": {
-        "quantize": [matrix(4096, 1024)],
-        "quantize_dual": [grouped(4096, 1024, 8)],
-        "quantize_weight": [{"E": 8, "N": 1024, "K": 1024}],
-        "dequantize": [matrix(4096, 1024)],
+        "quantize": [matrix(32768, 1024)],
+        "quantize_dual": [grouped(32768, 1024, 8)],
+        "quantize_weight": [{"E": 16, "N": 2048, "K": 1024}],
+        "dequantize": [matrix(32768, 1024)],
         "route": [routing(4096, 64, 8)],
-        "permute_pad": [moe(2048, 8, 2, 1024)],
-        "permute_pad_backward": [moe(2048, 8, 2, 1024)],
-        "unpermute_unpad": [moe(2048, 8, 2, 1024)],
-        "unpermute_unpad_backward": [moe(2048, 8, 2, 1024)],
-        "transpose_fp8": [grouped(4096, 1024, 8)],
-        "permute_transpose_fp8": [moe(2048, 8, 2, 1024)],
-        "swiglu_quantize": [grouped(4096, 512, 8)],
-        "swiglu_quantize_backward": [grouped(4096, 512, 8)],
+        "permute_pad": [moe(16384, 8, 2, 1024)],
+        "permute_pad_backward": [moe(16384, 8, 2, 1024)],
+        "unpermute_unpad": [moe(16384, 8, 2, 1024)],
+        "unpermute_unpad_backward": [moe(16384, 8, 2, 1024)],
+        "transpose_fp8": [grouped(32768, 1024, 8)],
+        "permute_transpose_fp8": [moe(16384, 8, 2, 1024)],
+        "swiglu_quantize": [grouped(32768, 512, 8)],
+        "swiglu_quantize_backward": [grouped(32768, 512, 8)],
         "grouped_gemm": [gemm(4096, 1024, 1024, 8)],
         "grouped_gemm_wgrad": [gemm(4096, 1024, 1024, 8)],
     },
