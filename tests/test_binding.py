@@ -27,20 +27,7 @@ from fp8moe_cutlass import (
     use_stream,
 )
 from fp8moe_cutlass.bench.host import ROUTES, arguments
-
-
-class Lender:
-    """A DLPack producer that offers `__dlpack__` alone, as older frameworks do."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.tensor.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[Any, int]:
-        return self.tensor.__dlpack_device__()
+from lender import Lender
 
 
 def extension(name: str) -> Callable[..., None]:

@@ -8,20 +8,7 @@ import pytest
 import torch
 
 from fp8moe_cutlass import ops, use_stream
-
-
-class Lender:
-    """A DLPack producer that offers `__dlpack__` alone and names no stream."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.tensor.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[Any, int]:
-        return self.tensor.__dlpack_device__()
+from lender import Lender
 
 
 def test_devices_must_match(device: torch.device) -> None:
