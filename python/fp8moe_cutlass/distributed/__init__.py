@@ -1,0 +1,1 @@
+"""Expert parallelism over torch.distributed: FP8 on the wire."""
