@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from fp8moe_cutlass import build_info, cli, ops
+from fp8moe_cutlass import build_info, cli, ops, train
 from fp8moe_cutlass.train import data
 from fp8moe_cutlass.verify import checks
 
 Command = Callable[..., tuple[int, str]]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -97,8 +98,8 @@ def test_verify_passes_and_covers_every_operator(command: Command) -> None:
     code, out = command("verify")
     assert code == 0
     assert "FAILED" not in out
-    # plan_from_counts is route's other form; its tests are its own.
-    assert [op for op in ops.__all__ if op not in out and op != "plan_from_counts"] == []
+    # plan_from_counts is route's other form, packed_row_bytes a number; their tests are their own.
+    assert {op for op in ops.__all__ if op not in out} <= {"plan_from_counts", "packed_row_bytes"}
 
 
 def test_verify_fails_on_a_wrong_bit(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +157,7 @@ def test_bench_writes_table_json_and_plot(command: Command, tmp_path: Path) -> N
     assert record["environment"].keys() >= ENVIRONMENT_KEYS
     assert record["environment"]["copy_tb_s"] > 0
     timed = {row["op"] for row in record["results"]}
-    assert set(ops.__all__) - timed == {"plan_from_counts"}
+    assert set(ops.__all__) - timed == {"plan_from_counts", "packed_row_bytes"}
     for row in record["results"]:
         assert row.keys() >= RESULT_KEYS
         assert 0 < row["repeat"]["min"] <= row["repeat"]["median"] <= row["repeat"]["max"]
@@ -208,7 +209,7 @@ def test_unigram_entropy(text: Path) -> None:
     counts = Counter(text.read_bytes())
     n = sum(counts.values())
     expected = -sum(c / n * math.log(c / n) for c in counts.values())
-    assert data.load(text, 32).unigram_entropy() == pytest.approx(expected, rel=1e-12)
+    assert data.load(text, 32).unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
 def test_standard_library_is_the_default_text() -> None:
@@ -217,6 +218,21 @@ def test_standard_library_is_the_default_text() -> None:
     assert len(files) > 100
     assert files == data.find_text(None)[1]
     assert not any("site-packages" in f.parts or "test" in f.parts for f in files)
+
+
+def test_every_python_source_once() -> None:
+    name, files = data.find_every_python()
+    assert "packages installed" in name
+    assert files[: len(data.find_text(None)[1])] == data.find_text(None)[1]
+    assert any("numpy" in f.parts for f in files)
+
+
+def test_copies_of_a_file_are_read_once(tmp_path: Path) -> None:
+    for name in ("a.md", "b.md"):
+        (tmp_path / name).write_text("a" * 3000)
+    (tmp_path / "c.md").write_text("b" * 3000)
+    corpus = data.load(tmp_path, 32)
+    assert len(corpus.train) + len(corpus.heldout) == 6001
 
 
 def test_folder_of_text_and_too_little_of_it(tmp_path: Path) -> None:
@@ -240,9 +256,9 @@ def tiny(text: Path, out: Path, *args: object) -> tuple[object, ...]:
     return ("train", "--size", "tiny", "--text", text, "--out", out, *args)
 
 
-def checkpoint(out: Path, variant: str) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(out / variant / "checkpoint.pt", weights_only=True)
-    return state
+def run_of(result: dict[str, Any], variant: str, seed: int = 0) -> dict[str, Any]:
+    (run,) = (r for r in result["runs"] if (r["variant"], r["seed"]) == (variant, seed))
+    return {k: v for k, v in run.items() if k not in ("seconds", "tokens_per_second")}
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -267,29 +283,53 @@ def test_train_learns_compares_and_reports(command: Command, text: Path, tmp_pat
     code, printed = command(*tiny(text, out, "--steps", 60))
     assert code == 0
     result = json.loads((out / "loss.json").read_text())
-    assert result["unigram_entropy"] == pytest.approx(data.load(text, 32).unigram_entropy())
+    assert result["unigram_entropy"] == pytest.approx(data.load(text, 32).unigram_entropy)
+    last: dict[str, float] = {}
     for name in ("fp8", "bf16"):
-        run = result["runs"][name]
+        run = run_of(result, name)
         assert len(run["loss"]) == 60
-        assert [step for step, _ in run["heldout"]] == [10, 20, 30, 40, 50, 60]
-        assert run["heldout"][-1][1] < 0.7 * result["unigram_entropy"]
-    watched = result["runs"]["fp8"]["telemetry"]
+        steps, heldout = zip(*run["heldout"], strict=True)
+        assert steps == (10, 20, 30, 40, 50, 56, 58, 60)  # five times as often in the last tenth
+        assert heldout[-1] < 0.7 * result["unigram_entropy"]
+        last[name] = sum(heldout[-3:]) / 3
+        assert result["summary"][name]["heldout"] == pytest.approx(last[name])
+    watched = run_of(result, "fp8")["telemetry"]
     assert [step for step, _ in watched] == [10, 20, 30, 40, 50, 60]
     (report,) = watched[-1][1].values()
     assert sum(report["transposes"]["x columns"]["shifts"]) > 0
-    assert result["runs"]["bf16"]["telemetry"] == []
-    fp8, bf16 = (result["runs"][name]["heldout"][-1][1] for name in ("fp8", "bf16"))
-    assert result["heldout_deviation"] == pytest.approx((fp8 - bf16) / bf16)
+    assert all(20 < decibels < 45 for decibels in report["snr"].values()), report["snr"]
+    assert run_of(result, "bf16")["telemetry"] == []
+    deviation = last["fp8"] / last["bf16"] - 1
+    assert result["summary"]["fp8"]["heldout_deviation"] == pytest.approx(deviation)
     # Same seed, same batches: the first losses differ by FP8's rounding alone; but they do differ.
-    first = [result["runs"][name]["loss"][0] for name in ("fp8", "bf16")]
+    first = [run_of(result, name)["loss"][0] for name in ("fp8", "bf16")]
     assert first[0] != first[1]
     assert first[0] == pytest.approx(first[1], rel=0.01)
-    assert f"{fp8:.4f}" in printed
-    assert f"{bf16:.4f}" in printed
-    assert f"{100 * result['heldout_deviation']:+.3f}%" in printed
+    assert f"{last['fp8']:.4f}" in printed
+    assert f"{last['bf16']:.4f}" in printed
+    assert f"{100 * deviation:+.3f}%" in printed
     assert f"{result['unigram_entropy']:.4f}" in printed
     assert "def " in printed.split("What the FP8 model writes")[1]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.rglob("checkpoint.pt"))
+
+
+def test_seeds_and_the_baseline(command: Command, text: Path, tmp_path: Path) -> None:
+    code, _ = command(*tiny(text, tmp_path, "--steps", 3, "--seeds", 2, "--baseline"))
+    assert code == 0
+    result = json.loads((tmp_path / "loss.json").read_text())
+    runs = {(r["variant"], r["seed"]): r for r in result["runs"]}
+    assert set(runs) == {(v, s) for v in ("fp8", "bf16", "double") for s in (0, 1)}
+    # One seed, the same batches; another, others. Three recipes, three roundings.
+    losses = {key: run["loss"][0] for key, run in runs.items()}
+    assert len(set(losses.values())) == 6
+    for seed in (0, 1):
+        for variant in ("fp8", "double"):
+            assert losses[variant, seed] == pytest.approx(losses["bf16", seed], rel=0.01)
+    bf16 = [runs["bf16", seed]["heldout"][-1][1] for seed in (0, 1)]
+    assert result["summary"]["bf16"]["spread"] == pytest.approx(
+        abs(bf16[0] - bf16[1]) * 2 / sum(bf16)
+    )
 
 
 def test_resume_equals_an_uninterrupted_run(command: Command, text: Path, tmp_path: Path) -> None:
@@ -298,26 +338,42 @@ def test_resume_equals_an_uninterrupted_run(command: Command, text: Path, tmp_pa
     for stop_at in (2, 5):
         code, printed = command(*tiny(text, pieces, "--steps", 7, "--resume", "--stop-at", stop_at))
         assert code == 0
-        assert f"fp8 stopped after step {stop_at}" in printed
+        assert f"fp8, seed 0 stopped after step {stop_at}" in printed
         assert not (pieces / "loss.json").exists()
+    # fp8's run is past step 3 and finishes; bf16's stops there.
+    code, printed = command(*tiny(text, pieces, "--steps", 7, "--resume", "--stop-at", 3))
+    assert "bf16, seed 0 stopped after step 3" in printed
+    assert (pieces / "loss.json").exists()
     assert command(*tiny(text, pieces, "--steps", 7, "--resume"))[0] == 0
+    a, b = (json.loads((out / "loss.json").read_text()) for out in (whole, pieces))
     for variant in ("fp8", "bf16"):
-        a, b = checkpoint(whole, variant), checkpoint(pieces, variant)
-        a["curve"].pop("seconds"), b["curve"].pop("seconds")
-        assert_same(a, b)
+        assert run_of(a, variant) == run_of(b, variant)
     # Nothing is left to do: a further --resume changes nothing and still reports.
-    before = checkpoint(pieces, "fp8")
-    assert command(*tiny(text, pieces, "--steps", 7, "--resume"))[0] == 0
-    assert_same(before, checkpoint(pieces, "fp8"))
+    before = (pieces / "loss.json").read_bytes()
+    assert "held-out loss" in command(*tiny(text, pieces, "--steps", 7, "--resume"))[1]
+    assert (pieces / "loss.json").read_bytes() == before
+
+
+def test_a_run_that_would_not_finish_is_not_begun(text: Path, tmp_path: Path) -> None:
+    config = train.configure("tiny", 2, 0)
+    corpus = data.load(text, config.model.context)
+    arguments: Any = {"variants": ("bf16",), "seeds": 2, "resume": True}
+    with pytest.raises(train.Paused, match="too little time is left for bf16, seed 1"):
+        train.train(config, corpus, CPU, tmp_path, left=lambda: 0.0, **arguments)
+    assert [r["seed"] for r in json.loads((tmp_path / "loss.json").read_text())["runs"]] == [0]
+    train.train(config, corpus, CPU, tmp_path, left=lambda: 60.0, **arguments)
+    assert [r["seed"] for r in json.loads((tmp_path / "loss.json").read_text())["runs"]] == [0, 1]
 
 
 def test_resume_refuses_another_run(command: Command, text: Path, tmp_path: Path) -> None:
-    assert command(*tiny(text, tmp_path, "--steps", 2))[0] == 0
-    before = checkpoint(tmp_path, "fp8")
+    for stop in (("--stop-at", 1), ()):  # by its checkpoint, by its result
+        assert command(*tiny(text, tmp_path, "--steps", 2, *stop))[0] == 0
+        code, printed = command(*tiny(text, tmp_path, "--steps", 2, "--resume", "--size", "small"))
+        assert code == 2
+        assert "was written with" in " ".join(printed.split())
     code, printed = command(*tiny(text, tmp_path, "--steps", 2, "--seed", 1, "--resume"))
     assert code == 2
     assert "was written with seed = 0; got 1" in " ".join(printed.split())
-    assert_same(before, checkpoint(tmp_path, "fp8"))
 
 
 def test_ctrl_c_asks_first_and_stops_second() -> None:

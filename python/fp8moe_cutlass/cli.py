@@ -153,9 +153,12 @@ class Stop:
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.asked = False
 
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
+
     def __call__(self, trainer: Trainer) -> bool:
-        late = self.deadline is not None and time.monotonic() >= self.deadline
-        return self.asked or late or trainer.step == self.at
+        return self.asked or self.left() <= 0 or trainer.step == self.at
 
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:
@@ -178,13 +181,20 @@ def train(
     text: Annotated[
         Path | None, typer.Option(help="A file or folder; default: Python's standard library.")
     ] = None,
+    every_python: Annotated[
+        bool, typer.Option("--every-python", help="The text: also all installed packages' sources.")
+    ] = False,
     size: Annotated[str, typer.Option(help="tiny (seconds), small (minutes) or h200.")] = "small",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the size's.")] = None,
     seed: int = 0,
+    seeds: Annotated[int, typer.Option(help="How many seeds, from --seed on.")] = 1,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Also FP8 with double quantization.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Where checkpoints and curves go.")] = Path(
         "runs/train"
     ),
-    resume: Annotated[bool, typer.Option(help="Continue from the checkpoints in --out.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from what is in --out.")] = False,
     stop_at: Annotated[int | None, typer.Option(help="Stop each run after this step.")] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so long; --resume goes on.")
@@ -196,35 +206,33 @@ def train(
 
     training.settle(place)
     config = training.configure(size, steps, seed)
-    corpus = training.load(text, config.model.context)
+    stop = Stop(stop_at, minutes)
+    corpus = training.load(text, config.model.context, every_python=every_python)
     console = Console()
     console.print(
         f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}, "
         f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
-        f"unigram entropy of the text: {corpus.unigram_entropy():.3f} nats a byte"
+        f"unigram entropy of the text: {corpus.unigram_entropy:.3f} nats a byte"
     )
-    stop = Stop(stop_at, minutes)
+    variants = ("fp8", "bf16", "double") if baseline else ("fp8", "bf16")
     try:
         with stop.on_interrupt(), progress(console, config.steps) as on_step:
-            trainers = training.train(
-                config, corpus, place, out, resume=resume, on_step=on_step, stop=stop
+            result = training.train(
+                config, corpus, place, out, variants, seeds, resume, on_step, stop, stop.left
             )
     except training.Paused as paused:
         console.print(f"{paused}; the same command with --resume continues, bit for bit")
         return
-    result = training.record(corpus, trainers)
-    for path in training.write(result, out):
-        console.print(f"wrote {path}")
-    summary(console, result)
-    prompt = b"def "
-    sample = trainers["fp8"].model.generate(prompt, 240, seed)
+    training.plot(result, out / "loss.png")
+    console.print(f"wrote {out / 'loss.json'} and {out / 'loss.png'}")
+    summary(console_for_tables(), result)
     console.print("\n[bold]What the FP8 model writes[/]")
-    console.print((prompt + sample).decode("utf-8", "replace"), markup=False, highlight=False)
+    console.print(result["runs"][0]["sample"], markup=False, highlight=False)
 
 
 @contextmanager
 def progress(console: Console, steps: int) -> Iterator[Any]:
-    """A progress bar a variant, with loss and tokens/s; yields the callback of a step."""
+    """A progress bar a run, with loss and tokens/s; yields the callback of a step."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -234,7 +242,7 @@ def progress(console: Console, steps: int) -> Iterator[Any]:
     )
 
     columns = (
-        TextColumn("{task.description:>5}"),
+        TextColumn("{task.description:>14}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
@@ -244,33 +252,34 @@ def progress(console: Console, steps: int) -> Iterator[Any]:
         tasks: dict[str, Any] = {}
 
         def on_step(trainer: Trainer) -> None:
-            name = trainer.variant
+            name = trainer.name
             if name not in tasks:
                 tasks[name] = bar.add_task(name, total=steps, loss=0.0, rate=0.0)
-            rate = trainer.tokens_per_second()
-            loss = trainer.curve.loss[-1]
+            loss, rate = trainer.latest_loss, trainer.tokens_per_second()
             bar.update(tasks[name], completed=trainer.step, loss=loss, rate=rate)
             step, heldout = trainer.curve.heldout[-1] if trainer.curve.heldout else (0, 0.0)
             if step == trainer.step:
-                console.print(f"{name:>5} step {step:5}: held-out loss {heldout:.4f}")
+                console.print(f"{name:>14} step {step:5}: held-out loss {heldout:.4f}")
 
         yield on_step
 
 
 def summary(console: Console, result: dict[str, Any]) -> None:
-    """Held-out losses beside the unigram entropy, and the deviation of FP8 from bf16."""
-    table = Table("", "held-out loss, nats a byte", "tokens/s", "seconds")
-    table.add_row("unigram entropy", f"{result['unigram_entropy']:.4f}", "", "")
-    for name, curve in result["runs"].items():
+    """Held-out losses of the last tenth beside the unigram entropy, and deviations from bf16."""
+    heading = ("held-out loss, nats a byte", "between seeds", "from bf16", "training", "tokens/s")
+    table = Table("mean over the last 10% of steps", *heading)
+    table.add_row("unigram entropy", f"{result['unigram_entropy']:.4f}")
+    for name, found in result["summary"].items():
+        rates = [r["tokens_per_second"] for r in result["runs"] if r["variant"] == name]
+        deviations = (found.get(f"{of}_deviation") for of in ("heldout", "training"))
         table.add_row(
             name,
-            f"{curve['heldout'][-1][1]:.4f}",
-            f"{curve['tokens_per_second']:,.0f}",
-            f"{curve['seconds']:.0f}",
+            f"{found['heldout']:.4f}",
+            f"{100 * found['spread']:.3f}%" if len(rates) > 1 else "",
+            *("" if d is None else f"{100 * d:+.3f}%" for d in deviations),
+            f"{sum(rates) / len(rates):,.0f}",
         )
     console.print(table)
-    deviation = 100 * result["heldout_deviation"]
-    console.print(f"held-out loss of FP8 against bf16: [bold]{deviation:+.3f}%[/]")
 
 
 if __name__ == "__main__":

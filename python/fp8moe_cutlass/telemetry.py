@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,6 +95,14 @@ class Watch:
 def enable(module: nn.Module) -> Watch:
     """Count in every FP8 MoEExperts of `module`, on the device its parameters are on now, until
     `disable`. Raises ValueError if there is none."""
+    seen = Watch(fp8_layers(module))
+    for name, layer in seen.layers.items():
+        layer.observer = seen.counters[name]
+    return seen
+
+
+def fp8_layers(module: nn.Module) -> dict[str, MoEExperts]:
+    """The FP8 MoEExperts of `module` by their names in it; ValueError if there is none."""
     layers = {
         name: m
         for name, m in module.named_modules()
@@ -103,10 +112,7 @@ def enable(module: nn.Module) -> Watch:
         raise ValueError(
             f"[telemetry] module must contain an FP8 MoEExperts; got {type(module).__name__}"
         )
-    seen = Watch(layers)
-    for name, layer in layers.items():
-        layer.observer = seen.counters[name]
-    return seen
+    return layers
 
 
 def disable(module: nn.Module) -> None:
@@ -123,6 +129,49 @@ def watch(module: nn.Module) -> Iterator[Watch]:
         yield enable(module)
     finally:
         disable(module)
+
+
+class Tape:
+    """What came into every FP8 MoEExperts of a module in its last training forward, and the
+    gradient of what went out: what `snr` needs."""
+
+    def __init__(self, layers: dict[str, MoEExperts]) -> None:
+        self.layers = layers
+        self.inputs: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # x, topk_idx, topk_weights
+        self.douts: dict[str, Tensor] = {}
+
+    def snr(self, tokens: int = 2048) -> dict[str, dict[str, float]]:
+        """`snr` of each layer over the first `tokens` tokens it saw; waits for the device."""
+        found = {}
+        for name, dout in self.douts.items():
+            x, topk_idx, topk_weights = (t.flatten(0, -2)[:tokens] for t in self.inputs[name])
+            dout = dout.flatten(0, -2)[:tokens].to(x.dtype)
+            found[name] = snr(self.layers[name], x, topk_idx, topk_weights, dout)
+        return found
+
+    def _look(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
+        if not out.requires_grad:
+            return
+        x, topk_idx, topk_weights, *_ = args
+        # In the dtype the layer computed in, which under autocast is not x's.
+        self.inputs[name] = x.detach().to(out.dtype), topk_idx, topk_weights.detach()
+        hook = partial(self.douts.__setitem__, name)
+        out.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def tape(module: nn.Module) -> Iterator[Tape]:
+    """Record what `snr` needs of every FP8 MoEExperts in `module`, for a scope."""
+    tape = Tape(fp8_layers(module))
+    hooks = [
+        layer.register_forward_hook(lambda _, args, out, name=name: tape._look(name, args, out))
+        for name, layer in tape.layers.items()
+    ]
+    try:
+        yield tape
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 # ---- counting -----------------------------------------------------------------------------------

@@ -1,16 +1,18 @@
 """The main job: a small byte-level MoE transformer on real text, in FP8 and in bf16.
 
-Both runs start from the same seed and see the same batches; what is compared is their loss on
-held-out text. Needs torch; the plot needs matplotlib.
+Runs of one seed start from the same weights and see the same batches; what is compared is their
+loss on held-out text. Needs torch; the plot needs matplotlib.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,11 +31,13 @@ __all__ = [
     "configure",
     "load",
     "plot",
-    "record",
+    "save",
     "settle",
+    "summarize",
     "train",
-    "write",
 ]
+
+Result = dict[str, Any]
 
 
 def settle(device: torch.device) -> None:
@@ -51,33 +55,53 @@ def train(
     device: torch.device,
     out: Path,
     variants: tuple[str, ...] = ("fp8", "bf16"),
+    seeds: int = 1,
     resume: bool = False,
     on_step: Callable[[Trainer], None] = lambda trainer: None,
     stop: Callable[[Trainer], bool] = lambda trainer: False,
-) -> dict[str, Trainer]:
-    """Run the variants one after the other; a finished one is not run again under `resume`.
+    left: Callable[[], float] = lambda: math.inf,
+) -> Result:
+    """Run every variant from every seed (config.seed and those after it), one after the other.
 
-    Raises Paused, with all that was done on disk, once `stop` (called after each step) is true.
+    `out` holds loss.json, all runs so far, and a checkpoint of an interrupted one. Under `resume` a
+    run that is finished there is not run again, and an interrupted one goes on.
+    Raises Paused, with all that was done on disk, once `stop` (called after each step) is true, or
+    where a run would start that by what its variant took before needs more than `left()` seconds.
     """
-    trainers: dict[str, Trainer] = {}
-    for variant in variants:
-        trainer = trainers[variant] = Trainer(config, corpus, variant, device, out)
-        if resume:
-            trainer.resume()
-        trainer.run(on_step, stop)
-    return trainers
+    result = resumed(out, config, corpus, device) if resume else None
+    result = result or new_result(config, corpus, device)
+    for seed in range(config.seed, config.seed + seeds):
+        for variant in variants:
+            if any((r["seed"], r["variant"]) == (seed, variant) for r in result["runs"]):
+                continue
+            trainer = Trainer(replace(config, seed=seed), corpus, variant, device, out)
+            begun = resume and trainer.resume()
+            took = [r["seconds"] for r in result["runs"] if r["variant"] == variant]
+            if not begun and took and 1.15 * max(took) > left():
+                raise Paused(f"too little time is left for {trainer.name}")
+            trainer.run(on_step, stop)
+            run = {"variant": variant, "seed": seed, **asdict(trainer.curve)}
+            run["tokens_per_second"] = trainer.tokens_per_second()
+            if seed == config.seed and variant == "fp8":
+                run["sample"] = trainer.sample()
+            result["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+            result["runs"].append(run)
+            result["summary"] = summarize(result)
+            save(result, out)
+            trainer.path.unlink(missing_ok=True)
+            del trainer
+    return result
 
 
-def record(corpus: Corpus, trainers: dict[str, Trainer]) -> dict[str, Any]:
-    """The result as plain data: settings, text, curves, held-out losses and their deviation."""
-    trainer = next(iter(trainers.values()))
-    runs = {
-        name: {**asdict(t.curve), "tokens_per_second": t.tokens_per_second()}
-        for name, t in trainers.items()
-    }
-    result = {
-        "config": asdict(trainer.config),
-        "device": trainer.device.type,
+# ---- the result as plain data -------------------------------------------------------------------
+
+
+def new_result(config: TrainConfig, corpus: Corpus, device: torch.device) -> Result:
+    """Settings and text; no runs yet."""
+    cuda = device.type == "cuda"
+    return {
+        "config": asdict(config),
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "torch": torch.__version__,
         "text": {
             "name": corpus.name,
@@ -85,20 +109,65 @@ def record(corpus: Corpus, trainers: dict[str, Trainer]) -> dict[str, Any]:
             "heldout_bytes": len(corpus.heldout),
             "fingerprint": corpus.fingerprint,
         },
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "unigram_entropy": corpus.unigram_entropy(),
-        "runs": runs,
+        "unigram_entropy": corpus.unigram_entropy,
+        "runs": [],
     }
-    if {"fp8", "bf16"} <= trainers.keys():
-        fp8, bf16 = (trainers[name].curve.heldout[-1][1] for name in ("fp8", "bf16"))
-        result["heldout_deviation"] = (fp8 - bf16) / bf16
+
+
+def resumed(out: Path, config: TrainConfig, corpus: Corpus, device: torch.device) -> Result | None:
+    """What loss.json of `out` holds; ValueError if it is of other settings or another text."""
+    path = out / "loss.json"
+    if not path.exists():
+        return None
+    result: Result = json.loads(path.read_text())
+    mine = new_result(config, corpus, device)
+    for name in ("config", "device", "text"):
+        theirs = {"": result[name]} if name == "device" else result[name]
+        for key, value in ({"": mine[name]} if name == "device" else mine[name]).items():
+            if theirs.get(key) != value:
+                raise ValueError(
+                    f"[train] {path} was written with {key or name} = {theirs.get(key)}; got "
+                    f"{value}. Give the same settings, or another --out"
+                )
     return result
 
 
-def write(result: dict[str, Any], out: Path) -> tuple[Path, Path]:
-    """loss.json and loss.png under `out`."""
+def summarize(result: Result) -> Result:
+    """By variant: the mean loss over the last tenth of the steps (held out, of each seed, and their
+    spread) and how far it is from bf16's: held out by the means of the seeds both have, in training
+    step by step, smoothed over the last tenth."""
+    last = result["config"]["steps"] - max(1, result["config"]["steps"] // 10)
+    runs = {(r["variant"], r["seed"]): r for r in result["runs"]}
+    heldout = {
+        key: fmean(loss for step, loss in run["heldout"] if step > last)
+        for key, run in runs.items()
+    }
+    summary: Result = {}
+    for variant in dict.fromkeys(v for v, _ in runs):
+        by_seed = {seed: loss for (v, seed), loss in heldout.items() if v == variant}
+        mean = fmean(by_seed.values())
+        entry: Result = {
+            "heldout": mean,
+            "heldout_by_seed": by_seed,
+            "spread": (max(by_seed.values()) - min(by_seed.values())) / mean,
+        }
+        both = [seed for seed in by_seed if ("bf16", seed) in runs]
+        if variant != "bf16" and both:
+            base = fmean(heldout["bf16", seed] for seed in both)
+            entry["heldout_deviation"] = fmean(by_seed[seed] for seed in both) / base - 1.0
+            pairs = ((runs[variant, seed]["loss"], runs["bf16", seed]["loss"]) for seed in both)
+            entry["training_deviation"] = fmean(
+                fmean(a[last:]) / fmean(b[last:]) - 1.0 for a, b in pairs
+            )
+        summary[variant] = entry
+    return summary
+
+
+def save(result: Result, out: Path) -> Path:
+    """loss.json under `out`; a crash while writing leaves the one before."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "loss.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, path.with_suffix(".png"))
-    return path, path.with_suffix(".png")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(partial, path)
+    return path

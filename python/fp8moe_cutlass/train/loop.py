@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,14 @@ from fp8moe_cutlass import Fp8Recipe, telemetry
 from .data import Corpus
 from .model import BYTES, Decoder, ModelConfig
 
-# The recipes a run compares; the first is the one under test, the second what it is held against.
-VARIANTS: dict[str, Fp8Recipe | None] = {"fp8": Fp8Recipe(), "bf16": None}
+# The recipes a run compares. "double" is a baseline: FP8 with float32 scales whose every wgrad
+# operand is dequantized and quantized again along the tokens.
+VARIANTS: dict[str, Fp8Recipe | None] = {
+    "fp8": Fp8Recipe(),
+    "bf16": None,
+    "double": Fp8Recipe(scale="fp32", columns="column", requantize=True),
+}
+SAVE_SECONDS = 300.0  # between checkpoints of an undisturbed run
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,18 @@ class TrainConfig:
     clip: float = 1.0
     balance: float = 0.01  # weight of the routers' balancing loss
     seed: int = 0
-    eval_every: int = 100
+    eval_every: int = 100  # steps; five times as often in the last tenth, whose mean is the result
     eval_windows: int = 256
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the held-out loss is due after `step` steps."""
+        often = max(1, self.eval_every // 5) if step > self.last_tenth else self.eval_every
+        return step % often == 0 or step == self.steps
+
+    @property
+    def last_tenth(self) -> int:
+        """The steps after this one are the last tenth."""
+        return self.steps - max(1, self.steps // 10)
 
 
 SIZES = {
@@ -55,7 +71,7 @@ SIZES = {
             layers=8, hidden=1024, heads=8, experts=16, top_k=4, intermediate=1536, context=1024
         ),
         steps=1000,
-        batch=32,
+        batch=16,
         lr=6e-4,
         warmup=100,
     ),
@@ -64,8 +80,9 @@ SIZES = {
 
 @dataclass
 class Curve:
-    """What a run records: training loss of each step, held-out loss (nats a byte) at some, and in
-    those steps what FP8 cost each layer (telemetry.Counters.report by layer)."""
+    """What a run records: training loss of each step, held-out loss (nats a byte) at some, and
+    every `eval_every` steps what FP8 cost each layer (telemetry.Counters.report by layer, and
+    "snr" of its GEMMs)."""
 
     loss: list[float] = field(default_factory=list)
     heldout: list[tuple[int, float]] = field(default_factory=list)
@@ -91,7 +108,7 @@ class Trainer:
         self.corpus = corpus
         self.variant = variant
         self.device = device
-        self.path = out / variant / "checkpoint.pt"
+        self.path = out / f"{variant}-{config.seed}" / "checkpoint.pt"
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model, VARIANTS[variant], device)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
@@ -107,6 +124,10 @@ class Trainer:
         )
         self.step = 0
         self.curve = Curve()
+        # Where the losses arrive when the device has them: no step waits for its own.
+        self._losses = torch.full((config.steps,), math.nan, pin_memory=device.type == "cuda")
+        self._sent = 0  # losses on their way there, or arrived
+        self._since: float | None = None  # when the steps not yet in curve.seconds began
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -114,50 +135,83 @@ class Trainer:
         self,
         on_step: Callable[[Trainer], None] = lambda trainer: None,
         stop: Callable[[Trainer], bool] = lambda trainer: False,
-        save_every: int = 100,
     ) -> Curve:
-        """Train to the last step; a checkpoint is written every `save_every` steps and at the end.
+        """Train to the last step; a checkpoint is written now and then, none at the end.
 
         After each step `on_step` sees the trainer and `stop` may end the run: the checkpoint is
         written and Paused raised.
         """
+        saved = time.monotonic()
         while self.step < self.config.steps:
             self.train_step()
             on_step(self)
             done = self.step == self.config.steps
             stopping = not done and stop(self)
-            if done or stopping or self.step % save_every == 0:
+            if stopping or (not done and time.monotonic() - saved > SAVE_SECONDS):
                 self.save()
+                saved = time.monotonic()
             if stopping:
-                raise Paused(f"{self.variant} stopped after step {self.step}")
+                raise Paused(f"{self.name} stopped after step {self.step}")
+        self._collect()
         return self.curve
 
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.config.seed}"
+
     def train_step(self) -> None:
-        """One optimizer step; where a held-out loss is due, watched, and that loss."""
-        began = time.perf_counter()
+        """One optimizer step, which waits for nothing on the device; every `eval_every` steps
+        watched, and the held-out loss where it is due."""
+        if self._since is None:
+            self._since = time.perf_counter()
         c = self.config
-        windows = self.corpus.batch(c.seed, self.step, c.batch, c.model.context)
-        due = (self.step + 1) % c.eval_every == 0 or self.step + 1 == c.steps
-        watched = due and VARIANTS[self.variant] is not None
-        with telemetry.watch(self.model) if watched else nullcontext() as seen:
+        windows = self.corpus.batch(c.seed, self.step, c.batch, c.model.context, self.device)
+        done = self.step + 1
+        watched = done % c.eval_every == 0 or done == c.steps
+        watched = watched and VARIANTS[self.variant] is not None
+        with ExitStack() as stack:
+            if watched:
+                seen = stack.enter_context(telemetry.watch(self.model))
+                tape = stack.enter_context(telemetry.tape(self.model))
             loss = self.loss(windows)
             torch.autograd.backward(loss + c.balance * self.model.balance_loss())
+        self._losses[self.step : done].copy_(loss.detach()[None], non_blocking=True)
+        self._sent = done
+        if watched:
+            self._collect()
+            report = seen.report()
+            for layer, snr in tape.snr().items():
+                report[layer]["snr"] = snr
+            self.curve.telemetry.append((done, report))
+            self._since = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.curve.loss.append(loss.item())
-        self.step += 1
-        self.curve.seconds += time.perf_counter() - began
-        if seen is not None:
-            self.curve.telemetry.append((self.step, seen.report()))
-        if due:
-            self.curve.heldout.append((self.step, self.heldout_loss()))
+        self.step = done
+        if c.evaluates(done):
+            self._collect()
+            self.curve.heldout.append((done, self.heldout_loss()))
+
+    def _collect(self) -> None:
+        """Wait for the device, and take the losses and the time so far into the curve."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.curve.loss = self._losses[: self._sent].tolist()
+        if self._since is not None:
+            self.curve.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    @property
+    def latest_loss(self) -> float:
+        """The last training loss that has arrived, a step or so behind on a GPU; at first NaN."""
+        arrived = self._losses[: self.step]
+        arrived = arrived[~arrived.isnan()]
+        return float(arrived[-1]) if len(arrived) else math.nan
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross entropy of the next byte, nats; windows [B, context + 1]."""
-        windows = windows.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.model(windows[:, :-1])
         return F.cross_entropy(logits.float().reshape(-1, BYTES), windows[:, 1:].reshape(-1))
@@ -167,17 +221,21 @@ class Trainer:
         """Mean cross entropy over the held-out windows, nats a byte."""
         c = self.config
         self.model.eval()
-        total, count = 0.0, 0
-        for windows in self.corpus.heldout_batches(c.eval_windows, c.batch, c.model.context):
-            total += self.loss(windows).item() * len(windows)
-            count += len(windows)
+        batches = self.corpus.heldout_batches(c.eval_windows, c.batch, c.model.context, self.device)
+        losses = torch.stack([self.loss(windows) * len(windows) for windows in batches])
         self.model.train()
-        return total / count
+        return float(losses.double().sum()) / c.eval_windows
+
+    def sample(self, prompt: bytes = b"def ", count: int = 240) -> str:
+        """What the model writes after `prompt`."""
+        text = prompt + self.model.generate(prompt, count, self.config.seed)
+        return text.decode("utf-8", "replace")
 
     def tokens_per_second(self) -> float:
         """Over the training steps so far, evaluation aside."""
         c = self.config
-        return self.step * c.batch * c.model.context / max(self.curve.seconds, 1e-9)
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self.step * c.batch * c.model.context / max(self.curve.seconds + running, 1e-9)
 
     # ---- stopping and resuming ------------------------------------------------------------------
 
@@ -192,6 +250,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint; a crash while writing leaves the one before."""
+        self._collect()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         torch.save(
@@ -224,6 +283,8 @@ class Trainer:
         torch.set_rng_state(state["rng"].cpu())
         self.step = state["step"]
         self.curve = Curve(**state["curve"])
+        self._sent = self.step
+        self._losses[: self.step] = torch.tensor(self.curve.loss)
         return True
 
 

@@ -16,50 +16,74 @@ def smooth(values: list[float], width: int) -> tuple[np.ndarray[Any, Any], np.nd
     return np.arange(width, len(values) + 1), np.convolve(values, window, mode="valid")
 
 
+COLORS = {"fp8": "tab:green", "bf16": "tab:gray", "double": "tab:red"}
+NAMES = {"double": "double quantization"}
+
+
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Loss of every variant (train, smoothed; held out, dots), their relative deviation, and what
-    FP8 cost: the share of values that underflowed, and the shifts of the transposes."""
+    """Loss of every variant (training, smoothed; held out, dots; a line a seed), deviation from
+    bf16, and what FP8 cost: the share of values that underflowed, the shifts of the transposes, and
+    the SNR of each GEMM."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     runs = record["runs"]
-    watched = runs.get("fp8", {}).get("telemetry", [])
+    watched: list[Any] = next((r["telemetry"] for r in runs if r["variant"] == "fp8"), [])
     figure, (top, bottom, *cost) = pyplot.subplots(
-        *(4 if watched else 2, 1),
-        figsize=(8, 10.5 if watched else 6.5),
-        height_ratios=(3, 1, 1, 1) if watched else (3, 1),
+        *(5 if watched else 2, 1),
+        figsize=(8, 12.5 if watched else 6.5),
+        height_ratios=(3, 1, 1, 1, 1) if watched else (3, 1),
         layout="constrained",
     )
     bottom.sharex(top)
-    width = max(1, min(20, record["config"]["steps"] // 10))
-    for color, (name, run) in zip(("tab:green", "tab:gray", "tab:red"), runs.items(), strict=False):
-        if not run["loss"]:
-            continue
-        steps, loss = smooth(run["loss"], min(width, len(run["loss"])))
-        top.plot(steps, loss, color=color, label=f"{name}, training (mean of {width})")
-        if run["heldout"]:
-            top.plot(
-                *zip(*run["heldout"], strict=True), "o", color=color, label=f"{name}, held out"
-            )
-    entropy = record["unigram_entropy"]
-    top.axhline(entropy, color="black", linestyle=":", label="unigram entropy of the text")
+    steps = record["config"]["steps"]
+    width = max(1, min(20, steps // 10))
+    for run in runs:
+        name, first = run["variant"], run["seed"] == runs[0]["seed"]
+        label = f"{NAMES.get(name, name)}, " if first else None
+        at, loss = smooth(run["loss"], width)
+        top.plot(
+            at,
+            loss,
+            color=COLORS[name],
+            linewidth=1.2 if first else 0.5,
+            label=label and f"{label}training (mean of {width})",
+        )
+        dots = zip(*run["heldout"], strict=True)
+        top.plot(*dots, "o", markersize=3, color=COLORS[name], label=label and f"{label}held out")
+    top.axhline(record["unigram_entropy"], color="black", linestyle=":", label="unigram entropy")
     top.set_ylabel("loss, nats a byte")
     top.set_title(f"Byte-level MoE transformer on {record['text']['name']}", fontsize=9)
     top.legend(fontsize=8)
-    if {"fp8", "bf16"} <= runs.keys():
-        steps, loss = smooth(difference(runs["fp8"]["loss"], runs["bf16"]["loss"]), width)
-        bottom.plot(steps, loss, color="tab:green")
-    bottom.axhline(0.0, color="black", linewidth=0.5)
-    bottom.set_ylabel("fp8 against\nbf16, %")
-    bottom.set_xlabel("step")
+    plot_deviations(bottom, runs, max(width, steps // 10))
     if watched:
         cost[0].sharex(top)
         plot_underflow(cost[0], watched)
         plot_shifts(cost[1], watched)
+        cost[2].sharex(top)
+        plot_snr(cost[2], watched)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plot_deviations(axes: Any, runs: list[dict[str, Any]], width: int) -> None:
+    """100 (loss - bf16's) / bf16's, mean over the seeds, smoothed over a tenth of the steps."""
+    base = {r["seed"]: np.array(r["loss"]) for r in runs if r["variant"] == "bf16"}
+    for name in dict.fromkeys(r["variant"] for r in runs if r["variant"] != "bf16"):
+        each = [
+            100.0 * (np.array(r["loss"]) / base[r["seed"]] - 1.0)
+            for r in runs
+            if r["variant"] == name and r["seed"] in base
+        ]
+        if each:
+            at, deviation = smooth(list(np.mean(each, axis=0)), width)
+            axes.plot(at, deviation, color=COLORS[name], label=NAMES.get(name, name))
+    axes.axhline(0.0, color="black", linewidth=0.5)
+    axes.set_ylabel(f"against bf16, %\n(mean of {width})")
+    axes.set_xlabel("step")
+    axes.legend(fontsize=7)
 
 
 def plot_underflow(axes: Any, watched: list[Any]) -> None:
@@ -94,9 +118,14 @@ def plot_shifts(axes: Any, watched: list[Any]) -> None:
     axes.legend(fontsize=6)
 
 
-def difference(a: list[float], b: list[float]) -> list[float]:
-    """100 (a - b) / b, step by step."""
-    return [100.0 * (x - y) / y for x, y in zip(a, b, strict=False)]
+def plot_snr(axes: Any, watched: list[Any]) -> None:
+    """Signal to noise of each GEMM against bf16, mean over the layers."""
+    steps = [step for step, _ in watched]
+    for name in next(iter(watched[0][1].values()))["snr"]:
+        values = [np.mean([r["snr"][name] for r in report.values()]) for _, report in watched]
+        axes.plot(steps, values, "o-", markersize=3, label=name)
+    axes.set_ylabel("SNR of GEMMs, dB")
+    axes.legend(fontsize=6, ncols=3)
 
 
 if __name__ == "__main__":
