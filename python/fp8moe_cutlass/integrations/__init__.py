@@ -4,6 +4,6 @@ No arithmetic lives here: argument conventions, and the bookkeeping they need, o
 autograd. docs/migration.md says what differs.
 """
 
-from fp8moe_cutlass.integrations import megatron, transformer_engine
+from fp8moe_cutlass.integrations import deepep, megatron, transformer_engine
 
-__all__ = ["megatron", "transformer_engine"]
+__all__ = ["deepep", "megatron", "transformer_engine"]
