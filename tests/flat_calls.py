@@ -29,6 +29,8 @@ class Problem:
     w: torch.Tensor  # [E, H, H] f32
     w8: Fp8Tensor
     w8_t: Fp8Tensor
+    dispatch: RoutingPlan  # of topk_idx to 3 ranks of 2 experts
+    packed: torch.Tensor  # [dispatch.rows, row bytes] u8
 
 
 @cache
@@ -46,6 +48,9 @@ def problem() -> Problem:
     x8 = ops.quantize(x)
     w = torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator)
     assert row_probs is not None
+    dispatch, _ = ops.dispatch_plan(topk_idx, 2 * EXPERTS, EXPERTS)
+    packed = torch.zeros(dispatch.rows, ops.packed_row_bytes(WIDTH, SLOTS), dtype=torch.uint8)
+    ops.quantize_pack(x, dispatch, topk_idx, probs, num_experts=2 * EXPERTS, out=packed)
     return Problem(
         x,
         topk_idx,
@@ -58,6 +63,8 @@ def problem() -> Problem:
         ops.permute_transpose_fp8(x8, plan),
         w,
         *ops.quantize_weight(w),
+        dispatch,
+        packed,
     )
 
 
@@ -66,6 +73,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
     p = problem()
     e4m3 = torch.float8_e4m3fn
     plan = {"plan": p.plan.slab, **dict(zip(_SIZES, p.plan.sizes, strict=True))}
+    dispatch = {"plan": p.dispatch.slab, **dict(zip(_SIZES, p.dispatch.sizes, strict=True))}
     rows, width, kcap = p.plan.rows, WIDTH, p.plan.columns
     rule = {"pow2": True, "eps": 1e-10}
 
@@ -135,6 +143,30 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "dy": torch.zeros_like(p.rows),
             "dprobs": torch.zeros_like(p.probs),
         },
+        "dispatch_plan": {
+            "topk_idx": p.topk_idx,
+            "num_experts": 2 * EXPERTS,
+            "segment": 0,
+            **dispatch,
+            "plan": torch.zeros_like(p.dispatch.slab),
+            "counts": torch.zeros(EXPERTS, 2, dtype=torch.int32),
+        },
+        "quantize_pack": {
+            "x": p.x,
+            "topk_idx": p.topk_idx,
+            "probs": p.probs,
+            "num_experts": 2 * EXPERTS,
+            **dispatch,
+            "packed": torch.zeros_like(p.packed),
+            "fp8_dtype": "e4m3",
+            **rule,
+        },
+        "unpack": {
+            "packed": p.packed,
+            "hidden": width,
+            "topk_idx": torch.zeros(p.dispatch.rows, SLOTS, dtype=torch.int32),
+            "probs": torch.zeros(p.dispatch.rows, SLOTS),
+        },
         "transpose_fp8": {
             **fp8("q", p.rows8),
             **plan,
@@ -200,6 +232,9 @@ OPS = (
     "permute_pad_backward",
     "unpermute_unpad",
     "unpermute_unpad_backward",
+    "dispatch_plan",
+    "quantize_pack",
+    "unpack",
     "transpose_fp8",
     "permute_transpose_fp8",
     "swiglu_quantize",

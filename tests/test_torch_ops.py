@@ -50,6 +50,17 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
     "unpermute_unpad_backward": lambda p: ops.unpermute_unpad_backward(
         p.x, p.plan, p.rows, p.probs
     ),
+    "dispatch_plan": lambda p: ops.dispatch_plan(p.topk_idx, 6, 3, segment=20),
+    "quantize_pack": lambda p: ops.quantize_pack(
+        p.x, p.dispatch, p.topk_idx, p.probs, num_experts=6, out=torch.zeros_like(p.packed)
+    ),
+    "quantize_pack_gradient": lambda p: ops.quantize_pack(
+        p.x, p.dispatch, fp8_dtype="e5m2", scale="fp32", out=torch.zeros_like(p.packed[:, :272])
+    ),
+    "unpack": lambda p: ops.unpack(p.packed, WIDTH, 2),
+    "permute_pad_strided": lambda p: ops.permute_pad(
+        ops.unpack(p.packed[:48], WIDTH, 2)[0], p.plan
+    ),
     "transpose_fp8": lambda p: ops.transpose_fp8(p.rows8, p.plan),
     "permute_transpose_fp8": lambda p: ops.permute_transpose_fp8(p.x8, p.plan, columns="column"),
     "swiglu_quantize": lambda p: ops.swiglu_quantize(

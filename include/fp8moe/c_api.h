@@ -50,7 +50,7 @@ enum { FP8MOE_CPU = 0, FP8MOE_CUDA = 1 };
 /* Values of fp8moe_fp8_tensor.layout: where the scales are (tensor.h, ScaleLayout). */
 enum { FP8MOE_LAYOUT_ROW = 0, FP8MOE_LAYOUT_GEMM = 1, FP8MOE_LAYOUT_BLOCK = 2 };
 
-/* A dense row-major view of at most 4 dimensions. */
+/* A row-major view of at most 4 dimensions. */
 typedef struct fp8moe_tensor {
   void* data;
   int32_t dtype;
@@ -58,6 +58,7 @@ typedef struct fp8moe_tensor {
   int32_t device_index;
   int32_t ndim;
   int64_t shape[4];
+  int64_t row_stride; /* elements between the rows of a 2-D input that may be strided; 0: dense */
 } fp8moe_tensor;
 
 /* value = decode(data) * scale_inv */
@@ -158,6 +159,27 @@ FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad(const fp8moe_tensor* y, const 
 FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad_backward(
     const fp8moe_tensor* dout, const fp8moe_plan* plan, const fp8moe_tensor* y,
     const fp8moe_tensor* probs, const fp8moe_tensor* dy, const fp8moe_tensor* dprobs, void* stream);
+
+/* ---- between ranks (expert parallelism) ---- */
+
+/* *bytes: what fp8moe_dispatch_plan needs as workspace (0 is possible). */
+FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_plan* plan, int64_t* bytes);
+/* workspace is optional where it needs 0 bytes. */
+FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, int64_t num_experts,
+                                                int64_t segment, const fp8moe_plan* plan,
+                                                const fp8moe_tensor* counts,
+                                                const fp8moe_tensor* workspace, void* stream);
+FP8MOE_C_API int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots);
+/* topk_idx and probs: both or neither. fp8_dtype: FP8MOE_E4M3 or FP8MOE_E5M2. */
+FP8MOE_C_API fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x,
+                                                const fp8moe_tensor* topk_idx,
+                                                const fp8moe_tensor* probs, int64_t num_experts,
+                                                const fp8moe_plan* plan,
+                                                const fp8moe_tensor* packed, int32_t fp8_dtype,
+                                                fp8moe_scale_rule rule, void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_unpack(const fp8moe_tensor* packed, int64_t hidden,
+                                         const fp8moe_tensor* topk_idx, const fp8moe_tensor* probs,
+                                         void* stream);
 
 /* ---- transposes in the FP8 domain ---- */
 

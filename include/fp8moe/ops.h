@@ -61,6 +61,8 @@ FP8MOE_API void plan_from_counts(const Tensor& tokens_per_expert, const RoutingP
 
 // y[row_of[t,s]] = x[t]; padding rows are zero (data, scale, prob).
 // x [T, C] f32/f16/bf16 or FP8 (x_scale in row or gemm layout); y [R, C] likewise (y_scale too).
+// Rows of an FP8 x, and its scales in row layout, may lie row_stride apart: multiples of 16 bytes
+// (4 for scales), at least a row.
 // probs [T, S] f32 -> permuted_probs [R] f32, both or neither.
 // zero_unweighted: a row whose prob is 0 is written as padding is, data and scale zero.
 FP8MOE_API void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs,
@@ -87,6 +89,44 @@ FP8MOE_API void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& 
                                          const Tensor& y, const Tensor& probs, const Tensor& dy,
                                          const Tensor& dprobs, Stream stream = {});
 
+// ---- between ranks (expert parallelism) ---------------------------------------------------------
+
+FP8MOE_API int64_t dispatch_plan_workspace(const RoutingPlan& plan);  // bytes
+
+// The plan by which tokens travel to plan.experts ranks, rank r owning num_experts / ranks experts
+// from r num_experts / ranks on. plan.slots == plan.experts == ranks and align == 1: slot r of a
+// token IS rank r, and a token has one row for a rank however many of its experts live there. Rows
+// are rank-major, within a rank in token order.
+// segment 0: rank r's rows follow those of r - 1; those not below plan.capacity are dropped.
+// segment > 0: rank r owns rows [r segment, (r+1) segment), plan.capacity == ranks segment; what
+// a segment has no row for is dropped. Dropped: row_of -1, counted in status[kOverflow].
+// topk_idx [T, S] i32/i64, -1: none. counts [ranks, 2] i32: rows that carry a token, and entries of
+// topk_idx that travel on them.
+// workspace: u8, at least dispatch_plan_workspace(plan) bytes, whatever they hold.
+FP8MOE_API void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
+                              const RoutingPlan& plan, const Tensor& counts,
+                              const Tensor& workspace, Stream stream = {});
+
+// Bytes of a row on the wire: hidden codes | cdiv(hidden, 128) f32 scales | slots i32 ids | slots
+// f32 probs | zeros up to a multiple of 16. slots 0: a gradient, codes and scales alone.
+constexpr int64_t packed_row_bytes(int64_t hidden, int64_t slots) {
+  return round_up(hidden + 4 * cdiv(hidden, kTile) + 8 * slots, 16);
+}
+
+// packed[row_of[t,r]] = Q(x[t]) by 1x128 tiles, as quantize has it in row layout, and for each slot
+// of topk_idx its expert counted from rank r's first (-1: it lives elsewhere) and its prob (0
+// there). plan: of dispatch_plan. x [T, H] f32/f16/bf16; topk_idx [T, S] i32/i64 and probs [T, S]
+// f32, both or neither (S is then 0, num_experts not read); packed [R, packed_row_bytes(H, S)] u8.
+// fp8: e4m3 or e5m2. Rows of a segment without a token: ids -1, probs 0, else unspecified.
+FP8MOE_API void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
+                              int64_t num_experts, const RoutingPlan& plan, const Tensor& packed,
+                              DType fp8, ScaleRule rule, Stream stream = {});
+
+// topk_idx [R, S] i32 and probs [R, S] f32 of packed [R, packed_row_bytes(hidden, S)] u8. Codes and
+// scales are read where they are: at bytes 0 and hidden, a row every packed_row_bytes.
+FP8MOE_API void unpack(const Tensor& packed, int64_t hidden, const Tensor& topk_idx,
+                       const Tensor& probs, Stream stream = {});
+
 // ---- transposes in the FP8 domain ---------------------------------------------------------------
 
 // columns = the rows of q as the contracted dimension, shifted to one scale a tile:
@@ -96,7 +136,8 @@ FP8MOE_API void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& 
 FP8MOE_API void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
                               bool requantize = false, ScaleRule rule = {}, Stream stream = {});
 
-// transpose_fp8(permute_pad(q)) without the intermediate; q [T, C], bit-equal to the two ops.
+// transpose_fp8(permute_pad(q)) without the intermediate; q [T, C], bit-equal to the two ops. Its
+// rows may lie row_stride apart, as permute_pad's.
 FP8MOE_API void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan,
                                       const Fp8Tensor& columns, Stream stream = {});
 

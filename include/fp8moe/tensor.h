@@ -28,7 +28,8 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-// A dense row-major view. A default-constructed Tensor stands for "not given".
+// A dense row-major view, or, for the inputs that allow it (ops.h says which), a 2-D view whose
+// rows lie `row_stride` elements apart. A default-constructed Tensor stands for "not given".
 struct Tensor {
   static constexpr int kMaxDims = 4;
 
@@ -37,6 +38,7 @@ struct Tensor {
   Device device;
   int32_t ndim = -1;
   std::array<int64_t, kMaxDims> shape{};
+  int64_t row_stride = 0;  // 0: dense
 
   Tensor() = default;
   Tensor(void* data, DType dtype, std::initializer_list<int64_t> sizes, Device device = {})
@@ -52,6 +54,8 @@ struct Tensor {
     for (int i = 0; i < ndim; ++i) n *= shape[i];
     return n;
   }
+  // Elements from a row of a 2-D view to the next.
+  int64_t stride() const { return row_stride != 0 ? row_stride : shape[1]; }
   template <typename T>
   T* as() const {
     return static_cast<T*>(data);

@@ -69,10 +69,17 @@ bool contiguous(const nb::dlpack::dltensor& view) {
   return dense;
 }
 
+// Elements between the rows of a 2-D view whose rows are dense and do not overlap; 0: not one.
+int64_t row_stride(const nb::dlpack::dltensor& view) {
+  if (view.ndim != 2 || (view.shape[1] > 1 && view.strides[1] != 1)) return 0;
+  return view.strides[0] >= view.shape[1] ? view.strides[0] : 0;
+}
+
 }  // namespace
 
 template <bool kWritable>
-Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char* part) {
+Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char* part,
+                    bool strided_rows) {
   if (!arg.given) return {};
   if (arg.problem == Problem::no_memory)
     fail(op_, name, part,
@@ -92,11 +99,13 @@ Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char
   if (view.ndim > Tensor::kMaxDims)
     fail(op_, name, part, "must have at most ", Tensor::kMaxDims, " dimensions; got ",
          brackets(view.shape, view.ndim));
-  if (!contiguous(view))
-    fail(op_, name, part, "must be contiguous; got shape ", brackets(view.shape, view.ndim),
-         " with strides ", brackets(view.strides, view.ndim));
-
   Tensor t;
+  if (!contiguous(view)) {
+    t.row_stride = strided_rows ? row_stride(view) : 0;
+    if (t.row_stride == 0)
+      fail(op_, name, part, "must be contiguous; got shape ", brackets(view.shape, view.ndim),
+           " with strides ", brackets(view.strides, view.ndim));
+  }
   t.dtype = arg.format.value_or(*dtype);
   t.ndim = view.ndim;
   for (int32_t i = 0; i < view.ndim; ++i) t.shape[i] = view.shape[i];
@@ -121,10 +130,11 @@ Tensor Call::tensor(const ArrayArg<kWritable>& arg, const char* name, const char
 
 template <bool kWritable>
 Fp8Tensor Call::fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& scale,
-                    const char* layout, const char* name) {
-  Fp8Tensor q{.data = tensor(data, name), .scale_inv = tensor(scale, name, ".scale_inv")};
-  if (!q.defined()) return q;
+                    const char* layout, const char* name, bool strided_rows) {
   const std::string_view text = layout;
+  Fp8Tensor q{.data = tensor(data, name, "", strided_rows),
+              .scale_inv = tensor(scale, name, ".scale_inv", strided_rows && text == "row")};
+  if (!q.defined()) return q;
   if (text == "row") {
     q.layout = ScaleLayout::row;
   } else if (text == "gemm") {
@@ -135,6 +145,13 @@ Fp8Tensor Call::fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& 
     fail(op_, name, ".scale_layout", "must be 'row', 'gemm' or 'block'; got '", text, "'");
   }
   return q;
+}
+
+DType Call::format(const char* fp8_dtype) const {
+  const std::string_view text = fp8_dtype;
+  if (text != "e4m3" && text != "e5m2")
+    fail(op_, "fp8_dtype", "", "must be 'e4m3' or 'e5m2'; got '", text, "'");
+  return text == "e4m3" ? DType::e4m3 : DType::e5m2;
 }
 
 template <bool kWritable>
@@ -190,10 +207,10 @@ const ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
-template Tensor Call::tensor(const TensorArg&, const char*, const char*);
-template Tensor Call::tensor(const OutArg&, const char*, const char*);
-template Fp8Tensor Call::fp8(const TensorArg&, const TensorArg&, const char*, const char*);
-template Fp8Tensor Call::fp8(const OutArg&, const OutArg&, const char*, const char*);
+template Tensor Call::tensor(const TensorArg&, const char*, const char*, bool);
+template Tensor Call::tensor(const OutArg&, const char*, const char*, bool);
+template Fp8Tensor Call::fp8(const TensorArg&, const TensorArg&, const char*, const char*, bool);
+template Fp8Tensor Call::fp8(const OutArg&, const OutArg&, const char*, const char*, bool);
 template RoutingPlan Call::plan(const TensorArg&, PlanSizes);
 template RoutingPlan Call::plan(const OutArg&, PlanSizes);
 

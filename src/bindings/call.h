@@ -20,13 +20,18 @@ class Call {
 
   // The view as a Tensor (undefined for None). Throws InvalidArgument for what has no memory, is
   // read-only but written, is not contiguous, or has a dtype or device no op knows.
+  // strided_rows: dense rows of a 2-D view may lie apart (Tensor::row_stride).
   template <bool kWritable>
-  Tensor tensor(const ArrayArg<kWritable>& arg, const char* name, const char* part = "");
+  Tensor tensor(const ArrayArg<kWritable>& arg, const char* name, const char* part = "",
+                bool strided_rows = false);
 
   // layout: "row", "gemm" or "block".
   template <bool kWritable>
   Fp8Tensor fp8(const ArrayArg<kWritable>& data, const ArrayArg<kWritable>& scale,
-                const char* layout, const char* name);
+                const char* layout, const char* name, bool strided_rows = false);
+
+  // "e4m3" or "e5m2".
+  DType format(const char* fp8_dtype) const;
 
   template <bool kWritable>
   RoutingPlan plan(const ArrayArg<kWritable>& slab, PlanSizes sizes);

@@ -105,7 +105,7 @@ void bind_movement(nb::module_& m) {
         if (x_scale.given || y_scale.given) {
           using F = void (*)(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
                              const Tensor&, bool, Stream);
-          op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x"),
+          op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x", true),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
                  op.tensor(probs, "probs"), op.fp8(y, y_scale, y_layout, "y"),
                  op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
@@ -153,6 +153,49 @@ void bind_movement(nb::module_& m) {
       "dout"_a, "plan"_a, PLAN_NAMES, "y"_a.none(), "probs"_a.none(), "dy"_a, "dprobs"_a.none());
 }
 
+void bind_dispatch(nb::module_& m) {
+  m.def(
+      "dispatch_plan_workspace",
+      [](In plan, PLAN_SIZES) {
+        return dispatch_plan_workspace(
+            Call("dispatch_plan_workspace").plan(plan, {tokens, slots, experts, align, capacity}));
+      },
+      "plan"_a, PLAN_NAMES, "Bytes of scratch `dispatch_plan` needs for a plan of this shape.");
+
+  m.def(
+      "dispatch_plan",
+      [](In topk_idx, int64_t num_experts, int64_t segment, Out plan, PLAN_SIZES, Out counts,
+         Out workspace) {
+        Call op("dispatch_plan");
+        op.run(dispatch_plan, op.tensor(topk_idx, "topk_idx"), num_experts, segment,
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
+               op.tensor(counts, "counts"), op.tensor(workspace, "workspace"));
+      },
+      "topk_idx"_a, "num_experts"_a, "segment"_a, "plan"_a, PLAN_NAMES, "counts"_a, "workspace"_a);
+
+  m.def(
+      "quantize_pack",
+      [](In x, In topk_idx, In probs, int64_t num_experts, In plan, PLAN_SIZES, Out packed,
+         const char* fp8_dtype, bool pow2, double eps) {
+        Call op("quantize_pack");
+        op.run(quantize_pack, op.tensor(x, "x"), op.tensor(topk_idx, "topk_idx"),
+               op.tensor(probs, "probs"), num_experts,
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
+               op.tensor(packed, "packed"), op.format(fp8_dtype), rule(pow2, eps));
+      },
+      "x"_a, "topk_idx"_a.none(), "probs"_a.none(), "num_experts"_a, "plan"_a, PLAN_NAMES,
+      "packed"_a, "fp8_dtype"_a, "pow2"_a, "eps"_a);
+
+  m.def(
+      "unpack",
+      [](In packed, int64_t hidden, Out topk_idx, Out probs) {
+        Call op("unpack");
+        op.run(unpack, op.tensor(packed, "packed"), hidden, op.tensor(topk_idx, "topk_idx"),
+               op.tensor(probs, "probs"));
+      },
+      "packed"_a, "hidden"_a, "topk_idx"_a, "probs"_a);
+}
+
 void bind_transposes(nb::module_& m) {
   m.def(
       "transpose_fp8",
@@ -172,7 +215,7 @@ void bind_transposes(nb::module_& m) {
       [](In q, In q_scale, Layout q_layout, Out plan, PLAN_SIZES, Out columns, Out columns_scale,
          Layout columns_layout) {
         Call op("permute_transpose_fp8");
-        op.run(permute_transpose_fp8, op.fp8(q, q_scale, q_layout, "q"),
+        op.run(permute_transpose_fp8, op.fp8(q, q_scale, q_layout, "q", true),
                op.plan(plan, {tokens, slots, experts, align, capacity}),
                op.fp8(columns, columns_scale, columns_layout, "columns"));
       },
@@ -251,6 +294,7 @@ NB_MODULE(_C, m) {
   bind_quantization(m);
   bind_routing(m);
   bind_movement(m);
+  bind_dispatch(m);
   bind_transposes(m);
   bind_activation(m);
   bind_gemm(m);

@@ -75,6 +75,13 @@ Tensor tensor(const fp8moe_tensor* c) {
                  " in dimension ", i);
     t.shape[i] = c->shape[i];
   }
+  FP8MOE_CHECK(c->row_stride >= 0 && (c->row_stride == 0 || c->ndim == 2),
+               "[c_api] row_stride must be 0, or positive with 2 dimensions; got ", c->row_stride,
+               " with ", c->ndim);
+  FP8MOE_CHECK(!__builtin_mul_overflow(size_of(t.dtype) * std::max<int64_t>(t.shape[0], 1),
+                                       c->row_stride, &bytes),
+               "[c_api] rows must span less than 2^63 bytes; got row_stride ", c->row_stride);
+  t.row_stride = c->row_stride;
   return t;
 }
 
@@ -233,6 +240,44 @@ fp8moe_status fp8moe_unpermute_unpad_backward(const fp8moe_tensor* dout, const f
     unpermute_unpad_backward(tensor(dout), plan(p), tensor(y), tensor(probs), tensor(dy),
                              tensor(dprobs), {stream});
   });
+}
+
+fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_plan* p, int64_t* bytes) {
+  return guarded([&] {
+    FP8MOE_CHECK(bytes != nullptr, "[dispatch_plan_workspace] bytes must be given; got NULL");
+    *bytes = dispatch_plan_workspace(plan(p));
+  });
+}
+
+fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, int64_t num_experts,
+                                   int64_t segment, const fp8moe_plan* p,
+                                   const fp8moe_tensor* counts, const fp8moe_tensor* workspace,
+                                   void* stream) {
+  return guarded([&] {
+    dispatch_plan(tensor(topk_idx), num_experts, segment, plan(p), tensor(counts),
+                  tensor(workspace), {stream});
+  });
+}
+
+int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots) {
+  return packed_row_bytes(hidden, slots);
+}
+
+fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x, const fp8moe_tensor* topk_idx,
+                                   const fp8moe_tensor* probs, int64_t num_experts,
+                                   const fp8moe_plan* p, const fp8moe_tensor* packed,
+                                   int32_t fp8_dtype, fp8moe_scale_rule r, void* stream) {
+  return guarded([&] {
+    quantize_pack(tensor(x), tensor(topk_idx), tensor(probs), num_experts, plan(p), tensor(packed),
+                  to_enum(fp8_dtype, DType::boolean, "fp8_dtype"), rule(r), {stream});
+  });
+}
+
+fp8moe_status fp8moe_unpack(const fp8moe_tensor* packed, int64_t hidden,
+                            const fp8moe_tensor* topk_idx, const fp8moe_tensor* probs,
+                            void* stream) {
+  return guarded(
+      [&] { unpack(tensor(packed), hidden, tensor(topk_idx), tensor(probs), {stream}); });
 }
 
 fp8moe_status fp8moe_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,

@@ -44,7 +44,10 @@ std::string brackets(const Range& sizes) {
 bool overlap(const Tensor* a, const Tensor* b) {
   for (const Tensor* t : {a, b})
     if (t == nullptr || !t->defined() || t->numel() == 0) return false;
-  const auto end = [](const Tensor* t) { return t->as<char>() + t->numel() * size_of(t->dtype); };
+  const auto end = [](const Tensor* t) {
+    const int64_t gaps = t->row_stride != 0 ? (t->shape[0] - 1) * (t->row_stride - t->shape[1]) : 0;
+    return t->as<char>() + (t->numel() + gaps) * size_of(t->dtype);
+  };
   return a->as<char>() < end(b) && b->as<char>() < end(a);
 }
 
@@ -68,6 +71,9 @@ void Checker::tensor(const Tensor& t, const char* name,
   FP8MOE_CHECK(t.ndim == static_cast<int>(shape.size()) &&
                    std::equal(shape.begin(), shape.end(), t.shape.begin()),
                "[", op_, "] ", name, " must be ", brackets(shape), "; got ", shape_of(t));
+  FP8MOE_CHECK(t.row_stride == 0 || (t.ndim == 2 && t.row_stride == t.shape[1]), "[", op_, "] ",
+               name, " must be contiguous; got shape ", shape_of(t), " with rows ", t.row_stride,
+               " elements apart");
   FP8MOE_CHECK(t.data != nullptr || t.numel() == 0, "[", op_, "] ", name,
                " has no memory behind it (a meta or fake tensor); got a null pointer");
 }
@@ -83,6 +89,35 @@ void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DTy
 void Checker::multiple(int64_t value, const char* name, int64_t of) const {
   FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ",
                value);
+}
+
+void Checker::strided_fp8(const Fp8Tensor& t, const char* name,
+                          std::initializer_list<int64_t> shape,
+                          std::initializer_list<ScaleLayout> layouts) const {
+  Fp8Tensor rows = t;  // what fp8() checks but for the strides
+  rows.data.row_stride = 0;
+  if (t.layout == ScaleLayout::row) rows.scale_inv.row_stride = 0;
+  fp8(rows, name, shape, layouts);
+  aligned(t.data, name);
+  for (const Tensor* part : {&t.data, &t.scale_inv}) {
+    if (part->row_stride == 0) continue;
+    FP8MOE_CHECK(device_.type == DeviceType::cpu, "[", op_, "] strided rows: the CPU only as yet");
+    const bool data = part == &t.data;
+    FP8MOE_CHECK(part->row_stride >= part->shape[1] && (!data || part->row_stride % 16 == 0), "[",
+                 op_, "] ", name, data ? "" : ".scale_inv", " must have rows at least ",
+                 part->shape[1], " elements apart", data ? ", a multiple of 16" : "", "; got ",
+                 part->row_stride);
+  }
+}
+
+void Checker::workspace(const Tensor& t, int64_t bytes) const {
+  if (bytes == 0) return;
+  ndim(t, "workspace", 1);
+  tensor(t, "workspace", {t.shape[0]});
+  dtype(t, "workspace", {DType::u8});
+  aligned(t, "workspace");
+  FP8MOE_CHECK(t.shape[0] >= bytes, "[", op_, "] workspace must have at least ", bytes,
+               " bytes; got ", t.shape[0]);
 }
 
 void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,

@@ -48,7 +48,7 @@ class Checker {
  public:
   Checker(const char* op, Device device) : op_(op), device_(device) {}
 
-  // Defined, on the op's device, of this exact shape, and not null where it has elements.
+  // Defined, on the op's device, of this exact shape, dense, and not null where it has elements.
   void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) const;
   void ndim(const Tensor& t, const char* name, int ndim) const;
   void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const;
@@ -56,6 +56,10 @@ class Checker {
   // FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
            std::initializer_list<ScaleLayout> layouts) const;
+  // The same of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
+  // apart. The data starts at a multiple of 16 bytes and so do its rows.
+  void strided_fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                   std::initializer_list<ScaleLayout> layouts) const;
   // Numbers that make a plan: sizes in range, align one of 1, 16, 32, 128.
   void plan_sizes(const RoutingPlan& plan) const;
   // A whole plan: its numbers, and a slab of the size that follows.
@@ -68,6 +72,9 @@ class Checker {
   void rule(ScaleRule rule) const;
   // No output overlaps an input or another output. Shapes are already checked.
   void disjoint(std::initializer_list<Memory> outputs, std::initializer_list<Memory> inputs) const;
+
+  // The scratch of an op that needs `bytes`, if it needs any.
+  void workspace(const Tensor& t, int64_t bytes) const;
 
   const char* op() const { return op_; }
 

@@ -12,7 +12,6 @@ void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& pl
   check.plan(plan);
   check.ndim(x, "x", 2);
   const int64_t c = x.shape[1];
-  check.tensor(x, "x", {plan.tokens, c});
   check.multiple(c, "x.shape[1]", 16);
   check.tensor(y, "y", {plan.rows(), c});
   check.dtype(y, "y", {x.dtype});
@@ -38,6 +37,7 @@ void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, 
   const Checker check("permute_pad", plan.slab.device);
   check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
   check_movement(check, x, plan, probs, y, permuted_probs, zero_unweighted);
+  check.tensor(x, "x", {plan.tokens, x.shape[1]});
   check.disjoint({{y, "y"}, {permuted_probs, "permuted_probs"}},
                  {{x, "x"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (plan.rows() == 0) return;
@@ -54,7 +54,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   check.dtype(x.data, "x", {DType::e4m3, DType::e5m2});
   check_movement(check, x.data, plan, probs, y.data, permuted_probs, zero_unweighted);
   const int64_t c = x.data.shape[1];
-  check.fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.strided_fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.fp8(y, "y", {plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.disjoint({{y, "y"}, {permuted_probs, "permuted_probs"}},
                  {{x, "x"}, {probs, "probs"}, {plan.slab, "plan"}});

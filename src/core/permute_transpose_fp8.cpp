@@ -9,7 +9,7 @@ void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp
   check.plan(plan);
   check.ndim(q.data, "q", 2);
   const int64_t c = q.data.shape[1];
-  check.fp8(q, "q", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.strided_fp8(q, "q", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.multiple(c, "q.shape[1]", 16);
   check.columns(columns, "columns", c, plan);
   check.dtype(columns.data, "columns (the format of q)", {q.data.dtype});

@@ -25,15 +25,7 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
     check.tensor(routing_map, "routing_map", {plan.tokens, plan.experts});
     check.dtype(routing_map, "routing_map", {DType::boolean, DType::u8, DType::i32, DType::i64});
   }
-  const int64_t bytes = route_workspace(plan);
-  if (bytes > 0) {
-    check.ndim(workspace, "workspace", 1);
-    check.tensor(workspace, "workspace", {workspace.shape[0]});
-    check.dtype(workspace, "workspace", {DType::u8});
-    check.aligned(workspace, "workspace");
-    FP8MOE_CHECK(workspace.shape[0] >= bytes, "[route] workspace must have at least ", bytes,
-                 " bytes; got ", workspace.shape[0]);
-  }
+  check.workspace(workspace, route_workspace(plan));
   check.disjoint({{plan.slab, "plan"}, {workspace, "workspace"}},
                  {{topk_idx, "topk_idx"}, {routing_map, "routing_map"}});
   FP8MOE_DISPATCH("route", plan.slab.device, route(topk_idx, routing_map, plan, workspace, stream));

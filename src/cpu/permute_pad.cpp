@@ -17,6 +17,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
                  const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted, Stream) {
   check_rows("permute_pad", plan);
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
+  const int64_t from_stride = x.data.stride() * size_of(x.data.dtype);
   const int64_t rows = plan.row_offsets()[plan.experts];
   const int32_t* token_of_row = plan.token_of_row();
   const int32_t* slot_of_row = plan.slot_of_row();
@@ -38,7 +39,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
       if (token < 0) {
         std::memset(to + row * row_bytes, 0, row_bytes);
       } else {
-        std::memcpy(to + row * row_bytes, from + token * row_bytes, row_bytes);
+        std::memcpy(to + row * row_bytes, from + token * from_stride, row_bytes);
       }
       tokens[row - first] = token;
     }

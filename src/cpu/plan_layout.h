@@ -38,4 +38,28 @@ inline void lay_out(const std::vector<int64_t>& counts, const RoutingPlan& plan)
   plan.status()[kOverflow] = static_cast<int32_t>(std::min(rank - kept, kMaxInt));
 }
 
+// The same of a plan whose expert e owns rows [e segment, (e+1) segment): it keeps the first
+// `segment` of its assignments.
+inline void lay_out_segments(const std::vector<int64_t>& counts, int64_t segment,
+                             const RoutingPlan& plan) {
+  constexpr int64_t kMaxInt = 0x7FFFFFFF;
+  int64_t dropped = 0;
+  int32_t column = 0;
+  for (int64_t e = 0; e < plan.experts; ++e) {
+    const auto tokens = static_cast<int32_t>(std::min(counts[e], segment));
+    const int64_t row = e * segment;
+    plan.tokens_per_expert()[e] = tokens;
+    plan.row_offsets()[e] = static_cast<int32_t>(row);
+    plan.col_offsets()[e] = column;
+    std::fill_n(plan.token_of_row() + row + tokens, segment - tokens, -1);
+    std::fill_n(plan.slot_of_row() + row + tokens, segment - tokens, -1);
+    column += static_cast<int32_t>(round_up(tokens, kTile));
+    dropped += counts[e] - tokens;
+  }
+  plan.row_offsets()[plan.experts] = static_cast<int32_t>(plan.experts * segment);
+  plan.col_offsets()[plan.experts] = column;
+  std::fill_n(plan.status(), RoutingPlan::kStatusWords, 0);
+  plan.status()[kOverflow] = static_cast<int32_t>(std::min(dropped, kMaxInt));
+}
+
 }  // namespace fp8moe::cpu

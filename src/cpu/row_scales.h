@@ -14,7 +14,7 @@ struct RowScales {
   RowScales() = default;
   explicit RowScales(const Fp8Tensor& t)
       : data(t.scale_inv.as<float>()),
-        row(t.layout == ScaleLayout::row ? t.scale_inv.shape[1] : 1),
+        row(t.layout == ScaleLayout::row ? t.scale_inv.stride() : 1),
         tile(t.layout == ScaleLayout::row ? 1 : t.scale_inv.shape[1]) {}
 
   float* of(int64_t r) const { return data + r * row; }

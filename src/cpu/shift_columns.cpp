@@ -174,6 +174,7 @@ void check_scales(const char* op, const std::vector<TokenTile>& tiles, const int
 void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
                    const int32_t* source, const Fp8Tensor& columns) {
   const int64_t c = q.data.shape[1];
+  const int64_t stride = q.data.stride();
   const int64_t channel_tiles = cdiv(c, kTile);
   const bool per_channel = columns.layout == ScaleLayout::gemm;
   const uint8_t* codes = q.data.as<uint8_t>();
@@ -188,14 +189,14 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
       const auto nonzero = std::make_unique<bool[]>(kTile * channel_tiles);
       const auto row_of = [&](int i) { return source != nullptr ? source[t.row + i] : t.row + i; };
       for (int i = 0; i < t.tokens; ++i)
-        find_nonzero(codes + row_of(i) * c, c, &nonzero[i * channel_tiles]);
+        find_nonzero(codes + row_of(i) * stride, c, &nonzero[i * channel_tiles]);
       TileRows rows;
       rows.tokens = t.tokens;
       for (int64_t ct = 0; ct < channel_tiles; ++ct) {
         rows.channels = static_cast<int>(std::min(kTile, c - ct * kTile));
         for (int i = 0; i < t.tokens; ++i) {
           const int64_t row = row_of(i);
-          rows.code[i] = codes + row * c + ct * kTile;
+          rows.code[i] = codes + row * stride + ct * kTile;
           rows.exponent[i] = exponent_field(scales.of(row)[ct * scales.tile]);
           rows.nonzero[i] = nonzero[i * channel_tiles + ct];
         }

@@ -184,6 +184,44 @@ def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Wor
     yield Work("fp8", run, size_of(q, out, plan.row_of), inputs={"dout": q, "plan": plan})
 
 
+# ---- between ranks ------------------------------------------------------------------------------
+
+
+def dispatch(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Tensor]:
+    """Random distinct experts [T, S], their dispatch plan to W ranks, and probs [T, S]."""
+    scores = torch.rand(shape["T"], shape["E"], device=device)
+    probs, experts = scores.topk(shape["S"], dim=-1)
+    return experts, ops.dispatch_plan(experts, shape["E"], shape["W"])[0], probs
+
+
+@case
+def dispatch_plan(shape: Shape, device: torch.device) -> Iterator[Work]:
+    experts, *_ = dispatch(shape, device)
+    run, out = into(ops.dispatch_plan, experts, shape["E"], shape["W"])
+    yield Work("exact", run, size_of(experts, out[0].slab, out[1]), inputs={"experts": experts})
+
+
+@case
+def quantize_pack(shape: Shape, device: torch.device) -> Iterator[Work]:
+    experts, plan, probs = dispatch(shape, device)
+    x = normal(shape["T"], shape["H"], device=device)
+    rows = int(plan.row_offsets[-1])
+    for variant, ids in (("ids and probs", (experts, probs)), ("gradient", ())):
+        run, packed = into(ops.quantize_pack, x, plan, *ids, num_experts=shape["E"])
+        moved = size_of(x, *ids, plan.row_of) + rows * packed.shape[1]
+        yield Work(variant, run, moved, inputs={"x": x, "plan": plan})
+
+
+@case
+def unpack(shape: Shape, device: torch.device) -> Iterator[Work]:
+    experts, plan, probs = dispatch(shape, device)
+    x = normal(shape["T"], shape["H"], device=device)
+    packed = ops.quantize_pack(x, plan, experts, probs, num_experts=shape["E"])
+    out = ops.unpack(packed, shape["H"], shape["S"])[1:]
+    run = lambda: ops.unpack(packed, shape["H"], shape["S"], out=out)  # noqa: E731
+    yield Work("ids and probs", run, 2 * size_of(out), inputs={"packed": packed})
+
+
 # ---- transposes and activation ------------------------------------------------------------------
 
 

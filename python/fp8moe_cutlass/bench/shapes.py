@@ -17,6 +17,10 @@ def routing(tokens: int, experts: int, slots: int) -> Shape:
     return {"T": tokens, "E": experts, "S": slots, "align": 1}
 
 
+def ranks(tokens: int, experts: int, slots: int, hidden: int, world: int = 2) -> Shape:
+    return {"T": tokens, "E": experts, "S": slots, "H": hidden, "W": world}
+
+
 def grouped(rows: int, hidden: int, experts: int) -> Shape:
     return {"R": rows, "C": hidden, "E": experts}
 
@@ -36,6 +40,11 @@ _PERMUTE = [
     *(moe(4096, 256, 8, 7168, align) for align in (1, 16, 128)),
     moe(4096, 384, 8, 8192, 16),
     moe(4096, 512, 8, 9216, 16),
+]
+_DISPATCH = [
+    *(ranks(4096, 256, 8, 7168, world) for world in (2, 8, 32)),
+    ranks(4096, 128, 8, 4096, 8),
+    ranks(4096, 128, 8, 2048, 8),
 ]
 _TRANSPOSE = [
     grouped(32768, 7168, 8),
@@ -71,6 +80,9 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         "permute_pad_backward": _PERMUTE,
         "unpermute_unpad": _PERMUTE,
         "unpermute_unpad_backward": _PERMUTE,
+        "dispatch_plan": _DISPATCH,
+        "quantize_pack": _DISPATCH,
+        "unpack": _DISPATCH,
         "transpose_fp8": _TRANSPOSE,
         "permute_transpose_fp8": [moe(4096, 32, 8, 7168)],
         "swiglu_quantize": _SWIGLU,
@@ -94,6 +106,9 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         "permute_pad_backward": [moe(16384, 8, 2, 1024)],
         "unpermute_unpad": [moe(16384, 8, 2, 1024)],
         "unpermute_unpad_backward": [moe(16384, 8, 2, 1024)],
+        "dispatch_plan": [ranks(4096, 64, 8, 1024)],
+        "quantize_pack": [ranks(4096, 64, 8, 1024)],
+        "unpack": [ranks(4096, 64, 8, 1024)],
         "transpose_fp8": [grouped(32768, 1024, 8)],
         "permute_transpose_fp8": [moe(16384, 8, 2, 1024)],
         "swiglu_quantize": [grouped(32768, 512, 8)],
@@ -113,6 +128,9 @@ QUICK: dict[str, Shape] = {
     "permute_pad_backward": moe(128, 4, 2, 256),
     "unpermute_unpad": moe(128, 4, 2, 256),
     "unpermute_unpad_backward": moe(128, 4, 2, 256),
+    "dispatch_plan": ranks(128, 4, 2, 256),
+    "quantize_pack": ranks(128, 4, 2, 256),
+    "unpack": ranks(128, 4, 2, 256),
     "transpose_fp8": grouped(256, 256, 2),
     "permute_transpose_fp8": moe(128, 4, 2, 256),
     "swiglu_quantize": grouped(256, 256, 2),

@@ -6,6 +6,7 @@ each guarantees bit by bit.
 """
 
 from fp8moe_cutlass.ops.dequantize import dequantize
+from fp8moe_cutlass.ops.dispatch_plan import dispatch_plan
 from fp8moe_cutlass.ops.grouped_gemm import grouped_gemm
 from fp8moe_cutlass.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from fp8moe_cutlass.ops.permute_pad import permute_pad, permute_pad_backward
@@ -13,27 +14,33 @@ from fp8moe_cutlass.ops.permute_transpose_fp8 import permute_transpose_fp8
 from fp8moe_cutlass.ops.plan_from_counts import plan_from_counts
 from fp8moe_cutlass.ops.quantize import quantize
 from fp8moe_cutlass.ops.quantize_dual import quantize_dual
+from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
 from fp8moe_cutlass.ops.quantize_weight import quantize_weight
 from fp8moe_cutlass.ops.route import route
 from fp8moe_cutlass.ops.swiglu_quantize import swiglu_quantize, swiglu_quantize_backward
 from fp8moe_cutlass.ops.transpose_fp8 import transpose_fp8
+from fp8moe_cutlass.ops.unpack import unpack
 from fp8moe_cutlass.ops.unpermute_unpad import unpermute_unpad, unpermute_unpad_backward
 
 __all__ = [
     "dequantize",
+    "dispatch_plan",
     "grouped_gemm",
     "grouped_gemm_wgrad",
+    "packed_row_bytes",
     "permute_pad",
     "permute_pad_backward",
     "permute_transpose_fp8",
     "plan_from_counts",
     "quantize",
     "quantize_dual",
+    "quantize_pack",
     "quantize_weight",
     "route",
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "transpose_fp8",
+    "unpack",
     "unpermute_unpad",
     "unpermute_unpad_backward",
 ]

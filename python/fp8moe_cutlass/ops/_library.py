@@ -117,6 +117,16 @@ def contiguous(array: Array) -> Array:
     return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
 
 
+def codes_view(bytes: Array, format: str) -> Array:
+    """uint8 codes as torch's FP8 dtype; as they are in NumPy, which has none."""
+    return bytes.view(_TORCH[format]) if _is_torch(bytes) else bytes
+
+
+def words_view(bytes: Array) -> Array:
+    """uint8 [R, 4 n], rows at multiples of 4 bytes, as float32 [R, n]."""
+    return bytes.view(torch.float32 if _is_torch(bytes) else np.float32)
+
+
 def fp8_output(
     op: str,
     out: Fp8Tensor | None,
@@ -196,6 +206,10 @@ def flat_in(op: str, name: str, t: Fp8Tensor, layout: str) -> tuple[Array, Array
 def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:
     """A plan, or none, as the flat arguments (slab, tokens, slots, experts, align, capacity)."""
     return (None, 0, 0, 0, 0, 0) if plan is None else (plan.slab, *plan.sizes)
+
+
+def _is_torch(array: Array) -> bool:
+    return torch is not None and isinstance(array, torch.Tensor)
 
 
 def _codes(t: Fp8Tensor) -> Array:

@@ -13,6 +13,7 @@ from . import reference as ref
 from .compare import (
     Check,
     Inputs,
+    Pairs,
     array,
     bit_equal,
     code_steps,
@@ -140,6 +141,31 @@ def check_unpermute(given: Inputs) -> Iterator[Check]:
     yield bit_equal("unpermute_unpad_backward", "probs, dots in the pinned order", pairs)
 
 
+def check_dispatch(given: Inputs) -> Iterator[Check]:
+    ids, x, probs = given.ids(203, 8, 3), given.normal(203, 272), given.probs(203, 3)
+    for segment in (0, 90):
+        plan, counts = ops.dispatch_plan(ids, 8, 4, segment=segment)
+        d = ref.dispatch(array(ids), 8, 4, segment)
+        pairs: Pairs = [
+            (array(plan.row_of), d.row_of),
+            (array(counts), d.counts),
+            (array(plan.status)[:1], np.full(1, d.overflow, np.int32)),
+        ]
+        case = "exact" if segment == 0 else f"segments of {segment}, {d.overflow} dropped"
+        yield bit_equal("dispatch_plan", case, pairs)
+        packed = ops.quantize_pack(x, plan, ids, probs, num_experts=8)
+        got, *rest = ops.unpack(packed, 272, 3)
+        rows = d.row_of[d.row_of >= 0]
+        tokens = np.nonzero(d.row_of >= 0)[0]
+        wanted = ref.quantize(array(x))
+        codes, scale = array(got.data)[rows], array(got.scale_inv)[rows]
+        pairs = [(codes, wanted.codes[tokens]), (scale, wanted.scale[tokens])]
+        yield bit_equal("quantize_pack", f"{case}: codes and scales", pairs)
+        local = ref.local_ids(array(ids), array(probs), d, 2)
+        pairs = [(array(part)[rows], w) for part, w in zip(rest, local, strict=True)]
+        yield bit_equal("unpack", f"{case}: ids and probs", pairs)
+
+
 def check_transpose(given: Inputs) -> Iterator[Check]:
     cases: list[tuple[str, Columns]] = [("e4m3", "block"), ("e5m2", "block"), ("e4m3", "column")]
     for fp8, columns in cases:
@@ -223,6 +249,7 @@ CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_route,
     check_permute,
     check_unpermute,
+    check_dispatch,
     check_transpose,
     check_swiglu,
     check_gemm,

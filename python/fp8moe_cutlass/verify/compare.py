@@ -56,6 +56,11 @@ class Inputs:
     def probs(self, *shape: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.random(shape).astype(np.float32)).to(self.device)
 
+    def ids(self, tokens: int, experts: int, slots: int) -> torch.Tensor:
+        """Top-k ids with dropped slots, int64 [T, S]."""
+        ids = self.rng.integers(-1, experts, size=(tokens, slots))
+        return torch.from_numpy(ids).to(self.device)
+
     def routing(
         self, tokens: int, experts: int, slots: int, align: int
     ) -> tuple[RoutingPlan, ref.Plan]:

@@ -143,6 +143,40 @@ def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
     return Plan(row_of, counts, rows, columns)
 
 
+@dataclass(frozen=True)
+class Dispatch:
+    """Tokens to ranks: row_of [T, ranks]; counts [ranks, 2], rows and entries on them."""
+
+    row_of: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    overflow: int
+
+
+def dispatch(experts: I64, count: int, ranks: int, segment: int) -> Dispatch:
+    """experts [T, S] (-1: none), rank by rank; segment 0: one rank's rows after another's."""
+    row_of = np.full((len(experts), ranks), -1, np.int32)
+    counts = np.zeros((ranks, 2), np.int32)
+    first = overflow = 0
+    for r in range(ranks):
+        entries = ((experts >= 0) & (experts // (count // ranks) == r)).sum(axis=1)
+        tokens = np.nonzero(entries)[0]
+        kept = tokens[:segment] if segment else tokens
+        row_of[kept, r] = first + np.arange(len(kept))
+        counts[r] = len(kept), entries[kept].sum()
+        overflow += len(tokens) - len(kept)
+        first += segment or len(kept)
+    return Dispatch(row_of, counts, overflow)
+
+
+def local_ids(experts: I64, probs: F32, d: Dispatch, here: int) -> tuple[NDArray[np.int32], F32]:
+    """Ids and probs of the rows of `d`, token by token, rank by rank; `here` experts a rank."""
+    tokens, ranks = np.nonzero(d.row_of >= 0)
+    local = experts[tokens] - here * ranks[:, None]
+    inside = (local >= 0) & (local < here)
+    weights = np.where(inside, probs[tokens], np.float32(0))
+    return np.where(inside, local, -1).astype(np.int32), weights
+
+
 def permute(x: NDArray[Any], plan: Plan) -> NDArray[Any]:
     """x [T, ...] -> [rows, ...]; padding zero."""
     y = np.zeros((plan.row_offsets[-1], *x.shape[1:]), x.dtype)

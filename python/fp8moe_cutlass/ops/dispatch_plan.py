@@ -1,0 +1,72 @@
+"""The plan by which tokens travel to the ranks of their experts."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
+from fp8moe_cutlass.routing import RoutingPlan, empty_plan
+from fp8moe_cutlass.typing import Array
+
+
+def _run(
+    topk_idx: Array,
+    num_experts: int,
+    segment: int,
+    plan: Array,
+    tokens: int,
+    slots: int,
+    experts: int,
+    align: int,
+    capacity: int,
+    counts: Array,
+) -> None:
+    sizes = (tokens, slots, experts, align, capacity)
+    bytes = _C.dispatch_plan_workspace(plan, *sizes)
+    workspace = empty("dispatch_plan", plan, (bytes,), "uint8")
+    _C.dispatch_plan(topk_idx, num_experts, segment, plan, *sizes, counts, workspace)
+
+
+_op = define(
+    "dispatch_plan(Tensor topk_idx, SymInt num_experts, SymInt segment, Tensor(a!) plan, "
+    f"{PLAN}, Tensor(b!) counts)",
+    _run,
+)
+
+
+def dispatch_plan(
+    topk_idx: Array,
+    num_experts: int,
+    ranks: int,
+    *,
+    segment: int = 0,
+    out: tuple[RoutingPlan, Array] | None = None,
+) -> tuple[RoutingPlan, Array]:
+    """The plan of topk_idx [T, S] (int32 or int64; -1: none) over ranks of num_experts / ranks.
+
+    Slot r of the plan is rank r (slots == experts == ranks): a token has one row for a rank however
+    many of its experts live there; row_of [T, ranks], -1 where none does. Rows are rank-major, in
+    token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
+    rows [r segment, (r+1) segment), padding (-1) after its tokens; tokens past it are dropped and
+    counted in plan.status. counts [ranks, 2] int32: rows with a token, and entries of topk_idx on
+    them. Ids outside [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA.
+    Returns (plan, counts).
+    """
+    if len(topk_idx.shape) != 2:
+        raise ValueError(
+            f"[dispatch_plan] topk_idx must have 2 dimensions; got {tuple(topk_idx.shape)}"
+        )
+    if ranks < 1 or num_experts % ranks != 0:
+        raise ValueError(
+            "[dispatch_plan] num_experts must be a multiple of ranks; "
+            f"got {num_experts} and {ranks}"
+        )
+    tokens, slots = topk_idx.shape
+    capacity = segment * ranks if segment else tokens * min(slots, ranks)
+    sizes = (tokens, ranks, ranks, 1, capacity)
+    if out is None:
+        plan = empty_plan(lambda words: empty("dispatch_plan", topk_idx, (words,), "int32"), sizes)
+        out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
+    elif out[0].sizes != sizes:
+        raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
+    _op(topk_idx, num_experts, segment, *flat_plan(out[0]), out[1])
+    return out

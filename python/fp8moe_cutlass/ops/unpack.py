@@ -1,0 +1,49 @@
+"""Received rows of the wire: views of codes and scales, ids and probs."""
+
+from __future__ import annotations
+
+from fp8moe_cutlass.ops._library import codes_view, define, dtype_name, empty, words_view
+from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes
+from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
+from fp8moe_cutlass.typing import Array, DType
+
+_op = define("unpack(Tensor packed, SymInt hidden, Tensor(a!) topk_idx, Tensor(b!) probs)")
+
+
+def unpack(
+    packed: Array,
+    hidden: int,
+    slots: int,
+    *,
+    fp8_dtype: DType = "e4m3",
+    pow2: bool = True,
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Fp8Tensor, Array | None, Array | None]:
+    """The parts of packed, uint8 [R, packed_row_bytes(hidden, slots)], as quantize_pack wrote them.
+
+    Returns (x, topk_idx [R, slots] int32, probs [R, slots] float32), None and None for slots 0 (a
+    gradient). x [R, hidden], row layout, is a view: its codes and scales stay where they arrived,
+    rows packed_row_bytes apart, as permute_pad and permute_transpose_fp8 read them (others refuse
+    it). fp8_dtype and pow2 are what quantize_pack was given; the wire does not carry them.
+    """
+    format = dtype_name("unpack", fp8_dtype, "e4m3", "e5m2")
+    shape = tuple(packed.shape)
+    if len(shape) != 2 or shape[1] != packed_row_bytes(hidden, slots):
+        raise ValueError(
+            f"[unpack] packed must be [R, {packed_row_bytes(hidden, slots)}] for hidden {hidden} "
+            f"and {slots} slots; got {list(shape)}"
+        )
+    scales = hidden + 4 * cdiv(hidden, 128)
+    x = Fp8Tensor(
+        codes_view(packed[:, :hidden], format),
+        words_view(packed[:, hidden:scales]),
+        pow2=pow2,
+        fp8_dtype=format,
+    )
+    if slots == 0:
+        return x, None, None
+    if out is None:
+        rows = (shape[0], slots)
+        out = empty("unpack", packed, rows, "int32"), empty("unpack", packed, rows, "float32")
+    _op(packed, hidden, *out)
+    return x, *out
