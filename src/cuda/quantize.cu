@@ -55,7 +55,7 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
   }
   if (lane != 0 || tile >= p.tiles || row >= p.m) return;
   float* to = p.q.scale + row * p.q.scale_row + tile * p.q.scale_tile;
-  if (p.q.scale_row == 1) {  // gemm layout: 4 neighbours, the row's end padded to 4
+  if (p.q.scale_tile != 1) {  // gemm layout: 4 neighbours, the row's end padded to 4
     store(to, float4{scale_inv[0], scale_inv[1], scale_inv[2], scale_inv[3]});
     return;
   }
