@@ -14,7 +14,7 @@ from fp8moe_cutlass import _C
 
 PACKAGE = Path(fp8moe_cutlass.__file__).parent
 
-# Each room and what it may know of: integrations, distributed -> nn -> autograd -> ops -> _C.
+# Each room and what it may know of: integrations -> nn -> distributed -> autograd -> ops -> _C.
 # What is not listed (the command line, bench, train, verify) uses the library from outside.
 VOCABULARY = {"recipe", "routing", "stream", "tensor", "typing"}
 RANK = {
@@ -22,9 +22,9 @@ RANK = {
     **dict.fromkeys(VOCABULARY, 1),
     "ops": 2,
     "autograd": 3,
-    "nn": 4,
-    "distributed": 5,
-    "integrations": 5,
+    "distributed": 4,
+    "nn": 5,
+    "integrations": 6,
 }
 
 

@@ -6,20 +6,21 @@ this library's kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.weight_grad import Wgrad
+from fp8moe_cutlass.autograd.weight_grad import Gradients
 
 
 class Groups(NamedTuple):
     """Assignments grouped by expert, in token order; dropped ones come last."""
 
-    order: Tensor  # [A] i64: the assignment (token * S + slot) of each row
-    row_of: Tensor  # [T, S] i64: the row of each assignment
+    order: Tensor  # [R] i64: the assignment (token * S + slot) of each row
+    row_of: Tensor  # [T, S] i64: the row of each assignment; any row where it is not kept
     kept: Tensor  # [T, S] bool
     offsets: Tensor  # [E] i32: the end of each expert's rows
 
@@ -28,8 +29,11 @@ class Groups(NamedTuple):
         return self.order // self.row_of.shape[1]
 
 
-def group(topk_idx: Tensor, num_experts: int) -> Groups:
-    """Sort the assignments of topk_idx [T, S] by expert; -1 is dropped."""
+def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Groups:
+    """Sort the assignments of topk_idx [T, S] by expert; -1 is dropped.
+
+    There are capacity rows (T S if None); assignments that find none are dropped too.
+    """
     bad = (topk_idx < -1) | (topk_idx >= num_experts)
     if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
         value = int(topk_idx[bad][0])
@@ -42,7 +46,11 @@ def group(topk_idx: Tensor, num_experts: int) -> Groups:
     )
     ids = torch.arange(num_experts, device=order.device)
     offsets = torch.searchsorted(grouped, ids, right=True, out_int32=True)
-    return Groups(order, row_of.view(topk_idx.shape), kept, offsets)
+    row_of = row_of.view(topk_idx.shape)
+    if capacity is not None and capacity < order.numel():
+        order, offsets = order[:capacity], offsets.clamp(max=capacity)
+        kept, row_of = kept & (row_of < capacity), row_of.clamp(max=capacity - 1)
+    return Groups(order, row_of, kept, offsets)
 
 
 def forward(
@@ -52,7 +60,7 @@ def forward(
     z = rows_times(x[groups.token_of_row], gate_up.mT, groups)
     h = swiglu(z, probs.flatten()[groups.order])
     y = rows_times(h, down.mT, groups)
-    return _sum_slots(y, groups), z
+    return sum_slots(y, groups.row_of, groups.kept), z
 
 
 def backward(
@@ -65,10 +73,11 @@ def backward(
     down: Tensor,
     *,
     need_dx: bool = True,
-) -> tuple[Tensor | None, Tensor, Wgrad, Wgrad]:
-    """dx [T, H] bf16, dprobs [T, S] f32 and the two weight gradients, still to be run.
+    send_dprobs: Callable[[Tensor], None] | None = None,
+) -> Gradients:
+    """The gradients of `forward`, given that of its output, dout [T, H] bf16.
 
-    z None: it is computed again from x.
+    z None: it is computed again from x. send_dprobs: takes dprobs before the GEMM of dx, instead.
     """
     x_rows = x[groups.token_of_row]
     if z is None:
@@ -86,8 +95,10 @@ def backward(
         h = swiglu(z, p)
         return _deliver(F.grouped_mm(dy.t(), h, offs=groups.offsets), out, accumulate)
 
-    dx = _sum_slots(rows_times(dz, gate_up, groups), groups) if need_dx else None
-    return dx, dprobs, gate_up_wgrad, down_wgrad
+    if send_dprobs is not None:
+        send_dprobs(dprobs)
+    dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of, groups.kept) if need_dx else None
+    return Gradients(dx, None if send_dprobs else dprobs, gate_up_wgrad, down_wgrad)
 
 
 def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
@@ -95,9 +106,9 @@ def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
     return F.grouped_mm(rows, w, offs=groups.offsets)
 
 
-def _sum_slots(rows: Tensor, groups: Groups) -> Tensor:
+def sum_slots(rows: Tensor, row_of: Tensor, kept: Tensor) -> Tensor:
     """out[t] = sum over kept slots of rows[row_of[t, s]], in f32, rounded once."""
-    terms = rows[groups.row_of].float().masked_fill(~groups.kept[..., None], 0.0)
+    terms = rows[row_of].float().masked_fill(~kept[..., None], 0.0)
     return terms.sum(dim=1).to(rows.dtype)
 
 

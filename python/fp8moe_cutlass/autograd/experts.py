@@ -40,7 +40,7 @@ def fp8_experts(
     keep: the pre-activation is saved in "bf16" or "fp8", or computed again ("none"). observe: is
     shown what flows, where gradients are needed.
     """
-    if not _needs_grad(x, probs, gate_up.weight, down.weight):
+    if not needs_grad(x, probs, gate_up.weight, down.weight):
         return fp8.forward(quantize(x, recipe), probs, plan, weights, recipe)[0].to(x.dtype)
     out: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep, observe
@@ -58,7 +58,7 @@ def bf16_experts(
     keep: str = "bf16",
 ) -> Tensor:
     """The same in bfloat16: bf16.forward. keep: "bf16" or "none"."""
-    if not _needs_grad(x, probs, gate_up.weight, down.weight):
+    if not needs_grad(x, probs, gate_up.weight, down.weight):
         w1, w2 = gate_up.weight.bfloat16(), down.weight.bfloat16()
         return bf16.forward(x.bfloat16(), probs, groups, w1, w2)[0].to(x.dtype)
     out: Tensor = _Bf16Experts.apply(  # type: ignore[no-untyped-call]
@@ -88,8 +88,8 @@ class _Fp8Experts(torch.autograd.Function):
             observe("x", x_q, plan, x)
         out, kept = fp8.forward(x_q, probs, plan, weights, recipe, keep=keep, observe=observe)
         again = weights.gate_up if kept.z is None else None
-        save(ctx, *kept, plan.slab, again, weights.gate_up_t, weights.down_t)
-        ctx.sizes, ctx.recipe, ctx.dtype = plan.sizes, recipe, x.dtype
+        save(ctx, *kept, plan, again, weights.gate_up_t, weights.down_t)
+        ctx.recipe, ctx.dtype = recipe, x.dtype
         ctx.gate_up, ctx.down, ctx.observe = gate_up, down, observe
         return _returned(out, x.dtype)
 
@@ -97,8 +97,7 @@ class _Fp8Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
-        *kept, slab, gate_up, gate_up_t, down_t = load(ctx)
-        plan = RoutingPlan(slab, *ctx.sizes)
+        *kept, plan, gate_up, gate_up_t, down_t = load(ctx)
         dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
         if ctx.observe is not None:
             ctx.observe("dout", dout_q, plan, dout)
@@ -144,7 +143,7 @@ class _Bf16Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
         x, z, probs, *groups, gate_up_proj, down_proj = load(ctx)
-        dx, dprobs, gate_up_wgrad, down_wgrad = bf16.backward(
+        grads = bf16.backward(
             dout.bfloat16(),
             x,
             z,
@@ -154,10 +153,11 @@ class _Bf16Experts(torch.autograd.Function):
             down_proj.bfloat16(),
             need_dx=need_dx,
         )
-        dx = None if dx is None else dx.to(ctx.dtype)
-        d_gate_up = ctx.gate_up.accept(gate_up_wgrad) if need_gate_up else None
-        d_down = ctx.down.accept(down_wgrad) if need_down else None
-        return dx, dprobs if need_dprobs else None, d_gate_up, d_down, *(None,) * 4
+        dx = None if grads.dx is None else grads.dx.to(ctx.dtype)
+        dprobs = grads.dprobs if need_dprobs else None
+        d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
+        d_down = ctx.down.accept(grads.down) if need_down else None
+        return dx, dprobs, d_gate_up, d_down, *(None,) * 4
 
 
 def _returned(out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,7 +168,8 @@ def _returned(out: Tensor, dtype: torch.dtype) -> Tensor:
     return out.to(dtype)
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether a backward may ask for the gradient of any of them."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 

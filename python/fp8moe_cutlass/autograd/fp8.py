@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.weight_grad import Wgrad
+from fp8moe_cutlass.autograd.weight_grad import Gradients as Gradients
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -39,16 +39,6 @@ class Activations(NamedTuple):
     x: Fp8Tensor  # [T, H], row layout, unpermuted
     row_probs: Tensor  # [R] f32
     z: Tensor | Fp8Tensor | None  # [R, 2I]
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of one backward; what was not asked for is None. Wgrads are still to be run."""
-
-    dx: Tensor | None  # [T, H] bf16
-    dprobs: Tensor | None  # [T, S] f32
-    gate_up: Wgrad | None
-    down: Wgrad | None
 
 
 def forward(
@@ -89,9 +79,13 @@ def backward(
     need_dprobs: bool = True,
     need_gate_up: bool = True,
     need_down: bool = True,
+    send_dprobs: Callable[[Tensor], None] | None = None,
     observe: Observer | None = None,
 ) -> Gradients:
-    """The gradients of `forward`, given the quantized gradient of its output, dout [T, H]."""
+    """The gradients of `forward`, given the quantized gradient of its output, dout [T, H].
+
+    send_dprobs: takes dprobs as soon as they are known, before the GEMM of dx, instead.
+    """
     dy, _ = ops.permute_pad(dout, plan)
     dh = ops.grouped_gemm(dy, weights.down_t, plan)
     x, z = saved.x, saved.z
@@ -141,6 +135,9 @@ def backward(
         return dw
 
     dx, dprobs = None, None
+    if send_dprobs is not None:
+        send_dprobs(_gather_dprobs(row_dprobs, plan))
+        row_dprobs, need_dprobs = None, False
     if need_dx:
         dx_rows = ops.grouped_gemm(dz, weights.gate_up_t, plan)
         if observe is not None:

@@ -1,4 +1,4 @@
-"""Tensors and FP8 tensors through save_for_backward."""
+"""Tensors, FP8 tensors and plans through save_for_backward."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
-Saved = Tensor | Fp8Tensor | None
+Saved = Tensor | Fp8Tensor | RoutingPlan | tuple[Tensor, ...] | None
 
 
 def save(ctx: Any, *items: Saved) -> None:
-    """ctx.save_for_backward of the items; an Fp8Tensor is saved as its two tensors."""
+    """ctx.save_for_backward: of an Fp8Tensor its two tensors, of a plan its slab, of a named
+    tuple its members."""
     tensors: list[Tensor] = []
     kinds: list[tuple[Any, ...]] = []
     for item in items:
@@ -21,6 +23,12 @@ def save(ctx: Any, *items: Saved) -> None:
         elif isinstance(item, Fp8Tensor):
             tensors += [item.data, item.scale_inv]
             kinds.append((item.block, item.scale_layout, item.pow2, item.interleave))
+        elif isinstance(item, RoutingPlan):
+            tensors.append(item.slab)
+            kinds.append(("plan", *item.sizes))
+        elif isinstance(item, tuple):
+            tensors += item
+            kinds.append(("tuple", type(item), len(item)))
         else:
             tensors.append(item)
             kinds.append(("tensor",))
@@ -35,8 +43,12 @@ def load(ctx: Any) -> list[Any]:
     for kind in ctx.kinds:
         if not kind:
             items.append(None)
-        elif kind == ("tensor",):
+        elif kind[0] == "tensor":
             items.append(tensors.pop(0))
+        elif kind[0] == "plan":
+            items.append(RoutingPlan(tensors.pop(0), *kind[1:]))
+        elif kind[0] == "tuple":
+            items.append(kind[1](*(tensors.pop(0) for _ in range(kind[2]))))
         else:
             data, scale_inv = tensors.pop(0), tensors.pop(0)
             items.append(Fp8Tensor(data, scale_inv, *kind))

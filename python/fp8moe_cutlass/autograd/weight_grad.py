@@ -14,6 +14,16 @@ from torch import Tensor
 Wgrad = Callable[[Tensor | None, bool, str], Tensor]
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one backward; what was not asked for is None. Wgrads are still to be run."""
+
+    dx: Tensor | None  # [T, H] bf16
+    dprobs: Tensor | None  # [T, S] f32
+    gate_up: Wgrad | None
+    down: Wgrad | None
+
+
 @dataclass
 class WgradQueue:
     """Weight gradients whose backward has run but whose GEMM has not (MoEExperts.backward_dw)."""

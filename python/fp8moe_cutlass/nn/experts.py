@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdRef
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
@@ -20,8 +17,15 @@ from fp8moe_cutlass.autograd import (
     WgradQueue,
     bf16_experts,
     fp8_experts,
-    group,
 )
+from fp8moe_cutlass.autograd import group as group_by_expert
+from fp8moe_cutlass.distributed import (
+    Bf16Block,
+    Fp8Block,
+    dispatched_experts,
+    make_exchange,
+)
+from fp8moe_cutlass.nn._staleness import capturing, fingerprint
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
@@ -54,6 +58,21 @@ class MoEExperts(nn.Module):
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype.
+
+    group: a torch.distributed process group whose ranks share the experts: rank r of W owns
+      experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and
+      the state_dict hold those alone, [E / W, ...]. Everything else is as on one rank: num_experts
+      and the ids in topk_idx count the experts of all ranks, and a rank passes its own tokens, as
+      many as it likes or none. Forward and backward are collective: every rank runs both.
+      A weight's gradient sums over the tokens of all ranks, so a loss averaged over ranks wants
+      it divided by W, which a data-parallel average does to the replicated weights.
+    capacity: None (exact) drops nothing; the host waits for the device once a forward, to learn
+      how many rows arrive. An int, the rows a rank may send to a rank, or (rows, assignments a
+      rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers of fixed
+      size, capturable in a CUDA graph after one forward like it. What finds no place is dropped
+      (its output and gradients are 0) and counted: `dropped`, `check()`.
+    Ranks that disagree (sizes, slots, recipe, capacity, what requires grad) all raise, naming
+    who passed what; with a capacity, in the first forward of its kind. docs/scale-out.md.
     """
 
     observer: Observer | None = None  # is shown what flows through training forwards and backwards
@@ -70,6 +89,8 @@ class MoEExperts(nn.Module):
         recompute: str = "none",
         save_preactivation: str = "bf16",
         delay_wgrad: bool = False,
+        group: Any = None,
+        capacity: int | tuple[int, int] | None = None,
         bias: bool = False,
         activation: str = "swiglu",
         dtype: torch.dtype = torch.bfloat16,
@@ -85,19 +106,47 @@ class MoEExperts(nn.Module):
         self.recompute = recompute
         self.save_preactivation = save_preactivation
         self.delay_wgrad = delay_wgrad
+        self._exchange = make_exchange(group, num_experts, capacity)
         factory: Any = {"dtype": dtype, "device": device}
-        e, h, i = num_experts, hidden_size, intermediate_size
+        e, h, i = len(self.local_experts), hidden_size, intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory))
         self._wgrads = WgradQueue()
         self._allocate_copies()
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform within 1/sqrt(fan in), as nn.Linear."""
+        """Uniform within 1/sqrt(fan in), as nn.Linear. With a group, ranks that start from the same
+        random state draw the experts of all ranks and keep theirs: the layer of one process."""
         for weight in (self.gate_up_proj, self.down_proj):
-            bound = 1.0 / math.sqrt(weight.shape[-1])
-            nn.init.uniform_(weight, -bound, bound)
+            bound, others = 1.0 / math.sqrt(weight.shape[-1]), torch.empty_like(weight[0])
+            for e in range(self.num_experts):
+                mine = e in self.local_experts
+                expert = weight[e - self.local_experts.start] if mine else others
+                nn.init.uniform_(expert, -bound, bound)
+
+    @property
+    def local_experts(self) -> range:
+        """The experts whose weights this rank holds."""
+        return range(self.num_experts) if self._exchange is None else self._exchange.local_experts
+
+    @property
+    def group(self) -> Any:
+        """The process group that shares the experts; None: there is none."""
+        return None if self._exchange is None else self._exchange.group
+
+    @property
+    def dropped(self) -> Tensor | None:
+        """[3] i64 on the device, or None before the first forward with a group: what this rank had
+        no place for since then. Rows it did not send, ids out of range, assignments it did not
+        take."""
+        return None if self._exchange is None else self._exchange.dropped
+
+    def check(self) -> None:
+        """Waits for the device and raises ValueError if this rank has `dropped` anything."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     def forward(
         self,
@@ -125,24 +174,28 @@ class MoEExperts(nn.Module):
         gate_up = WeightGrad(self.gate_up_proj, is_first_microbatch, queue)
         down = WeightGrad(self.down_proj, is_first_microbatch, queue)
         keep = "none" if self.recompute == "expert" else self.save_preactivation
-        if self.recipe is None:
-            groups = group(topk_idx, self.num_experts)
-            out = bf16_experts(x, probs, groups, gate_up=gate_up, down=down, keep=keep)
-            return out.view(shape)
-        self._refresh(is_first_microbatch)
-        plan = ops.route(self.num_experts, topk_idx=topk_idx)
-        out = fp8_experts(
-            x,
-            probs,
-            plan,
-            self.fp8_weights(),
-            self.recipe,
-            gate_up=gate_up,
-            down=down,
-            keep=keep,
-            observe=self.observer,
-        )
+        if self.recipe is not None:
+            self._refresh(is_first_microbatch)
+        to: Any = {"gate_up": gate_up, "down": down}
+        if self._exchange is not None:
+            block = self._block(keep)
+            out = dispatched_experts(x, probs, topk_idx, self._exchange, block, **to)
+        elif self.recipe is None:
+            out = bf16_experts(
+                x, probs, group_by_expert(topk_idx, self.num_experts), keep=keep, **to
+            )
+        else:
+            plan = ops.route(self.num_experts, topk_idx=topk_idx)
+            weights, observe = self.fp8_weights(), self.observer
+            out = fp8_experts(
+                x, probs, plan, weights, self.recipe, keep=keep, observe=observe, **to
+            )
         return out.view(shape)
+
+    def _block(self, keep: str) -> Fp8Block | Bf16Block:
+        if self.recipe is None:
+            return Bf16Block(self.gate_up_proj, self.down_proj, keep)
+        return Fp8Block(self.fp8_weights(), self.recipe, keep, self.observer)
 
     @torch.no_grad()
     def quantize_weights(self) -> None:
@@ -167,7 +220,7 @@ class MoEExperts(nn.Module):
             # Eager ops write behind torch's back: a backward that waits for the old copies must
             # fail rather than read the new ones.
             torch.autograd.graph.increment_version(list(self.buffers(recurse=False)))
-            self._source = self._fingerprint()
+            self._source = fingerprint(self.gate_up_proj, self.down_proj)
 
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first."""
@@ -178,31 +231,22 @@ class MoEExperts(nn.Module):
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, recipe={self.recipe}, "
             f"recompute={self.recompute!r}, save_preactivation={self.save_preactivation!r}"
+            + (f", local_experts={self.local_experts}" if self._exchange is not None else "")
         )
 
     def _refresh(self, is_first_microbatch: bool | None) -> None:
-        if torch.compiler.is_compiling() or _capturing(self.gate_up_proj):
+        if torch.compiler.is_compiling() or capturing(self.gate_up_proj):
             if not self._quantized:
                 raise RuntimeError(
                     "[MoEExperts] call quantize_weights() before a compiled or captured forward: "
                     "a changed parameter is not noticed there; got weights never quantized"
                 )
             return
-        stale = is_first_microbatch is None and self._source != self._fingerprint()
+        stale = is_first_microbatch is None and self._source != fingerprint(
+            self.gate_up_proj, self.down_proj
+        )
         if is_first_microbatch or self._source is None or stale:
             self.quantize_weights()
-
-    def _fingerprint(self) -> tuple[Any, ...]:
-        """Equal while the parameters are the same objects at the same address and version, and no
-        optimizer has stepped."""
-        _watch_optimizers()
-        return (
-            _optimizer_steps[0],
-            *(
-                (WeakIdRef(p), _address(p), None if p.is_inference() else p._version)
-                for p in (self.gate_up_proj, self.down_proj)
-            ),
-        )
 
     def _allocate_copies(self) -> None:
         """(Re)make the FP8 copies beside the parameters; they hold nothing yet."""
@@ -269,29 +313,13 @@ class MoEExperts(nn.Module):
             raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
         if self.observer is not None:
             raise RuntimeError("[MoEExperts] telemetry cannot be compiled; unwatch the module")
+        if self._exchange is not None:
+            raise RuntimeError(
+                "[MoEExperts] a layer with a group cannot be compiled; run it eagerly"
+            )
         for name, weight in self.named_parameters():
             if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
                 raise RuntimeError(
                     "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
                     f"got it on {name}; delete the attribute to have main_grad accumulate alone"
                 )
-
-
-_optimizer_steps = [0]  # of any optimizer: fused ones write parameters without a new version
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    def count(*_: Any) -> None:
-        _optimizer_steps[0] += 1
-
-    register_optimizer_step_post_hook(count)
-
-
-def _address(t: Tensor) -> int:
-    # Fake tensors have none; 0 then, their identity and version must do.
-    return 0 if torch._C._len_torch_dispatch_stack() else t.data_ptr()
-
-
-def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()

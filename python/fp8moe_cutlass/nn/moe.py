@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,11 +36,15 @@ class MoE(nn.Module):
 
     Router options (score_function, selection_bias, num_groups, topk_groups, normalize,
     routed_scaling_factor) are Router's, expert options (recipe, recompute, save_preactivation,
-    delay_wgrad, bias, activation) MoEExperts'. shared_intermediate_size adds a dense expert of that
-    width in `dtype`. The router is float32.
+    delay_wgrad, group, capacity, bias, activation) MoEExperts'. shared_intermediate_size adds a
+    dense expert of that width in `dtype`. The router is float32.
 
     After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
     a multiple of it to the training loss) and `tokens_per_expert` [E] the load.
+
+    With a group the router and the shared expert are replicated: their gradients are of this rank's
+    tokens and want averaging over the ranks; aux_loss and tokens_per_expert are of this rank's
+    tokens too. On a GPU the shared expert runs on a stream of its own beside the exchange.
     """
 
     aux_loss: Tensor
@@ -62,6 +68,8 @@ class MoE(nn.Module):
         recompute: str = "none",
         save_preactivation: str = "bf16",
         delay_wgrad: bool = False,
+        group: Any = None,
+        capacity: int | tuple[int, int] | None = None,
         bias: bool = False,
         activation: str = "swiglu",
         dtype: torch.dtype = torch.bfloat16,
@@ -88,6 +96,8 @@ class MoE(nn.Module):
             recompute=recompute,
             save_preactivation=save_preactivation,
             delay_wgrad=delay_wgrad,
+            group=group,
+            capacity=capacity,
             bias=bias,
             activation=activation,
             dtype=dtype,
@@ -104,12 +114,31 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
         self.aux_loss, self.tokens_per_expert = routing.aux_loss, routing.tokens_per_expert
+        beside = self._start_shared_expert(tokens)
         out: Tensor = self.experts(
             tokens, routing.topk_idx, routing.topk_weights, is_first_microbatch
         )
         if self.shared_expert is not None:
-            out = out + self.shared_expert(tokens).to(out.dtype)
+            out = out + (beside() if beside else self.shared_expert(tokens)).to(out.dtype)
         return out.view(x.shape)
+
+    def _start_shared_expert(self, tokens: Tensor) -> Callable[[], Tensor] | None:
+        """Where there is an exchange to hide: queue the shared expert on a stream of its own.
+        Returns how to have its output on the current one. Autograd runs the backward there too."""
+        if self.shared_expert is None or self.experts.group is None or not tokens.is_cuda:
+            return None
+        here, beside = torch.cuda.current_stream(tokens.device), _side_stream(tokens.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            shared: Tensor = self.shared_expert(tokens)
+        tokens.record_stream(beside)
+
+        def join() -> Tensor:
+            here.wait_stream(beside)
+            shared.record_stream(here)
+            return shared
+
+        return join
 
     def quantize_weights(self) -> None:
         """MoEExperts.quantize_weights."""
@@ -119,8 +148,17 @@ class MoE(nn.Module):
         """MoEExperts.backward_dw."""
         self.experts.backward_dw()
 
+    def check(self) -> None:
+        """MoEExperts.check."""
+        self.experts.check()
+
     def __getstate__(self) -> dict[str, Any]:
         # aux_loss hangs on a graph, which neither deepcopy nor pickle can follow.
         return {
             k: v for k, v in self.__dict__.items() if k not in ("aux_loss", "tokens_per_expert")
         }
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

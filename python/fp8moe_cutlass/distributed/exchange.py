@@ -1,0 +1,189 @@
+"""Rows between the ranks of a process group: who sends how many, and the collectives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8moe_cutlass.distributed.terms import Terms
+
+_DROPPED = (
+    "rows beyond the capacity of their (source, destination) pair",
+    "expert ids out of range",
+    "assignments beyond the capacity of their rank",
+)
+
+
+class Sizes(NamedTuple):
+    """What one dispatch moves. Its gradient moves the same way; both return in mirror image."""
+
+    sent: list[int] | None  # rows to each rank; None: as many to every rank
+    received: list[int] | None  # rows from each rank
+    rows_sent: int
+    rows: int  # received
+    assignments: int  # at most so many entries of topk_idx travel on the received rows
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Rows on their way, in a collective that runs beside what is queued meanwhile."""
+
+    rows: Tensor
+    work: Any
+    source: Tensor  # is read until the work is done
+
+    def wait(self) -> Tensor:
+        """The rows; on a GPU it is the current stream that waits."""
+        self.work.wait()
+        return self.rows
+
+
+def make_exchange(
+    group: Any, num_experts: int, capacity: int | tuple[int, int] | None
+) -> Exchange | None:
+    """The exchange of a layer's options; None without a group."""
+    if group is None:
+        if capacity is not None:
+            raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
+        return None
+    return Exchange(group, num_experts, capacity)
+
+
+class Exchange:
+    """How a layer's rows travel within `group`, which owns its experts in equal, ascending shares.
+
+    Every method is collective: all ranks of the group call it, in the same order.
+    capacity None: sizes are exchanged before the rows, which takes one read by the host. rows, or
+    (rows, assignments): fixed sizes, which no host reads; see MoEExperts.
+    `dropped` [3] i64 counts, on the device and since the beginning, what this rank had no place
+    for, as `check` names it.
+    """
+
+    def __init__(
+        self, group: Any, num_experts: int, capacity: int | tuple[int, int] | None = None
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        if dist.get_rank() not in ranks:
+            raise ValueError(
+                f"[MoEExperts] group must contain this rank; got ranks {ranks} on {dist.get_rank()}"
+            )
+        if num_experts % len(ranks):
+            raise ValueError(
+                "[MoEExperts] num_experts must be a multiple of the group's size; "
+                f"got {num_experts} experts, {len(ranks)} ranks"
+            )
+        limits = (0, 0) if capacity is None else capacity
+        rows, assignments = limits if isinstance(limits, tuple) else (limits, 0)
+        if capacity is not None and (rows < 1 or (isinstance(capacity, tuple) and assignments < 1)):
+            raise ValueError(
+                "[MoEExperts] capacity must be rows or (rows, assignments), at least 1; "
+                f"got {capacity}"
+            )
+        self.group = group
+        self.num_experts = num_experts
+        self.capacity = capacity
+        self.ranks = len(ranks)
+        self.segment = rows  # rows of a (source, destination) pair; 0: exact sizes
+        self.dropped: Tensor | None = None
+        self._names = ranks
+        self._rank = ranks.index(dist.get_rank())
+        self._assignments = assignments
+        self._agreed: set[Terms] = set()
+        self._words: dict[Any, Tensor] = {}
+
+    @property
+    def local_experts(self) -> range:
+        """The experts of this rank."""
+        share = self.num_experts // self.ranks
+        return range(self._rank * share, (self._rank + 1) * share)
+
+    def announce(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
+        """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
+
+        Returns how to learn the sizes, once: there the host waits for the device. Raises ValueError
+        on every rank if the ranks' terms differ. With a capacity nothing is exchanged but the
+        terms, and they only until they have been agreed upon.
+        """
+        if self.segment and terms in self._agreed:
+            return functools.partial(self._fixed, terms)
+        if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "[MoEExperts] a captured forward needs capacity=, and one forward like it before "
+                f"the capture; got capacity={self.capacity}"
+            )
+        message = counts.new_empty(2, self.ranks, 2 + len(terms))
+        message[0, :, :2] = counts
+        message[0, :, 2:] = self._words_of(terms, counts.device)
+        work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
+
+        @functools.cache
+        def sizes() -> Sizes:
+            work.wait()
+            sent, received = message.tolist()
+            terms.check([words[2:] for words in received], self._names)
+            if self.segment:
+                self._agreed.add(terms)
+                return self._fixed(terms)
+            to, of = ([words[0] for words in side] for side in (sent, received))
+            return Sizes(to, of, sum(to), sum(of), sum(words[1] for words in received))
+
+        return sizes
+
+    def dispatch(self, rows: Tensor, sizes: Sizes) -> Tensor:
+        """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
+        got = rows.new_empty(sizes.rows, rows.shape[1])
+        sent = rows[: sizes.rows_sent]
+        dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
+        return got
+
+    def give_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Pending:
+        """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
+        rows = rows.contiguous()
+        got = rows.new_empty(bound, rows.shape[1])
+        into = got[: sizes.rows_sent]
+        work = dist.all_to_all_single(
+            into, rows, sizes.sent, sizes.received, group=self.group, async_op=True
+        )
+        return Pending(got, work, rows)
+
+    def count(self, *dropped: Tensor) -> None:
+        """Add what a forward dropped: integers, in the order of `dropped`."""
+        found = torch.cat([t.reshape(-1) for t in dropped])
+        if self.dropped is None or self.dropped.device != found.device:
+            with torch.inference_mode(False):
+                self.dropped = torch.zeros(len(_DROPPED), dtype=torch.int64, device=found.device)
+        self.dropped += found
+
+    def check(self) -> None:
+        """Waits for the device and raises ValueError if this rank has dropped anything."""
+        counts = [] if self.dropped is None else self.dropped.tolist()
+        found = [f"{n} {what}" for n, what in zip(counts, _DROPPED, strict=False) if n]
+        if found:
+            raise ValueError(f"[MoEExperts] no assignment may be dropped; got {'; '.join(found)}")
+
+    def _fixed(self, terms: Terms) -> Sizes:
+        rows = self.ranks * self.segment
+        most = min(terms.slots, len(self.local_experts))
+        return Sizes(None, None, rows, rows, self._assignments or most * rows)
+
+    def _words_of(self, terms: Terms, device: torch.device) -> Tensor:
+        if (terms, device) not in self._words:
+            with torch.inference_mode(False):
+                words = torch.tensor(terms, dtype=torch.int32, device=device)
+            self._words[terms, device] = words
+        return self._words[terms, device]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
+        return Exchange(self.group, self.num_experts, self.capacity)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "[MoEExperts] a layer with a group cannot be pickled: a process group is of this "
+            "process alone; save its state_dict"
+        )

@@ -1,0 +1,188 @@
+"""Dispatch, the experts of each rank, combine: one autograd.Function around the exchange.
+
+Forward: one all-to-all takes each token's row to every rank that has an expert of its, one brings
+the rank's partial sums back in bfloat16, which are summed in rank order. Backward mirrors it: the
+gradient of the output travels as x did, by the plan and the sizes the forward found; gradients of
+the probs come back first, then dx, while the weight gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fp8moe_cutlass.autograd.experts import needs_grad
+from fp8moe_cutlass.autograd.saving import Saved, load, save
+from fp8moe_cutlass.autograd.weight_grad import Gradients, WeightGrad
+from fp8moe_cutlass.distributed.exchange import Exchange, Pending, Sizes
+from fp8moe_cutlass.distributed.terms import Terms, recipe_word
+from fp8moe_cutlass.recipe import Fp8Recipe
+
+
+class Block(Protocol):
+    """What travels between the ranks, and what a rank does with it: Fp8Block or Bf16Block.
+
+    A plan (ops.dispatch_plan) has row_of [T, ranks], the row of a token for a rank or -1, and rows.
+    """
+
+    @property
+    def recipe(self) -> Fp8Recipe | None:
+        """How rows are quantized."""
+
+    def without_backward(self) -> Block:
+        """The block that saves nothing and shows nothing."""
+
+    def plan(self, topk_idx: Tensor, exchange: Exchange) -> tuple[Any, Tensor]:
+        """topk_idx [T, S] -> the plan, and counts [ranks, 2] i32: rows and assignments a rank."""
+
+    def pack(
+        self,
+        x: Tensor,
+        probs: Tensor,
+        topk_idx: Tensor,
+        plan: Any,
+        exchange: Exchange,
+        sizes: Callable[[], Sizes],
+    ) -> Tensor:
+        """x [T, H], probs [T, S] f32 -> rows of the wire, at least sizes().rows_sent."""
+
+    def forward(
+        self, rows: Tensor, slots: int, plan: Any, exchange: Exchange, sizes: Sizes
+    ) -> tuple[Tensor, tuple[Saved, ...]]:
+        """Received rows -> partial sums [sizes.rows, H] bf16 and what `backward` is to be given.
+        Counts what the plans dropped."""
+
+    def pack_gradient(self, dout: Tensor, plan: Any, sizes: Sizes) -> Tensor:
+        """dout [T, H] -> rows of the wire, at least sizes.rows_sent."""
+
+    def backward(
+        self,
+        rows: Tensor,
+        saved: list[Any],
+        send_dprobs: Callable[[Tensor], None] | None,
+        *,
+        need_dx: bool,
+        need_gate_up: bool,
+        need_down: bool,
+    ) -> Gradients:
+        """Received rows of the gradient -> gradients; dprobs [sizes.rows, S] to send_dprobs."""
+
+    def combine(self, rows: Tensor, plan: Any) -> Tensor:
+        """The sum [T, H] of the rows [plan.rows, H] that came back for each token."""
+
+
+def dispatched_experts(
+    x: Tensor,
+    probs: Tensor,
+    topk_idx: Tensor,
+    exchange: Exchange,
+    block: Block,
+    *,
+    gate_up: WeightGrad,
+    down: WeightGrad,
+) -> Tensor:
+    """out [T, H] in x's dtype of x [T, H], probs [T, S] f32 and topk_idx [T, S], whose ids count
+    the experts of all ranks; differentiable in x, probs and the two parameters. Collective."""
+    trained = needs_grad(x, probs, gate_up.weight, down.weight)
+    weights_grad = gate_up.weight.requires_grad or down.weight.requires_grad
+    terms = Terms(
+        exchange.num_experts,
+        x.shape[1],
+        topk_idx.shape[1],
+        exchange.segment,
+        recipe_word(block.recipe),
+        trained and x.requires_grad,
+        trained and probs.requires_grad,
+        trained and weights_grad,
+    )
+    if not trained:
+        out = _forward(x, probs, topk_idx, exchange, block.without_backward(), terms)[0]
+        return out.to(x.dtype)
+    result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x, probs, gate_up.weight, down.weight, topk_idx, exchange, block, terms, gate_up, down
+    )
+    return result
+
+
+def _forward(
+    x: Tensor, probs: Tensor, topk_idx: Tensor, exchange: Exchange, block: Block, terms: Terms
+) -> tuple[Tensor, Any, Sizes, tuple[Saved, ...]]:
+    """(out [T, H] bf16, plan, sizes, what block.backward is to be given)."""
+    plan, counts = block.plan(topk_idx, exchange)
+    sizes = exchange.announce(counts, terms)
+    packed = block.pack(x, probs, topk_idx, plan, exchange, sizes)
+    rows = exchange.dispatch(packed, sizes())
+    del packed
+    partial, saved = block.forward(rows, terms.slots, plan, exchange, sizes())
+    back = exchange.give_back(partial, plan.rows, sizes())
+    return block.combine(back.wait(), plan), plan, sizes(), saved
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        topk_idx: Tensor,
+        exchange: Exchange,
+        block: Block,
+        terms: Terms,
+        gate_up: WeightGrad,
+        down: WeightGrad,
+    ) -> Tensor:
+        out, plan, sizes, saved = _forward(x, probs, topk_idx, exchange, block, terms)
+        save(ctx, *saved, topk_idx, plan)
+        ctx.exchange, ctx.sizes, ctx.block, ctx.terms = exchange, sizes, block, terms
+        ctx.dtype, ctx.gate_up, ctx.down = x.dtype, gate_up, down
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        # What travels back is what the ranks agreed upon, whatever this call asks for.
+        _, _, need_gate_up, need_down, *_ = ctx.needs_input_grad
+        *saved, topk_idx, plan = load(ctx)
+        exchange, sizes, block = ctx.exchange, ctx.sizes, ctx.block
+        rows = exchange.dispatch(block.pack_gradient(dout, plan, sizes), sizes)
+        coming: dict[str, Pending] = {}
+
+        def send_dprobs(dprobs: Tensor) -> None:
+            coming["dprobs"] = exchange.give_back(dprobs, plan.rows, sizes)
+
+        grads = block.backward(
+            rows,
+            saved,
+            send_dprobs if ctx.terms.probs_grad else None,
+            need_dx=ctx.terms.x_grad,
+            need_gate_up=need_gate_up,
+            need_down=need_down,
+        )
+        if grads.dx is not None:
+            coming["dx"] = exchange.give_back(grads.dx, plan.rows, sizes)
+        d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
+        d_down = ctx.down.accept(grads.down) if need_down else None
+        dx, dprobs = None, None
+        if "dprobs" in coming:
+            dprobs = _dprobs(coming["dprobs"].wait(), topk_idx, plan.row_of, exchange)
+        if "dx" in coming:
+            dx = block.combine(coming["dx"].wait(), plan).to(ctx.dtype)
+        return dx, dprobs, d_gate_up, d_down, *(None,) * 6
+
+
+def _dprobs(rows: Tensor, topk_idx: Tensor, row_of: Tensor, exchange: Exchange) -> Tensor:
+    """dprobs[t, s] = rows[row_of[t, the rank of topk_idx[t, s]], s], 0 where that went nowhere."""
+    if topk_idx.numel() == 0:
+        return rows.new_zeros(topk_idx.shape)
+    real = (topk_idx >= 0) & (topk_idx < exchange.num_experts)
+    owner = topk_idx.masked_fill(~real, 0).long() // len(exchange.local_experts)
+    row = row_of.gather(1, owner)
+    slots = topk_idx.shape[1]
+    at = row.clamp(min=0).long() * slots + torch.arange(slots, device=row.device)
+    return rows.flatten()[at].masked_fill(~real | (row < 0), 0.0)

@@ -1,0 +1,113 @@
+"""The experts of a rank in FP8: rows travel quantized and go from the wire into the GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import fp8
+from fp8moe_cutlass.autograd.experts import quantize
+from fp8moe_cutlass.autograd.saving import Saved
+from fp8moe_cutlass.autograd.weight_grad import Gradients
+from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+
+
+@dataclass(frozen=True)
+class Fp8Block:
+    """fp8.forward and fp8.backward between two exchanges: a Block (experts.py)."""
+
+    weights: fp8.Fp8Weights  # of this rank's experts
+    recipe: Fp8Recipe
+    keep: str = "none"
+    observe: fp8.Observer | None = None
+
+    def without_backward(self) -> Fp8Block:
+        return replace(self, keep="none", observe=None)
+
+    def plan(self, topk_idx: Tensor, exchange: Exchange) -> tuple[RoutingPlan, Tensor]:
+        plan, counts = ops.dispatch_plan(
+            topk_idx, exchange.num_experts, exchange.ranks, segment=exchange.segment
+        )
+        return plan, counts
+
+    def pack(
+        self,
+        x: Tensor,
+        probs: Tensor,
+        topk_idx: Tensor,
+        plan: RoutingPlan,
+        exchange: Exchange,
+        sizes: Callable[[], Sizes],
+    ) -> Tensor:
+        # Into as many rows as there can be: the sizes are on their way meanwhile.
+        if self.observe is not None:
+            self.observe("x", quantize(x, self.recipe), plan, x)
+        return self._pack(
+            x, plan, self.recipe.fp8_dtype, topk_idx, probs, num_experts=exchange.num_experts
+        )
+
+    def forward(
+        self, rows: Tensor, slots: int, plan: RoutingPlan, exchange: Exchange, sizes: Sizes
+    ) -> tuple[Tensor, tuple[Saved, ...]]:
+        weights = self.weights
+        x, topk_idx, probs = self._unpack(rows, weights.down.shape[1], slots, self.recipe.fp8_dtype)
+        local = ops.route(
+            len(exchange.local_experts), topk_idx=topk_idx, capacity=sizes.assignments
+        )
+        exchange.count(plan.status[:2], local.status[:1])
+        out, kept = fp8.forward(
+            x, probs, local, weights, self.recipe, keep=self.keep, observe=self.observe
+        )
+        again = weights.gate_up if kept.z is None else None
+        return out, (*kept, local, again, weights.gate_up_t, weights.down_t)
+
+    def pack_gradient(self, dout: Tensor, plan: RoutingPlan, sizes: Sizes) -> Tensor:
+        if self.observe is not None:
+            self.observe("dout", quantize(dout, self.recipe, self.recipe.grad_dtype), plan, dout)
+        return self._pack(dout.contiguous(), plan, self.recipe.grad_dtype)
+
+    def backward(
+        self,
+        rows: Tensor,
+        saved: list[Any],
+        send_dprobs: Callable[[Tensor], None] | None,
+        **need: bool,
+    ) -> Gradients:
+        *kept, local, gate_up, gate_up_t, down_t = saved
+        dout, _, _ = self._unpack(rows, gate_up_t.shape[1], 0, self.recipe.grad_dtype)
+        return fp8.backward(
+            dout,
+            fp8.Activations(*kept),
+            local,
+            fp8.Fp8Weights(gate_up, gate_up_t, None, down_t),
+            self.recipe,
+            need_dprobs=False,
+            send_dprobs=send_dprobs,
+            observe=self.observe,
+            **need,
+        )
+
+    def combine(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
+        out: Tensor = ops.unpermute_unpad(rows, plan)
+        return out
+
+    def _pack(
+        self, t: Tensor, plan: RoutingPlan, fp8_dtype: str, *ids: Tensor, **of: int
+    ) -> Tensor:
+        packed: Tensor = ops.quantize_pack(
+            t, plan, *ids, fp8_dtype=fp8_dtype, scale=self.recipe.scale, eps=self.recipe.eps, **of
+        )
+        return packed
+
+    def _unpack(
+        self, rows: Tensor, hidden: int, slots: int, fp8_dtype: str
+    ) -> tuple[Fp8Tensor, Any, Any]:
+        pow2 = self.recipe.scale == "pow2"
+        return ops.unpack(rows, hidden, slots, fp8_dtype=fp8_dtype, pow2=pow2)

@@ -1,0 +1,45 @@
+"""Whether parameters have changed since their FP8 copies were made."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
+
+
+def fingerprint(*parameters: Tensor) -> tuple[Any, ...]:
+    """Equal while the parameters are the same objects at the same address and version, and no
+    optimizer has stepped."""
+    _watch_optimizers()
+    return (
+        _optimizer_steps[0],
+        *(
+            (WeakIdRef(p), _address(p), None if p.is_inference() else p._version)
+            for p in parameters
+        ),
+    )
+
+
+def capturing(t: Tensor) -> bool:
+    """Whether work on t goes into a CUDA graph."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_optimizer_steps = [0]  # of any optimizer: fused ones write parameters without a new version
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    def count(*_: Any) -> None:
+        _optimizer_steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _address(t: Tensor) -> int:
+    # Fake tensors have none; 0 then, their identity and version must do.
+    return 0 if torch._C._len_torch_dispatch_stack() else t.data_ptr()
