@@ -179,6 +179,13 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **plan,
             **new("columns", width, kcap, layout="gemm"),
         },
+        "count_codes": {
+            **fp8("q", p.x8),
+            **plan,
+            **fp8("columns", p.columns8),
+            "stride": 2,
+            "counts": torch.zeros(21, dtype=torch.int64),
+        },
         "swiglu_quantize": {
             "z": p.rows,
             **plan,
@@ -237,6 +244,7 @@ OPS = (
     "unpack",
     "transpose_fp8",
     "permute_transpose_fp8",
+    "count_codes",
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "grouped_gemm",

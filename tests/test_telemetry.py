@@ -27,7 +27,7 @@ def uneven(**options: Any) -> Problem:
 
 
 def watched(p: Problem, layer: Any) -> Any:
-    with telemetry.watch(layer) as seen:
+    with telemetry.watch(layer, every=1) as seen:
         p.run(layer)
     return seen.report()[""]
 
@@ -112,7 +112,8 @@ def test_underflow_of_h_and_dz(options: dict[str, Any]) -> None:
         want = share_underflowed(
             values[:rows].bfloat16(), Fp8Tensor(q.data[:rows], None, q.block, "row")
         )
-        assert report["underflowed"][name] == pytest.approx(want, rel=0.01)
+        # A code of 0 made from an FP8 z of 0 counts as underflowed too.
+        assert report["underflowed"][name] == pytest.approx(want, rel=0.02)
         assert want > 1e-4
 
 
@@ -125,16 +126,16 @@ def test_looking_changes_nothing_and_ends() -> None:
     layer = p.experts()
     with telemetry.watch(layer) as seen:
         assert_same(p.run(layer), want)
-        once = seen.counters[""].operands.clone()
+        once = seen.counters[""].counts.clone()
         layer.zero_grad()
         p.run(layer)
-        assert torch.equal(seen.counters[""].operands, 2 * once)
+        assert torch.equal(seen.counters[""].counts, 2 * once)
         with torch.no_grad():
             layer(p.x, p.topk_idx, p.probs)
-        assert torch.equal(seen.counters[""].operands, 2 * once)
+        assert torch.equal(seen.counters[""].counts, 2 * once)
     assert layer.observer is None
     p.run(layer)
-    assert torch.equal(seen.counters[""].operands, 2 * once)
+    assert torch.equal(seen.counters[""].counts, 2 * once)
     seen.reset()
     assert not any(seen.report()[""]["underflowed"].values())
 
@@ -146,7 +147,8 @@ def test_layers_are_named() -> None:
         p.run(module["a"])
     report = seen.report()
     assert set(report) == {"a", "c"}
-    assert sum(report["a"]["transposes"]["x columns"]["shifts"]) == 64 * 2 * 2
+    # One token in eight: each of its two rows has two tiles.
+    assert sum(report["a"]["transposes"]["x columns"]["shifts"]) == 64 // 8 * 2 * 2
     assert sum(report["c"]["transposes"]["x columns"]["shifts"]) == 0
 
 

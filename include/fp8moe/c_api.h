@@ -192,6 +192,11 @@ FP8MOE_C_API fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_fp8_tensor*
                                                         const fp8moe_fp8_tensor* columns,
                                                         void* stream);
 
+/* columns: optional. counts: i64, CodeCount of ops.h. */
+FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* plan,
+                                              const fp8moe_fp8_tensor* columns, int64_t stride,
+                                              const fp8moe_tensor* counts, void* stream);
+
 /* ---- activation ---- */
 
 /* plan, probs, h_columns, z_q: optional. */

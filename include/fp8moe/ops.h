@@ -141,6 +141,27 @@ FP8MOE_API void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const
 FP8MOE_API void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan,
                                       const Fp8Tensor& columns, Stream stream = {});
 
+// ---- what FP8 costs -----------------------------------------------------------------------------
+
+// Adds to counts [kCodeCounts] i64 what rows 0, stride, 2 stride, ... of q hold, reading their
+// codes once. q [T, C] in row layout (rows may lie apart), or [R, C] in gemm layout, of which rows
+// without an assignment are left out. `columns`: the operand permute_transpose_fp8 made of q in row
+// layout, power-of-two scales; its scales alone are read. Words: CodeCount.
+FP8MOE_API void count_codes(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
+                            int64_t stride, const Tensor& counts, Stream stream = {});
+
+// A live tile is a 1x128 tile that holds a nonzero code. In one, a code of 0 stands for a value
+// that underflowed or was 0. Words from kMoved on are counted for every kept assignment of a row.
+enum CodeCount : int {
+  kLive = 0,         // codes in live tiles
+  kUnderflowed = 1,  // those of them that are 0
+  kMoved = 2,        // nonzero codes
+  kFlushed = 3,      // those of them that the shift onto the columns' scales makes 0
+  kFirstShift =
+      4,  // live tiles by their shift k = log2 S - log2 s: k <= 0, 1, ..., 15, 16 and more
+  kCodeCounts = 4 + 17  // (of 128 channels with an S each: the largest S)
+};
+
 // ---- activation ---------------------------------------------------------------------------------
 
 // h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.

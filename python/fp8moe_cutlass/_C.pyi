@@ -1,6 +1,6 @@
 from typing import Any
 
-import fp8moe_cutlass
+import fp8moe_cutlass.typing
 
 
 class DeviceUnavailable(RuntimeError):
@@ -51,6 +51,8 @@ def unpack(packed: fp8moe_cutlass.typing.ArrayArg, hidden: int, topk_idx: fp8moe
 def transpose_fp8(q: fp8moe_cutlass.typing.ArrayArg, q_scale: fp8moe_cutlass.typing.ArrayArg, q_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, columns: fp8moe_cutlass.typing.ArrayArg, columns_scale: fp8moe_cutlass.typing.ArrayArg, columns_layout: str, requantize: bool, pow2: bool, eps: float) -> None: ...
 
 def permute_transpose_fp8(q: fp8moe_cutlass.typing.ArrayArg, q_scale: fp8moe_cutlass.typing.ArrayArg, q_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, columns: fp8moe_cutlass.typing.ArrayArg, columns_scale: fp8moe_cutlass.typing.ArrayArg, columns_layout: str) -> None: ...
+
+def count_codes(q: fp8moe_cutlass.typing.ArrayArg, q_scale: fp8moe_cutlass.typing.ArrayArg, q_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, columns: fp8moe_cutlass.typing.ArrayArg | None, columns_scale: fp8moe_cutlass.typing.ArrayArg | None, columns_layout: str, stride: int, counts: fp8moe_cutlass.typing.ArrayArg) -> None: ...
 
 def swiglu_quantize(z: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, clamp: float, h: fp8moe_cutlass.typing.ArrayArg, h_scale: fp8moe_cutlass.typing.ArrayArg, h_layout: str, h_columns: fp8moe_cutlass.typing.ArrayArg | None, h_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, h_columns_layout: str, z_q: fp8moe_cutlass.typing.ArrayArg | None, z_q_scale: fp8moe_cutlass.typing.ArrayArg | None, z_q_layout: str, pow2: bool, eps: float) -> None: ...
 

@@ -4,12 +4,15 @@
         loss(model(batch)).backward()
     print(seen.report())                       # the only wait for the device
 
-Counted for each quantized operand (x, h, dout, dz): how many nonzero values became code 0. For
-each operand the layer transposes in FP8 (x, dout): how many nonzero codes the shifts flushed to 0,
-and the histogram of the shifts k (new code = RN(old * 2^-k)) over 1x128 row tiles that hold a
-nonzero code. Counters live at fixed addresses and are only added to, so that watching can be
-captured in a CUDA graph: replays count. The counting itself is plain torch, about one extra pass
-over what it looks at; watch the steps you want to know about, not all.
+Counted by ops.count_codes: for each quantized operand (x, h, dout, dz) the share of codes 0 in
+1x128 tiles that hold another code: values that underflowed (or were 0 to begin with). For each
+operand the layer transposes in FP8 (x, dout): the share of nonzero codes the shifts flush to 0, and
+the histogram of the shifts k (new code = RN(old * 2^-k)) over its tiles. Counters live at fixed
+addresses and are only added to, so that watching can be captured in a CUDA graph: replays count.
+
+What it costs: six small kernels a layer and step. They read the codes of every `every`-th row, T
+rows of x and of dout twice and R of h and dz once: (4 T H + 3 R I) / every bytes; at the default of
+8 that is 0.3% of the bytes a layer moves without its GEMMs.
 
 `snr` compares each GEMM of a layer with the same GEMM in bfloat16 over operands never quantized.
 """
@@ -29,58 +32,54 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
 from fp8moe_cutlass.autograd.experts import quantize
 from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.ops.count_codes import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.tensor import TILE, Fp8Tensor
 
 OPERANDS = ("x", "h", "dout", "dz")
 TRANSPOSES = ("x columns", "dout columns")
-SHIFTS = 17  # bins: k <= 0 ("block" shifts are never negative), 1, ..., 15, and 16 or more
+EVERY = 8  # rows: one in so many is looked at
 
 Report = dict[str, Any]
 
 
 class Counters:
-    """The observer of one MoEExperts: counters [.., 2] i64 of (nonzero before, zero after)."""
+    """The observer of one MoEExperts: a row of ops.count_codes' counters for each of OPERANDS and
+    TRANSPOSES, over every `every`-th row."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.operands = torch.zeros(len(OPERANDS), 2, dtype=torch.int64, device=device)
-        self.transposes = torch.zeros(len(TRANSPOSES), 2, dtype=torch.int64, device=device)
-        self.shifts = torch.zeros(len(TRANSPOSES), SHIFTS, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, every: int = EVERY) -> None:
+        names = OPERANDS + TRANSPOSES
+        self.counts = torch.zeros(len(names), COUNTS, dtype=torch.int64, device=device)
+        self.of = dict(zip(names, self.counts, strict=True))
+        self.every = every
 
     @torch.no_grad()
     def __call__(self, name: str, value: Any, plan: RoutingPlan, source: Any) -> None:
         if name in OPERANDS:
-            self.operands[OPERANDS.index(name)].add_(_underflow(name, value, plan, source))
-        elif name in TRANSPOSES:
-            at = TRANSPOSES.index(name)
-            self.transposes[at].add_(_flushed(source, value, plan))
-            if source.pow2:
-                self.shifts[at].add_(_shifts(source, value, plan))
+            ops.count_codes(value, plan, self.of[name], stride=self.every)
+        elif name in TRANSPOSES and source.pow2 and value.pow2:
+            ops.count_codes(source, plan, self.of[name], columns=value, stride=self.every)
 
     def report(self) -> Report:
         """Shares and counts as plain numbers; waits for the device."""
-        operands = zip(OPERANDS, self.operands.tolist(), strict=True)
-        transposes = zip(TRANSPOSES, self.transposes.tolist(), self.shifts.tolist(), strict=True)
-        return {
-            "underflowed": {name: lost / max(n, 1) for name, (n, lost) in operands},
-            "transposes": {
-                name: {"underflowed": lost / max(n, 1), "shifts": shifts}
-                for name, (n, lost), shifts in transposes
-            },
-        }
+        words = dict(zip(self.of, self.counts.tolist(), strict=True))
+        transposes: Report = {}
+        for name in TRANSPOSES:
+            _, _, moved, flushed, *shifts = words[name]
+            transposes[name] = {"underflowed": flushed / max(moved, 1), "shifts": shifts}
+        underflowed = {name: words[name][1] / max(words[name][0], 1) for name in OPERANDS}
+        return {"underflowed": underflowed, "transposes": transposes}
 
     def reset(self) -> None:
         """Start counting from zero, in place."""
-        for counter in (self.operands, self.transposes, self.shifts):
-            counter.zero_()
+        self.counts.zero_()
 
 
 class Watch:
     """The counters of every watched layer, by its name in the module."""
 
-    def __init__(self, layers: dict[str, MoEExperts]) -> None:
+    def __init__(self, layers: dict[str, MoEExperts], every: int = EVERY) -> None:
         self.layers = layers
-        self.counters = {n: Counters(m.gate_up_proj.device) for n, m in layers.items()}
+        self.counters = {n: Counters(m.gate_up_proj.device, every) for n, m in layers.items()}
 
     def report(self) -> dict[str, Report]:
         """Counters.report of each layer; waits for the device."""
@@ -92,10 +91,10 @@ class Watch:
             counters.reset()
 
 
-def enable(module: nn.Module) -> Watch:
+def enable(module: nn.Module, every: int = EVERY) -> Watch:
     """Count in every FP8 MoEExperts of `module`, on the device its parameters are on now, until
     `disable`. Raises ValueError if there is none."""
-    seen = Watch(fp8_layers(module))
+    seen = Watch(fp8_layers(module), every)
     for name, layer in seen.layers.items():
         layer.observer = seen.counters[name]
     return seen
@@ -123,10 +122,10 @@ def disable(module: nn.Module) -> None:
 
 
 @contextmanager
-def watch(module: nn.Module) -> Iterator[Watch]:
+def watch(module: nn.Module, every: int = EVERY) -> Iterator[Watch]:
     """`enable` for a scope."""
     try:
-        yield enable(module)
+        yield enable(module, every)
     finally:
         disable(module)
 
@@ -172,84 +171,6 @@ def tape(module: nn.Module) -> Iterator[Tape]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-# ---- counting -----------------------------------------------------------------------------------
-
-
-def _nonzero(codes: Tensor, dim: int) -> Tensor:
-    """Nonzero FP8 codes (either zero has only the sign bit) along `dim`."""
-    return torch.count_nonzero(codes.view(torch.uint8) << 1, dim=dim)
-
-
-def _underflow(name: str, q: Fp8Tensor, plan: RoutingPlan, source: Any) -> Tensor:
-    """(nonzero values, nonzero values whose code is 0) of a quantization, over defined rows."""
-    if name == "h":
-        source = bf16.swiglu(*source)
-    elif name == "dz":
-        dh, z, row_probs = source
-        z = ops.dequantize(z) if isinstance(z, Fp8Tensor) else z
-        source, _ = bf16.swiglu_backward(dh, z, row_probs)
-    values = source != 0
-    lost = values & (q.data.view(torch.uint8) << 1 == 0)
-    rows: Tensor = torch.stack([values.sum(dim=1), lost.sum(dim=1)])
-    if name in ("h", "dz"):
-        rows = rows.masked_fill(~_defined_rows(plan), 0)
-    return rows.sum(dim=1)
-
-
-def _defined_rows(plan: RoutingPlan) -> Tensor:
-    """[R] bool: rows that carry an assignment."""
-    rows = torch.arange(plan.rows, device=plan.device)
-    defined: Tensor = (rows < plan.row_offsets[-1]) & (plan.token_of_row >= 0)
-    return defined
-
-
-def _tokens(plan: RoutingPlan) -> Tensor:
-    """[R] i64: the token of each row; any token where the row is undefined."""
-    tokens: Tensor = plan.token_of_row.long().clamp(0, max(plan.tokens - 1, 0))
-    return tokens
-
-
-def _flushed(rows: Fp8Tensor, columns: Fp8Tensor, plan: RoutingPlan) -> Tensor:
-    """(nonzero codes of the kept assignments' rows, those that are 0 in the columns)."""
-    kept = (plan.row_of >= 0).sum(dim=1)
-    before = (_nonzero(rows.data, 1) * kept).sum()
-    column = torch.arange(plan.columns, device=plan.device)
-    after = _nonzero(columns.data, 0).masked_fill(column >= plan.col_offsets[-1], 0).sum()
-    return torch.stack([before, before - after])
-
-
-def _shifts(rows: Fp8Tensor, columns: Fp8Tensor, plan: RoutingPlan) -> Tensor:
-    """Histogram [SHIFTS] of k = log2 S - log2 s over the 1x128 tiles of the kept assignments' rows
-    that hold a nonzero code; s a row tile's scale, S its tile's in `columns`. For
-    columns="column", where each channel has its own S, the largest of the 128."""
-    if plan.rows == 0:
-        return torch.zeros(SHIFTS, dtype=torch.int64, device=plan.device)
-    blocks = rows.scale_inv.shape[1]
-    pad = blocks * TILE - rows.shape[1]
-    row = torch.arange(plan.rows, device=plan.device)
-    token = _tokens(plan)
-    expert = torch.searchsorted(plan.row_offsets[1:].contiguous(), row, right=True, out_int32=True)
-    expert = expert.clamp(max=plan.experts - 1)
-    tile = (plan.col_offsets[expert] + row - plan.row_offsets[expert]) // TILE
-    tile = tile.clamp(0, plan.columns // TILE - 1)
-
-    codes = F.pad(rows.data.view(torch.uint8) << 1, (0, pad)).view(-1, blocks, TILE)
-    live = (codes != 0).any(dim=2)[token] & _defined_rows(plan)[:, None]
-    if columns.scale_layout == "block":
-        scale = columns.scale_inv[:, tile].T
-    else:
-        channels = F.pad(columns.scale_inv[:, : rows.shape[1]], (0, pad))
-        scale = channels.view(-1, blocks, TILE).amax(dim=2)[tile]
-    shift = _log2(scale) - _log2(rows.scale_inv)[token]
-    shift = shift.clamp(0, SHIFTS - 1).masked_fill(~live, -1)
-    return torch.stack([(shift == k).sum() for k in range(SHIFTS)])
-
-
-def _log2(scale: Tensor) -> Tensor:
-    """The exponents of positive powers of two that are normal floats, plus 127."""
-    return scale.contiguous().view(torch.int32) >> 23
 
 
 # ---- GEMMs against bfloat16 ---------------------------------------------------------------------
@@ -310,6 +231,19 @@ def snr(
         noise = (got.double() - want.double()).square().sum()
         found[name] = 10.0 * torch.log10(want.double().square().sum() / noise)
     return {name: float(value) for name, value in found.items()}
+
+
+def _defined_rows(plan: RoutingPlan) -> Tensor:
+    """[R] bool: rows that carry an assignment."""
+    rows = torch.arange(plan.rows, device=plan.device)
+    defined: Tensor = (rows < plan.row_offsets[-1]) & (plan.token_of_row >= 0)
+    return defined
+
+
+def _tokens(plan: RoutingPlan) -> Tensor:
+    """[R] i64: the token of each row; any token where the row is undefined."""
+    tokens: Tensor = plan.token_of_row.long().clamp(0, max(plan.tokens - 1, 0))
+    return tokens
 
 
 def _wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:

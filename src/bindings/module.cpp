@@ -221,6 +221,19 @@ void bind_transposes(nb::module_& m) {
       },
       "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a, "columns_scale"_a,
       "columns_layout"_a);
+
+  m.def(
+      "count_codes",
+      [](In q, In q_scale, Layout q_layout, In plan, PLAN_SIZES, In columns, In columns_scale,
+         Layout columns_layout, int64_t stride, Out counts) {
+        Call op("count_codes");
+        op.run(count_codes, op.fp8(q, q_scale, q_layout, "q", true),
+               op.plan(plan, {tokens, slots, experts, align, capacity}),
+               op.fp8(columns, columns_scale, columns_layout, "columns"), stride,
+               op.tensor(counts, "counts"));
+      },
+      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a.none(),
+      "columns_scale"_a.none(), "columns_layout"_a, "stride"_a, "counts"_a);
 }
 
 void bind_activation(nb::module_& m) {

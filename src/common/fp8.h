@@ -88,4 +88,14 @@ FP8MOE_HD uint8_t fp8_shift_down(uint8_t code, int k) {
 template <typename F>
 constexpr int kFp8ShiftToZero = (1 << (7 - F::kMantissa)) + F::kMantissa + 1;
 
+// The largest magnitude code that fp8_shift_down by k makes zero; 0: none. Those codes stand for at
+// most half the subnormal unit after the shift, and half of it is even's.
+template <typename F>
+FP8MOE_HD uint32_t fp8_flushed_by(int k) {
+  constexpr int kM = F::kMantissa;
+  if (k <= 0) return 0;
+  const uint32_t code = k <= kM ? 1u << (k - 1) : static_cast<uint32_t>(k - kM) << kM;
+  return code < F::kMaxCode ? code : F::kMaxCode;
+}
+
 }  // namespace fp8moe

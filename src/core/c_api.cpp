@@ -292,6 +292,13 @@ fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8
   return guarded([&] { permute_transpose_fp8(fp8(q), plan(p), fp8(columns), {stream}); });
 }
 
+fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,
+                                 const fp8moe_fp8_tensor* columns, int64_t stride,
+                                 const fp8moe_tensor* counts, void* stream) {
+  return guarded(
+      [&] { count_codes(fp8(q), plan(p), fp8(columns), stride, tensor(counts), {stream}); });
+}
+
 fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
                                      const fp8moe_tensor* probs, float clamp,
                                      const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* h_columns,

@@ -244,6 +244,18 @@ def permute_transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
 
 
 @case
+def count_codes(shape: Shape, device: torch.device) -> Iterator[Work]:
+    _, plan, _ = routing(shape, device)
+    q = ops.quantize(normal(shape["T"], shape["H"], device=device))
+    columns = ops.permute_transpose_fp8(q, plan)
+    counts = torch.zeros(21, dtype=torch.int64, device=device)
+    for stride in (1, 8):
+        run = lambda s=stride: ops.count_codes(q, plan, counts, columns=columns, stride=s)  # noqa: E731
+        moved = size_of(q, plan.row_of) // stride + size_of(columns.scale_inv, counts)
+        yield Work(f"every row in {stride}", run, moved, inputs={"q": q})
+
+
+@case
 def swiglu_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     z = normal(shape["R"], 2 * shape["C"], device=device)

@@ -85,6 +85,7 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         "unpack": _DISPATCH,
         "transpose_fp8": _TRANSPOSE,
         "permute_transpose_fp8": [moe(4096, 32, 8, 7168)],
+        "count_codes": [moe(4096, 32, 8, 7168)],
         "swiglu_quantize": _SWIGLU,
         "swiglu_quantize_backward": _SWIGLU,
         "grouped_gemm": [
@@ -111,6 +112,7 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         "unpack": [ranks(4096, 64, 8, 1024)],
         "transpose_fp8": [grouped(32768, 1024, 8)],
         "permute_transpose_fp8": [moe(16384, 8, 2, 1024)],
+        "count_codes": [moe(16384, 8, 2, 1024)],
         "swiglu_quantize": [grouped(32768, 512, 8)],
         "swiglu_quantize_backward": [grouped(32768, 512, 8)],
         "grouped_gemm": [gemm(4096, 1024, 1024, 8)],
@@ -133,6 +135,7 @@ QUICK: dict[str, Shape] = {
     "unpack": ranks(128, 4, 2, 256),
     "transpose_fp8": grouped(256, 256, 2),
     "permute_transpose_fp8": moe(128, 4, 2, 256),
+    "count_codes": moe(128, 4, 2, 256),
     "swiglu_quantize": grouped(256, 256, 2),
     "swiglu_quantize_backward": grouped(256, 256, 2),
     "grouped_gemm": gemm(256, 256, 256, 2),

@@ -5,6 +5,7 @@ graph: an argument that requires grad is refused while grad mode is on. docs/num
 each guarantees bit by bit.
 """
 
+from fp8moe_cutlass.ops.count_codes import count_codes
 from fp8moe_cutlass.ops.dequantize import dequantize
 from fp8moe_cutlass.ops.dispatch_plan import dispatch_plan
 from fp8moe_cutlass.ops.grouped_gemm import grouped_gemm
@@ -23,6 +24,7 @@ from fp8moe_cutlass.ops.unpack import unpack
 from fp8moe_cutlass.ops.unpermute_unpad import unpermute_unpad, unpermute_unpad_backward
 
 __all__ = [
+    "count_codes",
     "dequantize",
     "dispatch_plan",
     "grouped_gemm",

@@ -188,6 +188,26 @@ def check_transpose(given: Inputs) -> Iterator[Check]:
         yield bit_equal("permute_transpose_fp8", case, pairs)
 
 
+def check_counts(given: Inputs) -> Iterator[Check]:
+    plan, p = given.routing(300, 4, 2, 16)
+    q = ops.quantize(given.normal(300, 256, spread=6.0))
+    rows, wanted = ops.permute_pad(q, plan)[0], np.zeros(4, np.int64)
+    before, after = (quantized(rows).codes & 127) != 0, np.zeros((0, 256), bool)
+    columns = ops.permute_transpose_fp8(q, plan)
+    codes = (array(columns.data).view(np.uint8) & 127) != 0
+    mine = [slice(int(p.row_offsets[e]), int(p.row_offsets[e] + p.counts[e])) for e in range(4)]
+    after = np.concatenate(
+        [codes[:, p.col_offsets[e] : p.col_offsets[e] + p.counts[e]].T for e in range(4)]
+    )
+    before = np.concatenate([before[m] for m in mine])
+    live = ((quantized(q).codes & 127) != 0).reshape(300, 2, 128)
+    wanted[0] = 128 * live.any(axis=2).sum()
+    wanted[1:] = wanted[0] - live.sum(), before.sum(), (before & ~after).sum()
+    counts = plan.row_of.new_zeros(21).long()
+    ops.count_codes(q, plan, counts, columns=columns)
+    yield bit_equal("count_codes", "codes lost by casts and shifts", [(array(counts)[:4], wanted)])
+
+
 def check_swiglu(given: Inputs) -> Iterator[Check]:
     contract = "within 1 code, at most 1 scale in 10^3 at a boundary"
     z, dh, probs = given.normal(260, 512), given.normal(260, 256), given.probs(260)
@@ -251,6 +271,7 @@ CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_unpermute,
     check_dispatch,
     check_transpose,
+    check_counts,
     check_swiglu,
     check_gemm,
 ]
