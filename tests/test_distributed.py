@@ -8,20 +8,23 @@ rank's experts alone are routed to; and so within the bound below of the single-
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass import Fp8Recipe, telemetry
+from fp8moe_cutlass.nn import MoE, MoEExperts
 from moe_problem import Problem, problem
 from ranks import MEMBERS, Pool, results
-from reference import Result
+from reference import Result, relative_error
 
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = (
     24,
@@ -200,3 +203,215 @@ def test_routings(pool: Pool, name: str, capacity: Any, recipe: Any) -> None:
 @pytest.mark.parametrize("capacity", [None, 8], ids=["exact", "capacity"])
 def test_nobody_has_tokens(pool: Pool, capacity: Any, recipe: Any) -> None:
     check(pool, [0, 0], batch(0), recipe=recipe, capacity=capacity)
+
+
+# ---- capacity that is too small -----------------------------------------------------------------
+
+
+def clipped(p: Problem, counts: list[int], rows: int, most: int) -> tuple[Problem, list[list[int]]]:
+    """The batch without what finds no place, and what each rank counts as dropped."""
+    ranks, share_of = len(counts), EXPERTS // len(counts)
+    idx, dropped = p.topk_idx.clone(), [[0, 0, 0] for _ in counts]
+    for source, part in enumerate(shares(counts)):
+        for rank in range(ranks):
+            tokens = [t for t in range(part.start, part.stop) if (idx[t] // share_of == rank).any()]
+            dropped[source][0] += len(tokens[rows:])
+            for t in tokens[rows:]:
+                idx[t, idx[t] // share_of == rank] = -1
+    for rank in range(ranks):
+        mine = [(int(e), t, s) for t, row in enumerate(idx) for s, e in enumerate(row)]
+        mine = sorted(a for a in mine if a[0] >= 0 and a[0] // share_of == rank)
+        dropped[rank][2] += len(mine[most:])
+        for _, t, s in mine[most:]:
+            idx[t, s] = -1
+    return replace(p, topk_idx=idx), dropped
+
+
+@pytest.mark.parametrize("recipe", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(("rows", "most"), [(9, 1000), (1000, 50), (12, 60)])
+def test_overflow_is_dropped_and_counted(pool: Pool, rows: int, most: int, recipe: Any) -> None:
+    counts = [30, 25, 0, 40]
+    p = batch(95)
+    kept, dropped = clipped(p, counts, rows, most)
+    assert torch.tensor(dropped).sum() > 10
+    options = {"recipe": recipe, "capacity": (rows, most)}
+    found = results(pool.run(4, on_a_rank, p, counts, options))
+    assert [d for _, d in found] == dropped
+    assert_equal(joined([r for r, _ in found]), expected(kept, 4, recipe=recipe)[1])
+
+
+def overflowing(group: Any, p: Problem) -> None:
+    layer = layer_of(p, group, capacity=1)
+    assert layer.dropped is None
+    layer.check()
+    with torch.inference_mode():
+        layer(p.x, p.topk_idx, p.probs)
+    layer(p.x, p.topk_idx, p.probs)
+    with pytest.raises(ValueError, match=r"\d+ rows beyond the capacity"):
+        layer.check()
+
+
+def test_check_raises(pool: Pool) -> None:
+    results(pool.run(2, overflowing, batch(20)))
+
+
+# ---- everything else works as on one rank -------------------------------------------------------
+
+
+def same(got: Result, want: Result, what: str) -> None:
+    for name in vars(want):
+        assert torch.equal(getattr(got, name), getattr(want, name)), f"{what}: {name}"
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: MoEExperts, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+        self.gate_up_proj, self.down_proj = layer.gate_up_proj, layer.down_proj
+
+    def forward(self, *args: Any) -> Tensor:
+        return checkpoint(self.layer, *args, use_reentrant=self.reentrant)
+
+
+def as_on_one_rank(group: Any, p: Problem, options: dict[str, Any]) -> None:
+    """Each way of calling the layer against the plain one, on this rank."""
+    mine = share(p, shares([20, 33])[rank_of(group)])
+    layer = layer_of(p, group, **options)
+    args = (mine.x, mine.topk_idx, mine.probs)
+    want = mine.run(layer)
+
+    with torch.no_grad():
+        out = layer(*args)
+    assert out.grad_fn is None
+    assert torch.equal(out, want.out)
+    with torch.inference_mode():
+        assert torch.equal(layer(*args), want.out)
+    shaped = layer(mine.x[None], mine.topk_idx[None], mine.probs[None])
+    assert torch.equal(shaped[0], want.out)
+
+    delayed = layer_of(p, group, **options, delay_wgrad=True)
+    assert mine.run(delayed).dgate_up is None
+    delayed.backward_dw()
+    assert torch.equal(delayed.gate_up_proj.grad, want.dgate_up)
+    assert torch.equal(delayed.down_proj.grad, want.ddown)
+
+    summed = layer_of(p, group, **options)
+    for w in summed.parameters():
+        w.main_grad = torch.full(w.shape, 7.0)
+    mine.run(summed, is_first_microbatch=True)
+    mine.run(summed, is_first_microbatch=False)
+    assert summed.down_proj.grad is None
+    assert torch.equal((summed.down_proj.main_grad / 2).bfloat16(), want.ddown)
+
+    for reentrant in (False, True):
+        layer.zero_grad()
+        same(mine.run(Checkpointed(layer, reentrant)), want, "checkpoint")
+
+    twin = copy.deepcopy(layer)
+    assert twin.group is layer.group
+    twin.zero_grad()
+    same(mine.run(twin), want, "deepcopy")
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(layer)
+    other = layer_of(batch(1, seed=3), group, **options)
+    other.load_state_dict(layer.state_dict())
+    same(mine.run(other), want, "state_dict")
+    assert layer.state_dict()["down_proj"].shape == (EXPERTS // 2, HIDDEN, INTERMEDIATE)
+
+    layer.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        same(mine.run(layer), want, "saved tensor hooks")
+
+    names = {"x": "dx", "probs": "dprobs", "gate_up_proj": "dgate_up", "down_proj": "ddown"}
+    for wanted in names:
+        leaves = {
+            "x": mine.x.clone(),
+            "probs": mine.probs.clone(),
+            **dict(layer.named_parameters()),
+        }
+        layer.zero_grad()
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name == wanted)
+        layer(leaves["x"], mine.topk_idx, leaves["probs"]).backward(mine.dout)
+        for name, leaf in leaves.items():
+            assert (leaf.grad is None) == (name != wanted)
+        assert torch.equal(leaves[wanted].grad, getattr(want, names[wanted])), wanted
+
+
+@pytest.mark.parametrize("recipe", [FP8, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("capacity", [None, 40], ids=["exact", "capacity"])
+def test_as_on_one_rank(pool: Pool, capacity: Any, recipe: Any) -> None:
+    results(pool.run(2, as_on_one_rank, batch(53), {"recipe": recipe, "capacity": capacity}))
+
+
+def under_autocast(group: Any, p: Problem, recipe: Any) -> Result:
+    mine = share(p, shares([20, 33])[rank_of(group)])
+    mine.dout = mine.dout.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        return mine.run(layer_of(p, group, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", [FP8, BF16], ids=["fp8", "bf16"])
+def test_autocast(pool: Pool, recipe: Any) -> None:
+    p = batch(53, dtype=torch.float32)
+    got = joined(results(pool.run(2, under_autocast, p, recipe)))
+    low = replace(p, x=p.x.bfloat16(), dout=p.dout.bfloat16())
+    want = expected(low, 2, recipe=recipe, dtype=torch.float32)[1]
+    want.dx = want.dx.float()
+    assert_equal(got, want)
+
+
+def drawn(group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(11)
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group)
+    return layer.gate_up_proj.detach(), layer.down_proj.detach(), torch.rand(3)
+
+
+def test_ranks_draw_the_layer_of_one_process(pool: Pool) -> None:
+    gate_up, down, after = zip(*results(pool.run(4, drawn)), strict=True)
+    want = drawn(None)
+    assert torch.equal(torch.cat(gate_up), want[0])
+    assert torch.equal(torch.cat(down), want[1])
+    assert all(torch.equal(state, want[2]) for state in after)
+
+
+def moe_on_a_rank(group: Any, x: Tensor, dout: Tensor, parts: list[slice]) -> list[Tensor]:
+    torch.manual_seed(2)
+    layer = MoE(HIDDEN, INTERMEDIATE, EXPERTS, SLOTS, group=group, shared_intermediate_size=64)
+    part = parts[rank_of(group) if group else 0]
+    mine = x[part].clone().requires_grad_()
+    out = layer(mine)
+    out.backward(dout[part])
+    layer.check()
+    grads = [layer.router.weight.grad, layer.shared_expert.down_proj.weight.grad.float()]
+    return [out.detach(), mine.grad, layer.experts.down_proj.grad, *grads]
+
+
+def test_moe(pool: Pool) -> None:
+    p = batch(300)
+    *rows, experts, router, shared = zip(
+        *results(pool.run(4, moe_on_a_rank, p.x, p.dout, shares([100, 80, 0, 120]))), strict=True
+    )
+    got = [*(torch.cat(t) for t in (*rows, experts)), sum(router), sum(shared)]
+    want = moe_on_a_rank(None, p.x, p.dout, [slice(None)])
+    for name, a, b in zip(("out", "dx", "experts", "router", "shared"), got, want, strict=True):
+        assert relative_error(a, b) < 0.01, name  # bfloat16 roundings of partial sums
+
+
+def counted(group: Any, p: Problem, parts: list[slice]) -> Tensor:
+    mine = share(p, parts[rank_of(group) if group else 0])
+    layer = layer_of(p, group)
+    with telemetry.watch(layer, every=1) as seen:
+        mine.run(layer)
+    counts = seen.counters[""].counts
+    counts[len(telemetry.OPERANDS) :, :2] = 0  # of the rows there are, one a rank of the token's
+    return counts
+
+
+def test_telemetry_counts_what_one_process_counts(pool: Pool) -> None:
+    p = batch(100)
+    p.x *= torch.exp2(torch.linspace(-9, 9, 100))[:, None].bfloat16()  # so that something is lost
+    parts = results(pool.run(4, counted, p, shares([30, 0, 50, 20])))
+    whole = counted(None, p, [slice(None)])
+    assert whole.any(dim=1).all()
+    assert torch.equal(torch.stack(parts).sum(dim=0), whole)

@@ -68,11 +68,10 @@ class Exchange:
     def __init__(
         self, group: Any, num_experts: int, capacity: int | tuple[int, int] | None = None
     ) -> None:
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(f"[MoEExperts] group must contain this rank; got {group}")
         ranks = dist.get_process_group_ranks(group)
-        if dist.get_rank() not in ranks:
-            raise ValueError(
-                f"[MoEExperts] group must contain this rank; got ranks {ranks} on {dist.get_rank()}"
-            )
         if num_experts % len(ranks):
             raise ValueError(
                 "[MoEExperts] num_experts must be a multiple of the group's size; "
@@ -92,7 +91,7 @@ class Exchange:
         self.segment = rows  # rows of a (source, destination) pair; 0: exact sizes
         self.dropped: Tensor | None = None
         self._names = ranks
-        self._rank = ranks.index(dist.get_rank())
+        self._rank = rank
         self._assignments = assignments
         self._agreed: set[Terms] = set()
         self._words: dict[Any, Tensor] = {}
