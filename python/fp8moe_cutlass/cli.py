@@ -199,29 +199,49 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so long; --resume goes on.")
     ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option("--ep", help="Processes (on GPUs: a GPU each) to share the experts among."),
+    ] = None,
 ) -> None:
     """Train a byte-level MoE transformer on real text in FP8 and in bf16, and compare."""
     place = device_of(device)
     from . import train as training
+    from .launch import processes
 
     training.settle(place)
     config = training.configure(size, steps, seed)
     stop = Stop(stop_at, minutes)
-    corpus = training.load(text, config.model.context, every_python=every_python)
-    console = Console()
-    console.print(
-        f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}, "
-        f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
-        f"unigram entropy of the text: {corpus.unigram_entropy:.3f} nats a byte"
-    )
     variants = ("fp8", "bf16", "double") if baseline else ("fp8", "bf16")
-    try:
-        with stop.on_interrupt(), progress(console, config.steps) as on_step:
-            result = training.train(
-                config, corpus, place, out, variants, seeds, resume, on_step, stop, stop.left
-            )
-    except training.Paused as paused:
-        console.print(f"{paused}; the same command with --resume continues, bit for bit")
+    with processes(ep, place) as place:
+        ranks = training.Alone() if ep is None else training.Ranks()
+        console = Console(quiet=ranks.rank > 0)
+        corpus = training.load(text, config.model.context, every_python=every_python)
+        console.print(
+            f"{len(corpus.train) / 1e6:.1f} MB of {corpus.name}, "
+            f"{len(corpus.heldout) / 1e6:.1f} MB held out\n"
+            f"unigram entropy of the text: {corpus.unigram_entropy:.3f} nats a byte"
+        )
+        progress = progress_bars(console, config.steps)
+        try:
+            with stop.on_interrupt(), progress as on_step:
+                result = training.train(
+                    config,
+                    corpus,
+                    place,
+                    out,
+                    variants,
+                    seeds,
+                    resume,
+                    on_step,
+                    stop,
+                    stop.left,
+                    ranks,
+                )
+        except training.Paused as paused:
+            console.print(f"{paused}; the same command with --resume continues, bit for bit")
+            return
+    if ranks.rank > 0:
         return
     training.plot(result, out / "loss.png")
     console.print(f"wrote {out / 'loss.json'} and {out / 'loss.png'}")
@@ -231,7 +251,7 @@ def train(
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Any]:
+def progress_bars(console: Console, steps: int) -> Iterator[Any]:
     """A progress bar a run, with loss and tokens/s; yields the callback of a step."""
     from rich.progress import (
         BarColumn,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ class Routing(NamedTuple):
     topk_idx: Tensor  # [T, top_k] i64
     topk_weights: Tensor  # [T, top_k] f32, differentiable
     aux_loss: Tensor  # [] f32, differentiable
-    tokens_per_expert: Tensor  # [E] i64
+    tokens_per_expert: Tensor  # [E] i64; with a group, of all its ranks
 
 
 class Router(nn.Module):
@@ -30,6 +31,9 @@ class Router(nn.Module):
     normalize: weights sum to 1 before routed_scaling_factor multiplies them.
     Auxiliary loss (Switch Transformers, eq. 4, for top k): E * sum over e of
     (share of assignments e received) * (mean probability of e); 1 when balanced.
+    group: a torch.distributed process group whose ranks route parts of one batch. The shares are
+      then those of the whole batch, the probabilities of this rank's tokens: the ranks' losses,
+      averaged by their tokens, are the loss of one process. Collective.
     """
 
     selection_bias: Tensor | None
@@ -46,6 +50,7 @@ class Router(nn.Module):
         topk_groups: int = 1,
         normalize: bool = True,
         routed_scaling_factor: float = 1.0,
+        group: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -72,6 +77,7 @@ class Router(nn.Module):
         self.topk_groups = topk_groups
         self.normalize = normalize
         self.routed_scaling_factor = routed_scaling_factor
+        self.group = group
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device))
         self.register_buffer(
             "selection_bias", torch.zeros(num_experts, device=device) if selection_bias else None
@@ -103,7 +109,11 @@ class Router(nn.Module):
         chosen = topk_idx.flatten()
         counts = chosen.new_zeros(self.num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
         tokens = max(x.shape[0], 1)
-        share = counts.float() / (tokens * self.top_k)
+        routed: Tensor | int = tokens * self.top_k
+        if self.group is not None:
+            dist.all_reduce(counts, group=self.group)
+            routed = counts.sum().clamp(min=1)
+        share = counts.float() / routed
         aux_loss = self.num_experts * (share * probability.sum(dim=0) / tokens).sum()
         return Routing(topk_idx, topk_weights, aux_loss, counts)
 

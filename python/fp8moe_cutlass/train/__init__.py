@@ -20,12 +20,15 @@ import torch
 from .data import Corpus, load
 from .loop import VARIANTS, Curve, Paused, TrainConfig, Trainer, configure
 from .plot import plot
+from .ranks import Alone, Ranks
 
 __all__ = [
     "VARIANTS",
+    "Alone",
     "Corpus",
     "Curve",
     "Paused",
+    "Ranks",
     "TrainConfig",
     "Trainer",
     "configure",
@@ -60,6 +63,7 @@ def train(
     on_step: Callable[[Trainer], None] = lambda trainer: None,
     stop: Callable[[Trainer], bool] = lambda trainer: False,
     left: Callable[[], float] = lambda: math.inf,
+    ranks: Alone = Alone(),  # noqa: B008 (stateless)
 ) -> Result:
     """Run every variant from every seed (config.seed and those after it), one after the other.
 
@@ -67,6 +71,7 @@ def train(
     run that is finished there is not run again, and an interrupted one goes on.
     Raises Paused, with all that was done on disk, once `stop` (called after each step) is true, or
     where a run would start that by what its variant took before needs more than `left()` seconds.
+    ranks: the processes that share each run; all call this, the first alone writes.
     """
     result = resumed(out, config, corpus, device) if resume else None
     result = result or new_result(config, corpus, device)
@@ -74,21 +79,23 @@ def train(
         for variant in variants:
             if any((r["seed"], r["variant"]) == (seed, variant) for r in result["runs"]):
                 continue
-            trainer = Trainer(replace(config, seed=seed), corpus, variant, device, out)
+            trainer = Trainer(replace(config, seed=seed), corpus, variant, device, out, ranks)
             begun = resume and trainer.resume()
             took = [r["seconds"] for r in result["runs"] if r["variant"] == variant]
-            if not begun and took and 1.15 * max(took) > left():
+            late = not begun and bool(took) and 1.15 * max(took) > left()
+            if any(ranks.any(late)):
                 raise Paused(f"too little time is left for {trainer.name}")
             trainer.run(on_step, stop)
             run = {"variant": variant, "seed": seed, **asdict(trainer.curve)}
             run["tokens_per_second"] = trainer.tokens_per_second()
             if seed == config.seed and variant == "fp8":
                 run["sample"] = trainer.sample()
-            result["parameters"] = sum(p.numel() for p in trainer.model.parameters())
+            result["parameters"] = trainer.parameters()
             result["runs"].append(run)
             result["summary"] = summarize(result)
-            save(result, out)
-            trainer.path.unlink(missing_ok=True)
+            if ranks.rank == 0:
+                save(result, out)
+                trainer.path.unlink(missing_ok=True)
             del trainer
     return result
 

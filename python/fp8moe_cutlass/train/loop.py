@@ -19,6 +19,7 @@ from fp8moe_cutlass import Fp8Recipe, telemetry
 
 from .data import Corpus
 from .model import BYTES, Decoder, ModelConfig
+from .ranks import Alone, experts_of
 
 # The recipes a run compares. "double" is a baseline: FP8 with float32 scales whose every wgrad
 # operand is dequantized and quantized again along the tokens.
@@ -97,20 +98,27 @@ class Paused(Exception):
 class Trainer:
     """Trains `config` on `corpus` with the recipe of `variant`; `out` holds its checkpoint.
 
-    The state after step n depends on the configuration, the text and the device alone, however
-    often the run was stopped and resumed on the way.
+    The state after step n depends on the configuration, the text, the device and the number of
+    ranks alone, however often the run was stopped and resumed on the way.
     """
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, variant: str, device: torch.device, out: Path
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        variant: str,
+        device: torch.device,
+        out: Path,
+        ranks: Alone = Alone(),  # noqa: B008 (stateless)
     ) -> None:
         self.config = config
         self.corpus = corpus
         self.variant = variant
         self.device = device
+        self.ranks = ranks
         self.path = out / f"{variant}-{config.seed}" / "checkpoint.pt"
         torch.manual_seed(config.seed)
-        self.model = Decoder(config.model, VARIANTS[variant], device)
+        self.model = Decoder(config.model, VARIANTS[variant], device, ranks.group)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         others = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -146,8 +154,9 @@ class Trainer:
             self.train_step()
             on_step(self)
             done = self.step == self.config.steps
-            stopping = not done and stop(self)
-            if stopping or (not done and time.monotonic() - saved > SAVE_SECONDS):
+            late = time.monotonic() - saved > SAVE_SECONDS
+            stopping, late = self.ranks.any(not done and stop(self), not done and late)
+            if stopping or late:
                 self.save()
                 saved = time.monotonic()
             if stopping:
@@ -161,21 +170,24 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step, which waits for nothing on the device; every `eval_every` steps
-        watched, and the held-out loss where it is due."""
+        watched (by one rank alone), and the held-out loss where it is due."""
         if self._since is None:
             self._since = time.perf_counter()
         c = self.config
         windows = self.corpus.batch(c.seed, self.step, c.batch, c.model.context, self.device)
         done = self.step + 1
         watched = done % c.eval_every == 0 or done == c.steps
-        watched = watched and VARIANTS[self.variant] is not None
+        watched = watched and VARIANTS[self.variant] is not None and self.ranks.size == 1
         with ExitStack() as stack:
             if watched:
                 seen = stack.enter_context(telemetry.watch(self.model))
                 tape = stack.enter_context(telemetry.tape(self.model))
-            loss = self.loss(windows)
-            torch.autograd.backward(loss + c.balance * self.model.balance_loss())
-        self._losses[self.step : done].copy_(loss.detach()[None], non_blocking=True)
+            mine = self.ranks.part(windows)
+            loss = self.loss(mine, of=c.batch)
+            balance = self.model.balance_loss() * (len(mine) / c.batch)
+            torch.autograd.backward(loss + c.balance * balance)
+        loss = self.ranks.total(loss.detach())
+        self._losses[self.step : done].copy_(loss[None], non_blocking=True)
         self._sent = done
         if watched:
             self._collect()
@@ -184,7 +196,7 @@ class Trainer:
                 report[layer]["snr"] = snr
             self.curve.telemetry.append((done, report))
             self._since = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.clip)
+        self.ranks.clip(self.model, c.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(c, self.step)
         self.optimizer.step()
@@ -210,11 +222,14 @@ class Trainer:
         arrived = arrived[~arrived.isnan()]
         return float(arrived[-1]) if len(arrived) else math.nan
 
-    def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross entropy of the next byte, nats; windows [B, context + 1]."""
+    def loss(self, windows: Tensor, of: int) -> Tensor:
+        """Cross entropy of the next byte, nats, of windows [B, context + 1]: their share of the
+        mean over `of` windows."""
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.model(windows[:, :-1])
-        return F.cross_entropy(logits.float().reshape(-1, BYTES), windows[:, 1:].reshape(-1))
+        every = logits.float().reshape(-1, BYTES)
+        total = F.cross_entropy(every, windows[:, 1:].reshape(-1), reduction="sum")
+        return total / (of * self.config.model.context)
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
@@ -222,14 +237,19 @@ class Trainer:
         c = self.config
         self.model.eval()
         batches = self.corpus.heldout_batches(c.eval_windows, c.batch, c.model.context, self.device)
-        losses = torch.stack([self.loss(windows) * len(windows) for windows in batches])
+        losses = [self.loss(self.ranks.part(windows), of=c.eval_windows) for windows in batches]
         self.model.train()
-        return float(losses.double().sum()) / c.eval_windows
+        return float(self.ranks.total(torch.stack(losses).double().sum()))
 
     def sample(self, prompt: bytes = b"def ", count: int = 240) -> str:
         """What the model writes after `prompt`."""
         text = prompt + self.model.generate(prompt, count, self.config.seed)
         return text.decode("utf-8", "replace")
+
+    def parameters(self) -> int:
+        """Of the whole model, the experts of all ranks included."""
+        shared = sum(p.numel() for p in experts_of(self.model))
+        return sum(p.numel() for p in self.model.parameters()) + (self.ranks.size - 1) * shared
 
     def tokens_per_second(self) -> float:
         """Over the training steps so far, evaluation aside."""
@@ -249,8 +269,12 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write the checkpoint; a crash while writing leaves the one before."""
+        """Write the checkpoint; a crash while writing leaves the one before. Collective; any number
+        of ranks can go on from it."""
         self._collect()
+        state = self.ranks.whole(self.model, self.optimizer)
+        if self.ranks.rank:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         torch.save(
@@ -258,8 +282,7 @@ class Trainer:
                 "identity": self.identity(),
                 "step": self.step,
                 "curve": asdict(self.curve),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                **state,
                 "rng": torch.get_rng_state(),
             },
             partial,
@@ -278,8 +301,7 @@ class Trainer:
                     f"[train] {self.path} was written with {name} = {value}; got {mine.get(name)}. "
                     "Give the same settings, or another --out"
                 )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.ranks.load(self.model, self.optimizer, state)
         torch.set_rng_state(state["rng"].cpu())
         self.step = state["step"]
         self.curve = Curve(**state["curve"])

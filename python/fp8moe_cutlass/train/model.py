@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention, then x + experts, each behind an RMSNorm."""
 
-    def __init__(self, config: ModelConfig, recipe: Fp8Recipe | None, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, recipe: Fp8Recipe | None, device: torch.device, group: Any
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, device=device)
         self.attention = Attention(config, device)
@@ -77,9 +80,11 @@ class Block(nn.Module):
             config.experts,
             config.top_k,
             recipe=recipe,
+            group=group,
             dtype=torch.float32,
             device=device,
         )
+        self.moe.router.group = group
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -88,15 +93,24 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Bytes [B, S] int64 -> logits [B, S, 256]."""
+    """Bytes [B, S] int64 -> logits [B, S, 256]. The ranks of `group` share the experts, and start
+    from the same weights if from the same random state."""
 
-    def __init__(self, config: ModelConfig, recipe: Fp8Recipe | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: Fp8Recipe | None,
+        device: torch.device,
+        group: Any = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.bytes = nn.ModuleList(
             nn.Embedding(BYTES, config.hidden, device=device) for _ in range(NEIGHBOURS)
         )
-        self.blocks = nn.ModuleList(Block(config, recipe, device) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config, recipe, device, group) for _ in range(config.layers)
+        )
         self.norm = nn.RMSNorm(config.hidden, device=device)
         self.head = nn.Linear(config.hidden, BYTES, bias=False, device=device)
         # What adds to the residual stream starts small, so that depth does not amplify it.

@@ -1,0 +1,57 @@
+"""A command of the command line as N processes of this machine: it becomes torchrun."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(minutes=5)
+
+
+@contextmanager
+def processes(count: int | None, device: torch.device) -> Iterator[torch.device]:
+    """For a scope this is one of `count` processes, and yields its device. None: nothing happens.
+
+    GPUs talk by NCCL, hosts by gloo; an exchange that takes five minutes is an error.
+    """
+    if count is None:
+        yield device
+        return
+    _become(count)
+    cuda = device.type == "cuda"
+    if cuda:
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"--ep takes a GPU for each process of this machine; got {local + 1} or more, "
+                f"and {torch.cuda.device_count()} GPUs"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _become(count: int) -> None:
+    """Under torchrun: check that it started as many. Else become torchrun, with this command line
+    as what it runs, on this machine."""
+    if count < 1:
+        raise ValueError(f"--ep must be at least 1; got {count}")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "fp8moe_cutlass", *sys.argv[1:]])
+    if int(os.environ["WORLD_SIZE"]) != count:
+        raise ValueError(
+            f"--ep must be the number of processes torchrun started, {os.environ['WORLD_SIZE']}; "
+            f"got {count}"
+        )
