@@ -7,7 +7,7 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,12 +53,23 @@ class Pool:
         else:
             os.environ["OMP_NUM_THREADS"] = before
 
-    def run(self, key: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(group, *args) on every rank of a group; what each returned, or its Failure."""
-        pipes = [self.pipes[rank] for rank in self.members[key]]
-        for pipe in pipes:
-            pipe.send_bytes(pickle.dumps((key, function, args)))
-        return [_received(pipe) for pipe in pipes]
+    def run(
+        self,
+        key: int,
+        function: Callable[..., Any],
+        *args: Any,
+        wait_for: Collection[int] | None = None,
+    ) -> list[Any]:
+        """function(group, *args) on every rank of a group; what each returned, or its Failure.
+
+        wait_for: the ranks whose answers are awaited, where others give none.
+        """
+        ranks = self.members[key]
+        for rank in ranks:
+            self.pipes[rank].send_bytes(pickle.dumps((key, function, args)))
+        return [
+            _received(self.pipes[rank]) for rank in ranks if wait_for is None or rank in wait_for
+        ]
 
     def close(self) -> None:
         """End the processes."""

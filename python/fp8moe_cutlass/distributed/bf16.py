@@ -35,7 +35,7 @@ def dispatch_plan(
     bad = (topk_idx < -1) | (topk_idx >= num_experts)
     if topk_idx.device.type == "cpu" and bool(bad.any()):
         value = int(topk_idx[bad][0])
-        raise ValueError(f"[dispatch_plan] topk_idx must be in [-1, {num_experts}); got {value}")
+        raise ValueError(f"[dispatch_plan] expert ids must lie in [-1, {num_experts}); got {value}")
     rank = torch.arange(ranks, device=topk_idx.device)
     owner = topk_idx.masked_fill(bad, -1).div(num_experts // ranks, rounding_mode="floor")
     entries = (owner[:, :, None] == rank).sum(dim=1)  # [T, ranks]; -1 // n is nobody's

@@ -1,0 +1,281 @@
+"""Expert parallelism when something is wrong, and what it may not do: wait for the device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8moe_cutlass import Fp8Recipe, ops, telemetry
+from fp8moe_cutlass.nn import MoE, MoEExperts
+from ranks import Pool, results
+
+HIDDEN, INTERMEDIATE, EXPERTS = 128, 64, 6
+FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool(4, {2: [1, 3], 3: [0, 2, 3]})
+    yield made
+    made.close()
+
+
+def inputs(
+    tokens: int = 20, slots: int = 2, hidden: int = HIDDEN, experts: int = EXPERTS
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, hidden).bfloat16().requires_grad_()
+    idx = torch.rand(tokens, experts).topk(slots).indices
+    return x, idx, torch.rand(tokens, slots).requires_grad_()
+
+
+# ---- ranks that disagree ------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden": ({"hidden": 144}, "hidden_size must .*128 on ranks 0, 3; 144 on rank 2"),
+    "slots": ({"slots": 3}, "number of slots must .*2 on ranks 0, 3; 3 on rank 2"),
+    "experts": ({"experts": 12}, "num_experts must .*6 on ranks 0, 3; 12 on rank 2"),
+    "bf16": ({"recipe": None}, r"recipe must .*e4m3 .* on ranks 0, 3; none \(bfloat16\) on rank 2"),
+    "scale": (
+        {"recipe": Fp8Recipe(scale="fp32", columns="column")},
+        "recipe must .*e4m3 with pow2 .* on ranks 0, 3; e4m3 with fp32 scales, .* on rank 2",
+    ),
+    "gradient": ({"recipe": Fp8Recipe(grad_dtype="e5m2")}, "gradients in e5m2 on rank 2"),
+    "capacity": ({"capacity": 7}, "capacity must .* on ranks 0, 3; 7 on rank 2"),
+    "x_grad": ({"detach": "x"}, "x.requires_grad must .*True on ranks 0, 3; False on rank 2"),
+    "no_grad": ({"detach": "all"}, "requires_grad must .*True on ranks 0, 3; False on rank 2"),
+}
+
+
+def disagree(group: Any, wrong: dict[str, Any], capacity: Any) -> tuple[str, list[int]]:
+    """The error of this rank, and the bytes a row of each exchange before it had."""
+    wrong = dict(wrong) if dist.get_rank() == 2 else {}
+    experts, hidden = wrong.get("experts", EXPERTS), wrong.get("hidden", HIDDEN)
+    layer = MoEExperts(
+        experts,
+        hidden,
+        INTERMEDIATE,
+        recipe=wrong.get("recipe", Fp8Recipe()),
+        capacity=wrong.get("capacity", capacity),
+        group=group,
+    )
+    x, idx, probs = inputs(20 + dist.get_rank(), wrong.get("slots", 2), hidden, experts)
+    if "detach" in wrong:
+        x = x.detach()
+    if wrong.get("detach") == "all":
+        probs = probs.detach()
+        layer.requires_grad_(False)
+    original, widths = dist.all_to_all_single, []
+
+    def watched(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        widths.append(out.shape[1] * out.element_size())
+        return original(out, *args, **kwargs)
+
+    dist.all_to_all_single = watched
+    try:
+        layer(x, idx, probs)
+    except ValueError as error:
+        return str(error), widths
+    finally:
+        dist.all_to_all_single = original
+    return "", widths
+
+
+@pytest.mark.parametrize("capacity", [None, 50], ids=["exact", "capacity"])
+@pytest.mark.parametrize("name", WRONG)
+def test_ranks_that_disagree_all_raise(pool: Pool, name: str, capacity: Any) -> None:
+    wrong, message = WRONG[name]
+    for error, widths in results(pool.run(3, disagree, wrong, capacity)):
+        assert error.startswith("[MoEExperts] ")
+        assert re.search(message, error), error
+        assert widths == [4 * (2 + 8)]  # the sizes and the words alone: no row has travelled
+    found = results(pool.run(3, disagree, {}, capacity))  # and the group is as good as before
+    assert [error for error, _ in found] == [""] * 3
+
+
+# ---- peers that die or do not come --------------------------------------------------------------
+
+
+def losing_a_peer(group: Any, how: str, when: str) -> tuple[str, float]:
+    """The error of the rank that is left, and how long it took."""
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group)
+    x, idx, probs = inputs()
+    layer(x, idx, probs)  # all is well
+    out = layer(x, idx, probs) if when == "backward" else None
+    if dist.get_rank() == 1:
+        time.sleep(0.2)
+        os._exit(1) if how == "dies" else time.sleep(1000)
+    start = time.monotonic()
+    try:
+        out.sum().backward() if out is not None else layer(x, idx, probs)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_peer_is_an_error_in_bounded_time(how: str, when: str) -> None:
+    pool = Pool(2, {2: [0, 1]}, timeout=3.0)
+    try:
+        error, seconds = results(pool.run(2, losing_a_peer, how, when, wait_for=[0]))[0]
+    finally:
+        pool.close()
+    assert "gloo" in error
+    assert seconds < 20
+
+
+# ---- what waits for the device ------------------------------------------------------------------
+
+READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+def events_of(group: Any, capacity: Any) -> list[list[str]]:
+    """What a first and a second step do, in order: reads, exchanges, weight gradients, waits."""
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, capacity=capacity)
+    seen: list[str] = []
+
+    def logged(call: Any, what: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            seen.append(what if isinstance(what, str) else what(*args, **kwargs))
+            return call(*args, **kwargs)
+
+        return run
+
+    for name in READS:
+        setattr(torch.Tensor, name, logged(getattr(torch.Tensor, name), "read"))
+    exchange = dist.all_to_all_single
+
+    def all_to_all(out: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        kind = str(out.dtype).removeprefix("torch.")
+        seen.append(f"{kind} {'starts' if async_op else 'travels'}")
+        work = exchange(out, *args, async_op=async_op, **kwargs)
+        if async_op:
+            wait = work.wait
+            work = type("Work", (), {"wait": lambda _: (seen.append(f"{kind} awaited"), wait())})()
+        return work
+
+    dist.all_to_all_single = all_to_all
+    ops.quantize_pack = logged(ops.quantize_pack, "pack")
+    ops.grouped_gemm = logged(ops.grouped_gemm, "gemm")
+    ops.grouped_gemm_wgrad = logged(ops.grouped_gemm_wgrad, "wgrad")
+    steps = []
+    for _ in range(2):
+        out = layer(*inputs())
+        out.backward(torch.ones_like(out))
+        steps.append(list(seen))
+        seen.clear()
+    return steps
+
+
+SIZES = ["int32 starts", "pack", "int32 awaited", "read"]
+AGREED = ["pack"]
+EXPERT_RUN = ["uint8 travels", "gemm", "gemm", "bfloat16 starts", "bfloat16 awaited"]
+BACKWARD = [
+    *("pack", "uint8 travels", "gemm", "float32 starts", "gemm", "bfloat16 starts"),
+    *("wgrad", "wgrad", "float32 awaited", "bfloat16 awaited"),
+]
+
+
+@pytest.mark.parametrize("capacity", [None, 30], ids=["exact", "capacity"])
+def test_one_read_a_forward_and_none_in_backward(capacity: Any) -> None:
+    """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. Gradients
+    of the probs leave before the GEMM of dx, dx before the weight gradients."""
+    pool = Pool(2, {2: [0, 1]})
+    try:
+        found = results(pool.run(2, events_of, capacity))
+    finally:
+        pool.close()
+    later = SIZES if capacity is None else AGREED
+    assert found == [[[*SIZES, *EXPERT_RUN, *BACKWARD], [*later, *EXPERT_RUN, *BACKWARD]]] * 2
+
+
+def without_values(recipe: Any, capacity: Any, pipe: Any) -> None:
+    """A step over tensors that have shapes alone: any read of a value raises."""
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    # The check that ids are in range, which the CPU alone makes, reads.
+    torch.Tensor.any = lambda self: False
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = MoE(
+            HIDDEN,
+            INTERMEDIATE,
+            EXPERTS,
+            2,
+            recipe=recipe,
+            group=dist.group.WORLD,
+            capacity=capacity,
+            shared_intermediate_size=64,
+        )
+        if capacity is not None:
+            layer.experts._exchange._agreed = Everything()
+        x = torch.randn(20, HIDDEN, requires_grad=True)
+        try:
+            out = layer(x)
+            out.sum().backward()
+            shapes = [tuple(t.shape) for t in (out, x.grad, layer.experts.down_proj.grad)]
+            pipe.send(shapes)
+        except DataDependentOutputException:
+            pipe.send("reads a value")
+
+
+class Everything(set[Any]):
+    """As after a first forward: the ranks have agreed."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+@FP8_AND_BF16
+def test_with_a_capacity_nothing_depends_on_values(recipe: Any) -> None:
+    """So that a CUDA graph can hold forward and backward."""
+    context = multiprocessing.get_context("forkserver")
+    for capacity in (30, None):
+        here, there = context.Pipe()
+        process = context.Process(target=without_values, args=(recipe, capacity, there))
+        process.start()
+        there.close()
+        got = here.recv()
+        process.join()
+        shapes = [(20, HIDDEN), (20, HIDDEN), (EXPERTS // 3, HIDDEN, INTERMEDIATE)]
+        assert got == (shapes if capacity else "reads a value")
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def refusals(group: Any) -> None:
+    sizes = (HIDDEN, INTERMEDIATE)
+    with pytest.raises(ValueError, match=r"num_experts must be a multiple .* 7 experts, 2 ranks"):
+        MoEExperts(7, *sizes, group=group)
+    for bad in (0, -1, (4, 0), (0, 4)):
+        with pytest.raises(ValueError, match="capacity must be"):
+            MoEExperts(EXPERTS, *sizes, group=group, capacity=bad)
+    with pytest.raises(ValueError, match="group must contain this rank"):
+        MoEExperts(EXPERTS, *sizes, group=dist.GroupMember.NON_GROUP_MEMBER)
+    layer = MoEExperts(EXPERTS, *sizes, group=group)
+    with pytest.raises(RuntimeError, match="with a group cannot be compiled"):
+        torch.compile(layer, fullgraph=True, backend="eager")(*inputs())
+    x, idx, probs = inputs()
+    with pytest.raises(ValueError, match=r"telemetry.snr.*group"):
+        telemetry.snr(layer, x.detach(), idx, probs.detach(), x.detach())
+    for recipe in (Fp8Recipe(), None):
+        for capacity in (None, 40):
+            layer = MoEExperts(EXPERTS, *sizes, recipe=recipe, group=group, capacity=capacity)
+            with pytest.raises(ValueError, match=r"ids must lie in \[-1, 6\); got 6"):
+                layer(x, idx.clone().fill_(EXPERTS), probs)
+
+
+def test_refusals(pool: Pool) -> None:
+    results(pool.run(2, refusals))
+    with pytest.raises(ValueError, match="capacity is of a group"):
+        MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, capacity=3)
