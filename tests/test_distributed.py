@@ -415,3 +415,47 @@ def test_telemetry_counts_what_one_process_counts(pool: Pool) -> None:
     whole = counted(None, p, [slice(None)])
     assert whole.any(dim=1).all()
     assert torch.equal(torch.stack(parts).sum(dim=0), whole)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def kept_bytes(group: Any, p: Problem, keep: dict[str, Any]) -> tuple[int, int, int]:
+    """(bytes a forward keeps beside parameters and their copies, rows and assignments received)."""
+    layer, part = layer_of(p, group, **keep), shares([40, 33, 1, 50])[rank_of(group)]
+    layer.quantize_weights()
+    own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        mine = share(p, part)
+        out = layer(mine.x, mine.topk_idx, mine.probs.requires_grad_())
+    first, share_of = layer.local_experts.start, len(layer.local_experts)
+    here = p.topk_idx // share_of == first // share_of
+    total = sum(found.values())
+    out.sum().backward()
+    return total, int(here.any(dim=1).sum()), int(here.sum())
+
+
+@pytest.mark.parametrize(
+    ("keep", "z"),
+    [
+        ({}, 4 * INTERMEDIATE),
+        ({"save_preactivation": "fp8"}, 2 * INTERMEDIATE + 4 * 2),
+        ({"recompute": "expert"}, 0),
+    ],
+)
+def test_what_is_kept_for_backward(pool: Pool, keep: dict[str, Any], z: int) -> None:
+    """The formula of docs/layer.md."""
+    found = results(pool.run(4, kept_bytes, batch(124), keep))
+    for tokens, (total, rows, assignments) in zip([40, 33, 1, 50], found, strict=True):
+        row = -(-(HIDDEN + 4 * 2 + 8 * SLOTS) // 16) * 16 + 4 * SLOTS
+        token = 4 * 4 + 8 * SLOTS + 8 * min(SLOTS, 4)
+        want = rows * row + assignments * (12 + z) + tokens * token
+        assert want <= total <= want + 512, (total, want)  # the plans' few fixed words
