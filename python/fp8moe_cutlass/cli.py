@@ -110,28 +110,54 @@ def bench(
     layer: Annotated[
         bool, typer.Option(help="The whole expert block, forward and backward, not the ops.")
     ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="FP8 beside bf16 over tokens, width and experts.")
+    ] = False,
+    budget: Annotated[float, typer.Option(help="Seconds --sweep may take.")] = 90.0,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="What the expert block holds, by arithmetic (on CUDA by the allocator too).",
+        ),
+    ] = False,
     quick: Annotated[bool, typer.Option(help="One tiny shape an op: does it all run?")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures; --sweep adds to what it has.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the share of the limit.")] = None,
 ) -> None:
     """Time every operator beside its limit (a copy, dense arithmetic) and its peers."""
     place = device_of(device)
-    from .bench import layer_report, report, run
+    from .bench import layer_report, memory_report, report, run, sweep_report
     from .bench.layer import run_layer
+    from .bench.sweep import run_sweep
 
-    if layer and op:
-        raise ValueError(f"--layer times no single op; got --op {op[0]}")
+    if layer + sweep + memory + bool(op) > 1:
+        raise ValueError("--op, --layer, --sweep and --memory exclude each other")
+    if memory and plot is not None:
+        raise ValueError("--memory has tables alone; got --plot")
     console = console_for_tables()
+    view: Any
     with console.status("timing") as status:
 
         def show(row: dict[str, Any]) -> None:
-            status.update(f"{row.get('model', row['op'])} {row['variant']}")
+            status.update(f"{row.get('model', row['op'])} {row.get('variant', row['shape'])}")
 
-        record = run_layer(place, quick, show) if layer else run(place, op, quick, show)
-    view: Any = layer_report if layer else report
+        if layer:
+            view, record = layer_report, run_layer(place, quick, show)
+        elif memory:
+            view, record = memory_report, memory_report.run_memory(place, quick, show)
+        elif sweep:
+            before = json_path if json_path is not None and json_path.exists() else None
+            done = json.loads(before.read_text())["results"] if before else []
+            view, record = sweep_report, run_sweep(place, budget, done, show)
+        else:
+            view, record = report, run(place, op, quick, show)
     table = Table(*view.COLUMNS)
     for row in record["results"]:
-        table.add_row(*view.cells(row))
+        for line in view.lines(row):
+            table.add_row(*line)
     console.print(report.environment_text(record))
     console.print(table)
     if json_path is not None:

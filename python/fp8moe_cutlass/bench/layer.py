@@ -41,6 +41,13 @@ SHAPES: dict[str, dict[str, Shape]] = {
 }
 QUICK = {"tiny": block(64, 4, 2, 256, 128)}
 FEW_TOKENS = (1, 16, 64, 512)
+HEADLINE = "forward+backward"
+WITH_WEIGHTS = f"{HEADLINE}, quantizing weights"
+# What saves memory: variant, recompute, save_preactivation, what is kept of z.
+VARIANTS_OF_MEMORY = (
+    (f"{HEADLINE}, FP8 pre-activation", "none", "fp8", "fp8"),
+    (f"{HEADLINE}, recompute", "expert", "bf16", "none"),
+)
 
 
 def limit(shape: Shape, limits: Limits, parts: int, experts_used: int) -> Record:
@@ -122,7 +129,7 @@ class Layer:
         if self.device.type == "cuda":
             yield from self.graphs()
         yield self.row(
-            "forward+backward, quantizing weights",
+            WITH_WEIGHTS,
             {n: c.step_with_weights for n, c in self.contenders("fp8moe", "torch bf16").items()},
             3,
         )
@@ -184,13 +191,10 @@ class Layer:
     def other_memory(self) -> Iterator[Record]:
         """What saves memory, and what it costs."""
         ours = self.contenders("fp8moe")
-        for variant, recompute, z, keep in (
-            ("FP8 pre-activation", "none", "fp8", "fp8"),
-            ("recompute", "expert", "bf16", "none"),
-        ):
+        for variant, recompute, z, keep in VARIANTS_OF_MEMORY:
             self.layer.recompute, self.layer.save_preactivation = recompute, z
             runs: Runs = {n: c.step for n, c in ours.items()}
-            row = self.row(f"forward+backward, {variant}", runs, 3)
+            row = self.row(variant, runs, 3)
             row["memory"] = {"fp8moe": self.memory(ours["fp8moe"], keep)}
             yield row
         self.layer.recompute, self.layer.save_preactivation = "none", "bf16"

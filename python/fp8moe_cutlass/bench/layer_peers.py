@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,12 @@ class TransformerEngineExperts(nn.Module):
         super().__init__()
         self.te: Any = importlib.import_module("transformer_engine.pytorch")
         recipes = importlib.import_module("transformer_engine.common.recipe")
-        self.recipe = recipes.Float8BlockScaling() if fp8 else None
+        recipe = recipes.Float8BlockScaling() if fp8 else None
+        # Renamed in 2.17; the old name is deprecated.
+        if hasattr(self.te, "autocast"):
+            self.autocast = partial(self.te.autocast, enabled=fp8, recipe=recipe)
+        else:
+            self.autocast = partial(self.te.fp8_autocast, enabled=fp8, fp8_recipe=recipe)
         self.experts = layer.num_experts
         h, i = layer.hidden_size, layer.intermediate_size
         options = {"bias": False, "params_dtype": torch.bfloat16}
@@ -141,7 +147,7 @@ class TransformerEngineExperts(nn.Module):
         )
         splits = padded.tolist()
         first = not self.weights_ready
-        with self.te.fp8_autocast(enabled=self.recipe is not None, fp8_recipe=self.recipe):
+        with self.autocast():
             z = self.fc1(rows, splits, is_first_microbatch=first)
             h = _compiled(swiglu)(z, p)
             y = self.fc2(h, splits, is_first_microbatch=first)

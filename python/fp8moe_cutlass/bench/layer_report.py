@@ -63,6 +63,11 @@ def cells(row: Record) -> tuple[str, ...]:
     )
 
 
+def lines(row: Record) -> list[tuple[str, ...]]:
+    """What a row is in the table."""
+    return [cells(row)]
+
+
 def memory_cells(record: Record) -> Iterator[tuple[str, ...]]:
     """What is kept from forward to backward, KiB a token, and the peak of both, GiB."""
     yield ("model", "variant", "who", "saved, arithmetic", "saved, allocator", "peak, GiB")
@@ -79,9 +84,9 @@ def memory_cells(record: Record) -> Iterator[tuple[str, ...]]:
             )
 
 
-def markdown(lines: Iterable[tuple[str, ...]]) -> str:
+def markdown(table: Iterable[tuple[str, ...]]) -> str:
     """The first line is the header."""
-    head, *rest = lines
+    head, *rest = table
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rest))
 
 

@@ -42,10 +42,15 @@ def cells(row: Record) -> tuple[str, ...]:
     )
 
 
+def lines(row: Record) -> list[tuple[str, ...]]:
+    """What a row is in the table."""
+    return [cells(row)]
+
+
 def markdown(record: Record) -> str:
     """The table as the docs hold it."""
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(cells(row) for row in record["results"])]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    table = [COLUMNS, tuple("---" for _ in COLUMNS), *(cells(row) for row in record["results"])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in table) + "\n"
 
 
 def environment_text(record: Record) -> str:
