@@ -196,6 +196,9 @@ class Layer:
             runs: Runs = {n: c.step for n, c in ours.items()}
             row = self.row(variant, runs, 3)
             row["memory"] = {"fp8moe": self.memory(ours["fp8moe"], keep)}
+            if keep == "fp8":  # with recompute the GEMMs are others, in another order
+                step = ours["fp8moe"].step
+                row["kernels"] = self.attempt("kernels", lambda: roles(profile(step, self.device)))  # noqa: B023
             yield row
         self.layer.recompute, self.layer.save_preactivation = "none", "bf16"
 
