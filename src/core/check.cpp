@@ -99,14 +99,13 @@ void Checker::strided_fp8(const Fp8Tensor& t, const char* name,
   if (t.layout == ScaleLayout::row) rows.scale_inv.row_stride = 0;
   fp8(rows, name, shape, layouts);
   aligned(t.data, name);
+  constexpr int64_t kMaxStride = 0x7FFFFFFF;
   for (const Tensor* part : {&t.data, &t.scale_inv}) {
-    if (part->row_stride == 0) continue;
-    FP8MOE_CHECK(device_.type == DeviceType::cpu, "[", op_, "] strided rows: the CPU only as yet");
     const bool data = part == &t.data;
-    FP8MOE_CHECK(part->row_stride >= part->shape[1] && (!data || part->row_stride % 16 == 0), "[",
-                 op_, "] ", name, data ? "" : ".scale_inv", " must have rows at least ",
-                 part->shape[1], " elements apart", data ? ", a multiple of 16" : "", "; got ",
-                 part->row_stride);
+    const int64_t stride = part->stride();
+    FP8MOE_CHECK(stride >= part->shape[1] && stride <= kMaxStride && (!data || stride % 16 == 0),
+                 "[", op_, "] ", name, data ? "" : ".scale_inv", " must have rows ", part->shape[1],
+                 " to 2^31 - 1 elements apart", data ? ", a multiple of 16" : "", "; got ", stride);
   }
 }
 

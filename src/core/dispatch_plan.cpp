@@ -17,9 +17,7 @@ void check_ranks(const Checker& check, const RoutingPlan& plan) {
 
 int64_t dispatch_plan_workspace(const RoutingPlan& plan) {
   check_ranks(Checker("dispatch_plan_workspace", plan.slab.device), plan);
-  FP8MOE_CHECK(plan.slab.device.type == DeviceType::cpu,
-               "[dispatch_plan_workspace] runs on the CPU only as yet");
-  return cpu::dispatch_plan_workspace(plan);
+  FP8MOE_DISPATCH("dispatch_plan_workspace", plan.slab.device, dispatch_plan_workspace(plan));
 }
 
 void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
@@ -45,9 +43,8 @@ void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
   check.workspace(workspace, dispatch_plan_workspace(plan));
   check.disjoint({{plan.slab, "plan"}, {counts, "counts"}, {workspace, "workspace"}},
                  {{topk_idx, "topk_idx"}});
-  FP8MOE_CHECK(plan.slab.device.type == DeviceType::cpu,
-               "[dispatch_plan] runs on the CPU only as yet");
-  return cpu::dispatch_plan(topk_idx, num_experts, segment, plan, counts, workspace, stream);
+  FP8MOE_DISPATCH("dispatch_plan", plan.slab.device,
+                  dispatch_plan(topk_idx, num_experts, segment, plan, counts, workspace, stream));
 }
 
 }  // namespace fp8moe

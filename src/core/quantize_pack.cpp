@@ -42,8 +42,8 @@ void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
   check.disjoint({{packed, "packed"}},
                  {{x, "x"}, {topk_idx, "topk_idx"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (packed.numel() == 0) return;
-  FP8MOE_CHECK(x.device.type == DeviceType::cpu, "[quantize_pack] runs on the CPU only as yet");
-  return cpu::quantize_pack(x, topk_idx, probs, num_experts, plan, packed, fp8, rule, stream);
+  FP8MOE_DISPATCH("quantize_pack", x.device,
+                  quantize_pack(x, topk_idx, probs, num_experts, plan, packed, fp8, rule, stream));
 }
 
 }  // namespace fp8moe

@@ -23,8 +23,7 @@ void unpack(const Tensor& packed, int64_t hidden, const Tensor& topk_idx, const 
   check.dtype(probs, "probs", {DType::f32});
   check.disjoint({{topk_idx, "topk_idx"}, {probs, "probs"}}, {{packed, "packed"}});
   if (topk_idx.numel() == 0) return;
-  FP8MOE_CHECK(packed.device.type == DeviceType::cpu, "[unpack] runs on the CPU only as yet");
-  return cpu::unpack(packed, hidden, topk_idx, probs, stream);
+  FP8MOE_DISPATCH("unpack", packed.device, unpack(packed, hidden, topk_idx, probs, stream));
 }
 
 }  // namespace fp8moe

@@ -32,13 +32,13 @@ Scales scales_of(const Fp8Tensor& t) {
   if (!t.scale_inv.defined()) return {};
   const bool row = t.layout == ScaleLayout::row;
   return {.data = t.scale_inv.as<float>(),
-          .row = row ? t.scale_inv.shape[1] : 1,
+          .row = row ? t.scale_inv.stride() : 1,
           .tile = row ? 1 : t.scale_inv.shape[1],
           .tiles = static_cast<int>(t.scale_inv.shape[row ? 1 : 0])};
 }
 
 struct Params {
-  const char* x;   // [T, C]
+  const char* x;   // [T, C], rows x_stride bytes apart
   char* y;         // [R, C]
   Scales x_scale;  // of FP8 data
   Scales y_scale;
@@ -48,12 +48,13 @@ struct Params {
   int64_t tokens;
   int slots;
   int row_bytes;
-  int tokens_a_block;  // more than one: whole rows
+  int tokens_a_block;  // more than one: whole rows, dense in x
   int pieces;          // of a row
   int piece_bytes;
   int64_t max_rows;      // R
   int rows_a_block;      // of the destination
   bool zero_unweighted;  // rows of prob 0 are written as padding is
+  int x_stride;
 };
 
 // Where assignment `i` sends its data; -1: nowhere.
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     start_barrier(&arrived);
     arrive_expecting(&arrived, tokens * bytes);
     if (bytes > 0)
-      bulk_load(shared, p.x + token * p.row_bytes + first_byte, tokens * bytes, &arrived);
+      bulk_load(shared, p.x + token * p.x_stride + first_byte, tokens * bytes, &arrived);
   }
   // Everything is read before the first write: under a stream of writes a read takes long.
   const int assignments = tokens * p.slots;
@@ -194,9 +195,13 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   if (plan.tokens == 0) return;
   const DeviceGuard guard(y.data.device);
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
-  // Short rows: 8 KiB of them, while a lane an assignment suffices.
-  const int64_t tokens_a_block = std::max<int64_t>(
-      1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16), kThreads / plan.slots));
+  const int64_t x_stride = x.data.stride() * size_of(x.data.dtype);
+  // Short rows: 8 KiB of them by one load, while a lane an assignment suffices.
+  const int64_t tokens_a_block =
+      x_stride != row_bytes
+          ? 1
+          : std::max<int64_t>(1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16),
+                                          kThreads / plan.slots));
   const int64_t pieces = std::max<int64_t>(1, cdiv(row_bytes, kPieceBytes));
   const int64_t piece_bytes = round_up(cdiv(row_bytes, pieces), 16);
   const int64_t blocks = cdiv(plan.tokens, tokens_a_block) * pieces;
@@ -216,7 +221,8 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
       .piece_bytes = static_cast<int>(piece_bytes),
       .max_rows = plan.rows(),
       .rows_a_block = static_cast<int>(round_up(cdiv(plan.rows(), blocks), kSectorRows)),
-      .zero_unweighted = zero_unweighted};
+      .zero_unweighted = zero_unweighted,
+      .x_stride = static_cast<int>(x_stride)};
   launch("permute_pad", permute, static_cast<unsigned>(blocks), kThreads,
          static_cast<size_t>(tokens_a_block * piece_bytes), stream_of(stream), params);
 }

@@ -27,6 +27,7 @@ struct Params {
   int run;  // tiles
   PlanView plan;
   ColumnsOut out;  // [C, Kcap]
+  int stride;      // of gathered rows
 };
 
 struct Shared {
@@ -244,14 +245,15 @@ struct Incoming {
     const int own = row_of(threadIdx.x);
     scale_row = own >= 0 ? p.scale_inv + own * p.scale_row : nullptr;
   }
+  template <bool kGather>
   __device__ __forceinline__ void load(const Params& p, int tile, Shared& shared) {
+    const int stride = kGather ? p.stride : p.channels;
     const int channel = 128 * tile + static_cast<int>(threadIdx.x) % 8 * 16;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const bool there = row[j] >= 0 && channel < p.channels;  // zeros where not
       copy_async(&shared.incoming[j][threadIdx.x],
-                 there ? p.codes + int64_t{row[j]} * p.channels + channel : p.codes,
-                 there ? 16 : 0);
+                 there ? p.codes + int64_t{row[j]} * stride + channel : p.codes, there ? 16 : 0);
     }
     copy_commit();
     scale = scale_row != nullptr ? __ldg(scale_row + tile * p.scale_tile) : 0.0f;
@@ -283,7 +285,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kPerChannel>) void shift_til
     const int end = min(begin + p.run, p.tiles);
     Incoming next;
     next.aim<kGather>(p, token_block_of_warp(p.plan, block));
-    next.load(p, begin, shared);
+    next.load<kGather>(p, begin, shared);
     if (threadIdx.x < 128) shared.exponent[side][threadIdx.x] = next.exponent(p);
     __syncthreads();
 #pragma unroll 1
@@ -301,7 +303,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<kPerChannel>) void shift_til
       }
       const bool more = tile + 1 < end;
       const auto load_next = [&] {
-        if (more) next.load(p, tile + 1, shared);
+        if (more) next.load<kGather>(p, tile + 1, shared);
       };
 
       float* scale_inv = p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block;
@@ -344,13 +346,14 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan, 
   const int64_t run = run_of(blocks, tiles, int64_t{per_sm} * device_info(q.data.device).sm_count);
   const Params params = {.codes = rows.data,
                          .scale_inv = rows.scale,
-                         .scale_row = rows.scale_row,
+                         .scale_row = q.layout == ScaleLayout::row ? q.scale_inv.stride() : 1,
                          .scale_tile = rows.scale_tile,
                          .channels = static_cast<int>(rows.ld),
                          .tiles = static_cast<int>(tiles),
                          .run = static_cast<int>(run),
                          .plan = view_of(plan),
-                         .out = columns_out(columns)};
+                         .out = columns_out(columns),
+                         .stride = static_cast<int>(q.data.stride())};
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
     const auto kernel =
         gather ? (per_channel ? shift_tiles<F, true, true> : shift_tiles<F, true, false>)
