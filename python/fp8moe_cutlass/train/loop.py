@@ -72,9 +72,10 @@ SIZES = {
             layers=8, hidden=1024, heads=8, experts=16, top_k=4, intermediate=1536, context=1024
         ),
         steps=1000,
-        batch=16,
+        batch=12,
         lr=6e-4,
         warmup=100,
+        eval_windows=144,
     ),
 }
 
