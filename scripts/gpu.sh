@@ -1,30 +1,42 @@
 #!/usr/bin/env bash
 # Builds the package and puts it through its paces on a machine with a Hopper GPU, offline.
 #
-#   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick]
+#   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES]
+#                  [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick] [--pack]
 #
 # --tests     pytest -m gpu (the default when nothing is chosen)
 # --bench     fp8moe-cutlass bench --device cuda: bench.json and bench.png
 # --layer     fp8moe-cutlass bench --layer --device cuda: layer.json and layer.png
+# --layer-full  the same, and bench --memory: memory.json
+# --sweep     fp8moe-cutlass bench --sweep in SWEEP_SECONDS (90): sweep.json and sweep.png
+# --train-cuda  train --size h200: FP8, bf16 and double quantization, TRAIN_SEEDS (3) seeds, text = every
+#             Python source here, for at most MINUTES; loss.json and loss.png. It goes on from what is
+#             in runs/h200 (finished runs: loss.json alone is enough), so call it again until done.
 # --sanitize  the GPU tests again under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
 # --only      pytest -k PATTERN, for --tests and --sanitize
 # --op        only this op, for --bench and --ncu; may be repeated. --quick: one tiny shape an op
+# --pack      at the end all logs in one archive, logs.tgz
 #
+# FP8MOE_COMMIT names the commit in the figures where the sources are no clone.
 # Needs Python 3.10+ with torch, pytest and hypothesis, nvcc 12.8+, cmake, ninja, nanobind and
 # scikit-build-core. CUTLASS: CUTLASS_DIR, the installed nvidia-cutlass wheel, or one in ./.whl.
 # PYTHON names the interpreter (python3), JOBS the build's parallel jobs (all cores).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick]}
+out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick] [--pack]}
 shift
-tests= bench= layer= sanitize= ncu= only= quick=() ops=()
+tests= bench= layer= memory= sweep= train= sanitize= ncu= only= pack= quick=() ops=()
 while (($#)); do
   case $1 in
     --tests) tests=1 ;;
     --bench) bench=1 ;;
     --layer) layer=1 ;;
+    --layer-full) layer=1 memory=1 ;;
+    --sweep) sweep=1 ;;
+    --train-cuda) train=$2; shift ;;
+    --pack) pack=1 ;;
     --sanitize) sanitize=1 ;;
     --ncu) ncu=1 ;;
     --only) only=$2; shift ;;
@@ -34,7 +46,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $tests$bench$layer$sanitize$ncu ]] || tests=1
+[[ $tests$bench$layer$sweep$train$sanitize$ncu ]] || tests=1
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
@@ -43,6 +55,8 @@ rm -rf "$site"
 mkdir -p "$site"
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)}
+commit=${FP8MOE_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || true)}
+export FP8MOE_COMMIT=$commit
 step() { printf '\n== %s (%ss)\n' "$*" "$SECONDS"; }
 
 step "environment"
@@ -78,6 +92,25 @@ if [[ $layer ]]; then
   "$python" -m fp8moe_cutlass bench --layer --device cuda --json "$out/layer.json" \
     --plot "$out/layer.png" "${quick[@]}" 2>&1 | tee "$out/layer.log" || status=1
 fi
+if [[ $memory ]]; then
+  step "memory"
+  "$python" -m fp8moe_cutlass bench --memory --device cuda --json "$out/memory.json" "${quick[@]}" 2>&1 |
+    tee "$out/memory.log" || status=1
+fi
+if [[ $sweep ]]; then
+  step "sweep"
+  "$python" -m fp8moe_cutlass bench --sweep --budget "${SWEEP_SECONDS:-90}" --device cuda \
+    --json "$out/sweep.json" --plot "$out/sweep.png" 2>&1 | tee "$out/sweep.log" || status=1
+fi
+if [[ $train ]]; then
+  step "train"
+  runs=runs/h200
+  size=h200
+  ((${#quick[@]})) && runs=runs/tiny size=tiny
+  "$python" -m fp8moe_cutlass train --device cuda --size $size --every-python --baseline \
+    --seeds "${TRAIN_SEEDS:-3}" --out $runs --resume --minutes "$train" 2>&1 | tee "$out/train.log" || status=1
+  for file in $runs/loss.*; do cp "$file" "$out"; done
+fi
 if [[ $sanitize ]]; then
   for tool in memcheck racecheck initcheck synccheck; do
     step "$tool"
@@ -95,4 +128,5 @@ if [[ $ncu ]]; then
     status=1
 fi
 step "done, status $status"
+[[ $pack ]] && (cd "$out" && tar czf logs.tgz --remove-files -- *.log *.txt *.xml)
 exit $status
