@@ -1,4 +1,4 @@
-"""Processes that run a function together, as the ranks of a gloo group."""
+"""Processes that run a function together, as the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -28,9 +28,16 @@ class Failure(Exception):
 
 
 class Pool:
-    """`size` processes in one gloo group; members: {key: ranks} of its further groups."""
+    """`size` processes in one group; members: {key: ranks} of its further groups. backend: "gloo",
+    or "nccl" with a GPU a rank."""
 
-    def __init__(self, size: int, members: dict[int, list[int]], timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        members: dict[int, list[int]],
+        timeout: float = 60.0,
+        backend: str = "gloo",
+    ) -> None:
         # One server that has imported everything, from which every process is forked.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fp8moe_cutlass.nn", "moe_problem", "torch.distributed"])
@@ -42,7 +49,7 @@ class Pool:
         os.environ["OMP_NUM_THREADS"] = "1"  # the server's, hence theirs
         for rank in range(size):
             here, there = context.Pipe()
-            args = (there, rank, size, members, timeout, str(store))
+            args = (there, backend, rank, size, members, timeout, str(store))
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -98,6 +105,7 @@ def _received(pipe: Connection) -> Any:
 
 def _serve(
     pipe: Connection,
+    backend: str,
     rank: int,
     size: int,
     members: dict[int, list[int]],
@@ -109,7 +117,9 @@ def _serve(
 
     torch.set_num_threads(1)
     wait = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", f"file://{store}", wait, rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, f"file://{store}", wait, rank=rank, world_size=size)
     groups = {
         key: dist.group.WORLD if len(who) == size else dist.new_group(who, timeout=wait)
         for key, who in members.items()

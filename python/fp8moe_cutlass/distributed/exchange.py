@@ -45,7 +45,7 @@ class Pending:
 
 
 def make_exchange(
-    group: Any, num_experts: int, capacity: int | tuple[int, int] | None
+    group: dist.ProcessGroup | None, num_experts: int, capacity: int | tuple[int, int] | None
 ) -> Exchange | None:
     """The exchange of a layer's options; None without a group."""
     if group is None:
@@ -66,7 +66,10 @@ class Exchange:
     """
 
     def __init__(
-        self, group: Any, num_experts: int, capacity: int | tuple[int, int] | None = None
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        capacity: int | tuple[int, int] | None = None,
     ) -> None:
         rank = dist.get_rank(group)
         if rank < 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
@@ -89,7 +90,7 @@ class MoEExperts(nn.Module):
         recompute: str = "none",
         save_preactivation: str = "bf16",
         delay_wgrad: bool = False,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
         bias: bool = False,
         activation: str = "swiglu",
@@ -132,7 +133,7 @@ class MoEExperts(nn.Module):
         return range(self.num_experts) if self._exchange is None else self._exchange.local_experts
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """The process group that shares the experts; None: there is none."""
         return None if self._exchange is None else self._exchange.group
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -68,7 +69,7 @@ class MoE(nn.Module):
         recompute: str = "none",
         save_preactivation: str = "bf16",
         delay_wgrad: bool = False,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
         bias: bool = False,
         activation: str = "swiglu",
