@@ -387,6 +387,9 @@ def moe_on_a_rank(group: Any, x: Tensor, dout: Tensor, parts: list[slice]) -> li
     out = layer(mine)
     out.backward(dout[part])
     layer.check()
+    layer.router.group = group
+    twin = copy.deepcopy(layer)
+    assert twin.router.group is twin.experts.group is group
     grads = [layer.router.weight.grad, layer.shared_expert.down_proj.weight.grad.float()]
     return [out.detach(), mine.grad, layer.experts.down_proj.grad, *grads]
 

@@ -5,8 +5,16 @@ costs.
 """
 
 from fp8moe_cutlass.distributed.bf16 import Bf16Block
-from fp8moe_cutlass.distributed.exchange import Exchange, make_exchange
+from fp8moe_cutlass.distributed.exchange import Exchange, Shared, make_exchange
 from fp8moe_cutlass.distributed.experts import Block, dispatched_experts
 from fp8moe_cutlass.distributed.fp8 import Fp8Block
 
-__all__ = ["Bf16Block", "Block", "Exchange", "Fp8Block", "dispatched_experts", "make_exchange"]
+__all__ = [
+    "Bf16Block",
+    "Block",
+    "Exchange",
+    "Fp8Block",
+    "Shared",
+    "dispatched_experts",
+    "make_exchange",
+]

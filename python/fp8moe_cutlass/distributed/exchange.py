@@ -44,6 +44,24 @@ class Pending:
         return self.rows
 
 
+@dataclass(frozen=True)
+class Shared:
+    """A process group in a module's state: a deep copy of the module shares it, a pickle cannot."""
+
+    group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.group is None:
+            return Shared, (None,)
+        raise TypeError(
+            "[MoEExperts] a module with a group cannot be pickled: a process group is of this "
+            "process alone; save its state_dict"
+        )
+
+
 def make_exchange(
     group: dist.ProcessGroup | None, num_experts: int, capacity: int | tuple[int, int] | None
 ) -> Exchange | None:
@@ -185,7 +203,4 @@ class Exchange:
         return Exchange(self.group, self.num_experts, self.capacity)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "[MoEExperts] a layer with a group cannot be pickled: a process group is of this "
-            "process alone; save its state_dict"
-        )
+        return Exchange, (Shared(self.group), self.num_experts, self.capacity)  # which refuses

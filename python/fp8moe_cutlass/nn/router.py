@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fp8moe_cutlass.distributed import Shared
 
 
 class Routing(NamedTuple):
@@ -50,7 +52,7 @@ class Router(nn.Module):
         topk_groups: int = 1,
         normalize: bool = True,
         routed_scaling_factor: float = 1.0,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -77,12 +79,21 @@ class Router(nn.Module):
         self.topk_groups = topk_groups
         self.normalize = normalize
         self.routed_scaling_factor = routed_scaling_factor
-        self.group = group
+        self._group = Shared(group)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device))
         self.register_buffer(
             "selection_bias", torch.zeros(num_experts, device=device) if selection_bias else None
         )
         self.reset_parameters()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that route one batch; None: this one alone."""
+        return self._group.group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup | None) -> None:
+        self._group = Shared(group)
 
     def reset_parameters(self) -> None:
         """Uniform within 1/sqrt(hidden_size), the selection bias 0."""
