@@ -2,7 +2,7 @@
 # Builds the package and puts it through its paces on a machine with a Hopper GPU, offline.
 #
 #   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES]
-#                  [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick] [--pack]
+#                  [--ep] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick] [--pack]
 #
 # --tests     pytest -m gpu (the default when nothing is chosen)
 # --bench     fp8moe-cutlass bench --device cuda: bench.json and bench.png
@@ -12,7 +12,10 @@
 # --train-cuda  train --size h200: FP8, bf16 and double quantization, TRAIN_SEEDS (3) seeds, text = every
 #             Python source here, for at most MINUTES; loss.json and loss.png. It goes on from what is
 #             in runs/h200 (finished runs: loss.json alone is enough), so call it again until done.
-# --sanitize  the GPU tests again under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+# --ep        all GPUs that nvidia-smi sees, by NCCL: bench --ep (ep.json, ep.png), a soak of SOAK_STEPS
+#             (1000; soak.json, soak.png), a trace (trace.json, trace.png), and the loss of train by
+#             one GPU and by all (train-1.json, train-ep.json)
+# --sanitize  the GPU tests again under compute-sanitizer: SANITIZE_TOOLS (memcheck racecheck initcheck synccheck)
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
 # --only      pytest -k PATTERN, for --tests and --sanitize
 # --op        only this op, for --bench and --ncu; may be repeated. --quick: one tiny shape an op
@@ -25,9 +28,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick] [--pack]}
+out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES] [--ep] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick] [--pack]}
 shift
-tests= bench= layer= memory= sweep= train= sanitize= ncu= only= pack= quick=() ops=()
+tests= bench= layer= memory= sweep= train= ep= sanitize= ncu= only= pack= quick=() ops=()
 while (($#)); do
   case $1 in
     --tests) tests=1 ;;
@@ -36,6 +39,7 @@ while (($#)); do
     --layer-full) layer=1 memory=1 ;;
     --sweep) sweep=1 ;;
     --train-cuda) train=$2; shift ;;
+    --ep) ep=1 ;;
     --pack) pack=1 ;;
     --sanitize) sanitize=1 ;;
     --ncu) ncu=1 ;;
@@ -46,7 +50,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $tests$bench$layer$sweep$train$sanitize$ncu ]] || tests=1
+[[ $tests$bench$layer$ep$sweep$train$sanitize$ncu ]] || tests=1
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
@@ -111,8 +115,26 @@ if [[ $train ]]; then
     --seeds "${TRAIN_SEEDS:-3}" --out $runs --resume --minutes "$train" 2>&1 | tee "$out/train.log" || status=1
   for file in $runs/loss.*; do cp "$file" "$out"; done
 fi
+if [[ $ep ]]; then
+  ranks=$(nvidia-smi -L | wc -l)
+  # NVLink multicast is shared by a whole host; the exchange has no use for it.
+  export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+  bench_ep() { "$python" -m fp8moe_cutlass bench --ep "$ranks" --device cuda "$@"; }
+  step "ep, $ranks GPUs"
+  bench_ep --json "$out/ep.json" --plot "$out/ep.png" "${quick[@]}" 2>&1 | tee "$out/ep.log" || status=1
+  step "trace"
+  bench_ep --trace "$out/trace.json" "${quick[@]}" 2>&1 | tee "$out/trace.log" || status=1
+  step "soak"
+  bench_ep --soak "${SOAK_STEPS:-1000}" --json "$out/soak.json" --plot "$out/soak.png" 2>&1 |
+    tee "$out/soak.log" || status=1
+  step "train by one and by $ranks"
+  train_small() { "$python" -m fp8moe_cutlass train --device cuda --size small --steps 300 "$@"; }
+  train_small --out "$out/train-1" 2>&1 | tee "$out/train-1.log" || status=1
+  train_small --out "$out/train-ep" --ep "$ranks" 2>&1 | tee "$out/train-ep.log" || status=1
+  for run in train-1 train-ep; do mv "$out/$run/loss.json" "$out/$run.json" && rm -r "${out:?}/$run"; done
+fi
 if [[ $sanitize ]]; then
-  for tool in memcheck racecheck initcheck synccheck; do
+  for tool in ${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}; do
     step "$tool"
     # Large tensors only make it slow. torch's own kernels are not what is checked.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
