@@ -121,6 +121,16 @@ def bench(
             help="What the expert block holds, by arithmetic (on CUDA by the allocator too).",
         ),
     ] = False,
+    ep: Annotated[
+        int | None,
+        typer.Option("--ep", help="The exchange and the layer of so many processes (or GPUs)."),
+    ] = None,
+    soak: Annotated[
+        int | None, typer.Option(help="With --ep: steps of unequal batches, beside one process.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="With --ep: a step's trace (JSON), and its picture.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="One tiny shape an op: does it all run?")] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the figures; --sweep adds to what it has.")
@@ -132,19 +142,28 @@ def bench(
     from .bench import layer_report, memory_report, report, run, sweep_report
     from .bench.layer import run_layer
     from .bench.sweep import run_sweep
+    from .launch import processes
 
-    if layer + sweep + memory + bool(op) > 1:
-        raise ValueError("--op, --layer, --sweep and --memory exclude each other")
+    if layer + sweep + memory + bool(op) + (ep is not None) > 1:
+        raise ValueError("--op, --layer, --sweep, --memory and --ep exclude each other")
+    if ep is None and (soak or trace):
+        raise ValueError("--soak and --trace need --ep")
     if memory and plot is not None:
         raise ValueError("--memory has tables alone; got --plot")
     console = console_for_tables()
     view: Any
-    with console.status("timing") as status:
+    with processes(ep, place) as place, console.status("timing") as status:
 
         def show(row: dict[str, Any]) -> None:
             status.update(f"{row.get('model', row['op'])} {row.get('variant', row['shape'])}")
 
-        if layer:
+        if ep is not None:
+            from .bench.ep_modes import run_mode
+
+            view, record = run_mode(place, quick, soak, trace, show)
+            if view is None:  # not the first rank
+                return
+        elif layer:
             view, record = layer_report, run_layer(place, quick, show)
         elif memory:
             view, record = memory_report, memory_report.run_memory(place, quick, show)
@@ -166,6 +185,8 @@ def bench(
     if plot is not None:
         view.plot(record, plot)
         console.print(f"wrote {plot}")
+    if soak and not record["results"][0]["passed"]:
+        raise typer.Exit(1)
 
 
 # ---- train --------------------------------------------------------------------------------------

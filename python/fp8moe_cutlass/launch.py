@@ -35,10 +35,8 @@ def processes(count: int | None, device: torch.device) -> Iterator[torch.device]
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    yield device
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
 
 def _become(count: int) -> None:
@@ -48,6 +46,7 @@ def _become(count: int) -> None:
         raise ValueError(f"--ep must be at least 1; got {count}")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no name to resolve
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "fp8moe_cutlass", *sys.argv[1:]])
     if int(os.environ["WORLD_SIZE"]) != count:
