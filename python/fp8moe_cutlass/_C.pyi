@@ -67,4 +67,9 @@ def set_stream(handle: int) -> int:
     Sets this thread's stream for arrays whose framework names none; returns the one before.
     """
 
+def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int) -> dict[str, Any]:
+    """
+    The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.
+    """
+
 def build_info() -> dict[str, Any]: ...

@@ -66,12 +66,20 @@ def device_of(name: str) -> torch.device:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="M,N,K,E", help="The GEMM kernels of M rows by weight [E, N, K]."),
+    ] = None,
+    sms: Annotated[int | None, typer.Option(help="SMs, where no GPU is here to ask.")] = None,
+) -> None:
     """What was built, what is here, and what would run where."""
+    from .doctor import explain as explained
     from .doctor import report
 
     console = Console()
-    for title, findings in report().items():
+    sections = report() if explain is None else dict([explained(explain, sms)])
+    for title, findings in sections.items():
         console.print(f"\n[bold]{title}[/]")
         for f in findings:
             mark = {None: " ", True: "[green]✓[/]", False: "[yellow]![/]"}[f.good]
@@ -113,7 +121,20 @@ def bench(
     sweep: Annotated[
         bool, typer.Option("--sweep", help="FP8 beside bf16 over tokens, width and experts.")
     ] = False,
-    budget: Annotated[float, typer.Option(help="Seconds --sweep may take.")] = 90.0,
+    gemm: Annotated[
+        bool,
+        typer.Option(
+            "--gemm",
+            help="The grouped GEMMs of models beside DeepGEMM and torch; --op is fprop, dgrad, "
+            "wgrad.",
+        ),
+    ] = False,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="The GEMMs' error beside that of others.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds --sweep (90) or --gemm (480) may take.")
+    ] = None,
     memory: Annotated[
         bool,
         typer.Option(
@@ -139,17 +160,28 @@ def bench(
 ) -> None:
     """Time every operator beside its limit (a copy, dense arithmetic) and its peers."""
     place = device_of(device)
-    from .bench import layer_report, memory_report, report, run, sweep_report
+    from .bench import (
+        gemm_accuracy,
+        gemm_report,
+        layer_report,
+        memory_report,
+        report,
+        run,
+        sweep_report,
+    )
+    from .bench.gemm import run_gemm
     from .bench.layer import run_layer
     from .bench.sweep import run_sweep
     from .launch import processes
 
-    if layer + sweep + memory + bool(op) + (ep is not None) > 1:
-        raise ValueError("--op, --layer, --sweep, --memory and --ep exclude each other")
+    if layer + sweep + memory + accuracy + (gemm or bool(op)) + (ep is not None) > 1:
+        raise ValueError(
+            "--op (and --gemm), --layer, --sweep, --memory, --accuracy and --ep exclude each other"
+        )
     if ep is None and (soak or trace):
         raise ValueError("--soak and --trace need --ep")
-    if memory and plot is not None:
-        raise ValueError("--memory has tables alone; got --plot")
+    if (memory or accuracy) and plot is not None:
+        raise ValueError("--memory and --accuracy have tables alone; got --plot")
     console = console_for_tables()
     view: Any
     with processes(ep, place) as place, console.status("timing") as status:
@@ -170,7 +202,11 @@ def bench(
         elif sweep:
             before = json_path if json_path is not None and json_path.exists() else None
             done = json.loads(before.read_text())["results"] if before else []
-            view, record = sweep_report, run_sweep(place, budget, done, show)
+            view, record = sweep_report, run_sweep(place, budget or 90.0, done, show)
+        elif accuracy:
+            view, record = gemm_accuracy, gemm_accuracy.run_accuracy(place, quick, show)
+        elif gemm:
+            view, record = gemm_report, run_gemm(place, op, quick, budget or 480.0, show)
         else:
             view, record = report, run(place, op, quick, show)
     table = Table(*view.COLUMNS)
@@ -179,6 +215,8 @@ def bench(
             table.add_row(*line)
     console.print(report.environment_text(record))
     console.print(table)
+    if gemm:
+        console.print("\n".join(gemm_report.summary(record)))
     if json_path is not None:
         json_path.write_text(json.dumps(record, indent=1) + "\n")
         console.print(f"wrote {json_path}")

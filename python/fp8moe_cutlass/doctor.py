@@ -136,3 +136,40 @@ def report() -> dict[str, list[Finding]]:
         "What is here": here(),
         "What would run": advice(info, gpus(), package("torch")),
     }
+
+
+def sm_count() -> int:
+    """SMs of the first visible GPU; ValueError where torch sees none."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        torch = None  # type: ignore[assignment]
+    if torch is None or not torch.cuda.is_available():
+        raise ValueError("--explain: torch sees no GPU here; give the number of SMs with --sms")
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def explain(sizes: str, sms: int | None) -> tuple[str, list[Finding]]:
+    """What the grouped GEMMs of "M,N,K,E" run on CUDA: a title, and a finding for each product.
+
+    M rows of all E experts, weight [E, N, K]. sms: of the GPU; None asks the one that is here.
+    """
+    try:
+        m, n, k, experts = (int(part) for part in sizes.split(","))
+    except ValueError:
+        raise ValueError(f"--explain needs four whole numbers M,N,K,E; got {sizes}") from None
+    sms = sm_count() if sms is None else sms
+    found = []
+    for name in ("fprop", "dgrad", "wgrad"):
+        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms)
+        tile_m, tile_n = c["tile"]
+        found.append(
+            Finding(
+                name,
+                f"tile {tile_m}x{tile_n}, {c['stages']} stages "
+                f"({c['shared_bytes'] / 1024:.0f} KB), cluster {c['cluster']}; "
+                f"{c['tiles']} tiles = {c['waves']:.2f} waves ({100 * c['idle']:.1f}% idle), "
+                f"{100 * c['waste']:.1f}% of the arithmetic wasted",
+            )
+        )
+    return f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs", found

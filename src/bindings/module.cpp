@@ -5,8 +5,12 @@
 // None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
 #include <nanobind/nanobind.h>
 
+#include <string>
+#include <string_view>
+
 #include "call.h"
 #include "errors.h"
+#include "fp8moe/explain.h"
 #include "fp8moe/ops.h"
 
 namespace fp8moe {
@@ -313,6 +317,30 @@ NB_MODULE(_C, m) {
   bind_gemm(m);
   m.def("set_stream", &set_stream, "handle"_a,
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
+  m.def(
+      "explain_grouped_gemm",
+      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count) {
+        const std::string_view name = gemm;
+        if (name != "fprop" && name != "dgrad" && name != "wgrad")
+          throw InvalidArgument("[explain_grouped_gemm] gemm must be fprop, dgrad or wgrad; got " +
+                                std::string(name));
+        const GemmChoice c = explain_grouped_gemm(name == "fprop"   ? GemmPass::fprop
+                                                  : name == "dgrad" ? GemmPass::dgrad
+                                                                    : GemmPass::wgrad,
+                                                  m, n, k, experts, sm_count);
+        nb::typed<nb::dict, nb::str, nb::any> d;
+        d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
+        d["stages"] = c.stages;
+        d["cluster"] = c.cluster;
+        d["shared_bytes"] = c.shared_bytes;
+        d["tiles"] = c.tiles;
+        d["waves"] = c.waves;
+        d["idle"] = c.idle;
+        d["waste"] = c.waste;
+        return d;
+      },
+      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a,
+      "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
   m.def("build_info", [] {
     const BuildInfo info = build_info();
     nb::typed<nb::dict, nb::str, nb::any> d;

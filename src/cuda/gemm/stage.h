@@ -1,7 +1,7 @@
 // The shared-memory plan: what one stage of the ring holds, and how many stages fit.
 #pragma once
 
-#include "cuda/gemm/params.h"
+#include "cuda/gemm/config.h"
 
 namespace fp8moe::cuda::gemm {
 

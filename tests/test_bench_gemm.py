@@ -1,0 +1,130 @@
+"""bench --gemm and --accuracy, as far as a machine without a GPU goes, and what peers are given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8moe_cutlass import RoutingPlan, cli, ops
+from fp8moe_cutlass.bench import gemm, gemm_accuracy, gemm_peers, gemm_report
+
+CPU = torch.device("cpu")
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fp8moe-cutlass", "bench", *map(str, args)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_gemm_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "gemm.json"
+    assert bench(monkeypatch, "--gemm", "--quick", "--op", "wgrad", "--json", path) == 0
+    record = json.loads(path.read_text())
+    assert [row["op"] for row in record["results"]] == ["wgrad", "wgrad"]
+    assert record["left_out"] == []
+    for row in record["results"]:
+        s = row["shape"]
+        assert row["flops"] == 2 * s["M"] * s["N"] * s["K"]
+        assert row["ms"] > 0
+        assert row["peers"] == {}
+        assert "peers_failed" not in row
+
+
+def test_an_unknown_gemm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(monkeypatch, "--gemm", "--op", "sideways") == 2
+    assert "fprop, dgrad, wgrad; got sideways" in " ".join(capsys.readouterr().err.split())
+    assert bench(monkeypatch, "--gemm", "--layer") == 2
+
+
+def test_a_budget_leaves_out_and_says_so() -> None:
+    record = gemm.run_gemm(CPU, quick=True, budget=-1.0)
+    assert record["results"] == []
+    assert len(record["left_out"]) == len(gemm.QUICK)
+    assert gemm_report.summary(record) == [f"left out: {what}" for what in record["left_out"]]
+
+
+def test_cases_are_what_is_asked() -> None:
+    cases = gemm.all_cases()
+    assert len(set(cases)) == len(cases)
+    for name in gemm.PASSES:
+        mine = [c for c in cases if c.gemm == name]
+        assert {(c.model, c.routing) for c in mine} >= {(m, "balanced") for m in gemm.MODELS}
+        assert {(c.model, c.routing) for c in mine} >= {(m, "ragged") for m in gemm.MODELS}
+    wgrad = [c for c in cases if c.gemm == "wgrad"]
+    for model in gemm.MODELS:
+        kinds = {(c.dtype, c.columns, c.accumulate) for c in wgrad if c.model == model}
+        assert kinds >= {
+            ("float32", "block", False),
+            ("float32", "block", True),
+            ("bfloat16", "block", False),
+            ("float32", "column", False),
+        }
+    assert all(c.m % c.e == 0 for c in cases)
+
+
+def test_padded_rows_are_the_same_product() -> None:
+    counts = [5, 0, 130, 64]
+    plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
+    q = ops.quantize(torch.randn(sum(counts), 384), scale_layout="gemm")
+    data, scale, of_row = gemm_peers.padded_rows(q, counts)
+    assert data.shape == (128 + 256 + 128, 384)
+    assert scale.shape == (data.shape[0], 3)
+    assert scale.stride() == (1, data.shape[0])
+    value = data.float() * scale.repeat_interleave(128, 1)
+    exact = q.dequantize("float32")
+    for e, count in enumerate(counts):
+        at = of_row == e
+        assert int(at.sum()) == count
+        first = int(plan.row_offsets[e])
+        assert torch.equal(value[at], exact[first : first + count])
+        if count:  # groups start at multiples of 128
+            assert int(at.nonzero()[0]) % 128 == 0
+    assert not value[of_row < 0].any()
+
+
+@pytest.mark.parametrize("columns", ["block", "column"])
+def test_flat_segments_are_the_same_product(columns: str) -> None:
+    counts = [5, 0, 130, 128]
+    plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
+    x = torch.randn(sum(counts), 272)
+    _, t = ops.quantize_dual(x, plan, columns=columns)
+    padded = gemm_peers.whole_tiles(counts)
+    assert padded == [128, 0, 256, 128]
+    data, scale = gemm_peers.flat_segments(t, padded)
+    assert scale.shape == (272, sum(padded) // 128)
+    assert scale.stride() == (1, 272)
+    dw = ops.grouped_gemm_wgrad(t, t, plan)
+    start = 0
+    for e, k in enumerate(padded):
+        part = data[272 * start : 272 * (start + k)].view(272, k).float()
+        value = part * scale[:, start // 128 : (start + k) // 128].repeat_interleave(128, 1)
+        assert torch.allclose(value @ value.t(), dw[e], rtol=1e-4, atol=1e-3)
+        start += k
+
+
+def test_accuracy_rows() -> None:
+    record = gemm_accuracy.run_accuracy(CPU, quick=True)
+    assert {row["op"] for row in record["results"]} == set(gemm_accuracy.OPERANDS)
+    # The CPU sums in float32: a few hundredths of the tensor core's unit.
+    assert max(row["c"] for row in record["results"]) < 0.1
+    assert {row["who"] for row in record["results"]} == {"ours"}
+
+
+def test_accuracy_sees_a_lost_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ops.grouped_gemm
+
+    def lossy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return honest(*args, **kwargs) * (1 + 2.0**-7)
+
+    monkeypatch.setattr(gemm_accuracy.ops, "grouped_gemm", lossy)
+    rows = gemm_accuracy.compare("largest", gemm_accuracy.largest, 384, CPU)
+    assert all(row["c"] > 1 for row in rows)

@@ -1,0 +1,88 @@
+"""doctor --explain: the kernel's choice and how its tiles fit, against tiles counted one by one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from fp8moe_cutlass import _C, cli, doctor
+
+
+def counted(name: str, m: int, n: int, k: int, experts: int, tile_n: int) -> tuple[int, int]:
+    """Tiles of 128 rows, and multiply-adds over them in halves of 64 rows, walked tile by tile."""
+    if name == "dgrad":
+        n, k = k, n
+    tiles = work = 0
+    for e in range(experts):
+        rows = len(range(e, m, experts))
+        height, width, depth = (n, k, rows) if name == "wgrad" else (rows, n, k)
+        for top in range(0, height, 128):
+            halves = 1 if height - top <= 64 else 2
+            for _ in range(0, width, tile_n):
+                tiles += 1
+                work += 64 * halves * tile_n * 128 * len(range(0, depth, 128))
+    return tiles, work
+
+
+@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "experts"),
+    [(32768, 4096, 7168, 8), (1000, 2816, 2048, 7), (300, 144, 272, 5), (3, 16, 16, 4)],
+)
+def test_counts_are_those_of_a_walk(name: str, m: int, n: int, k: int, experts: int) -> None:
+    c = _C.explain_grouped_gemm(name, m, n, k, experts, 20)
+    tiles, work = counted(name, m, n, k, experts, c["tile"][1])
+    assert c["tiles"] == tiles
+    assert c["waves"] == pytest.approx(tiles / 20)
+    assert c["idle"] == pytest.approx(1 - tiles / 20 / -(-tiles // 20))
+    assert c["waste"] == pytest.approx(1 - m * n * k / work)
+
+
+def test_whole_tiles_waste_nothing() -> None:
+    c = _C.explain_grouped_gemm("fprop", 8 * 512, 1536, 4096, 8, 132)
+    assert c["waste"] == 0.0
+    assert c["tile"] == (128, 192)
+    # What a stage holds at least, and what a CTA can have at most.
+    assert c["stages"] * (128 + 192) * 128 < c["shared_bytes"] <= 227 * 1024
+
+
+def test_a_narrow_tile_where_the_wide_one_wastes() -> None:
+    assert _C.explain_grouped_gemm("fprop", 512, 128, 512, 2, 132)["tile"] == (128, 128)
+    assert _C.explain_grouped_gemm("dgrad", 512, 512, 128, 2, 132)["tile"] == (128, 128)
+
+
+def test_no_rows_are_no_tiles() -> None:
+    c = _C.explain_grouped_gemm("fprop", 0, 256, 256, 4, 132)
+    assert (c["tiles"], c["waves"], c["idle"], c["waste"]) == (0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [(-1, 1, 1, 1, 1), (1, 1, 1, 0, 1), (1, 1, 1, 1, 0)])
+def test_bad_sizes_are_refused(bad: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="experts and SMs positive"):
+        _C.explain_grouped_gemm("fprop", *bad)
+    with pytest.raises(ValueError, match="gemm must be fprop, dgrad or wgrad; got sideways"):
+        _C.explain_grouped_gemm("sideways", 1, 1, 1, 1, 1)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fp8moe-cutlass", "doctor", *args])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--explain", "32768,4096,7168,8", "--sms", "132") == 0
+    out = capsys.readouterr().out
+    assert "5632 tiles = 42.67 waves" in out
+    assert all(f"{name} " in out for name in ("fprop", "dgrad", "wgrad"))
+
+
+def test_command_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--explain", "1,2,3") == 2
+    assert "M,N,K,E; got 1,2,3" in capsys.readouterr().err
+    monkeypatch.setattr(doctor, "sm_count", lambda: 7)
+    assert "7 SMs" in doctor.explain("16,16,16,1", None)[0]
