@@ -17,7 +17,7 @@ static void check(fp8moe_status status) {
 
 static fp8moe_tensor tensor(int32_t dtype, size_t element, int32_t ndim, int64_t a, int64_t b,
                             int64_t c) {
-  fp8moe_tensor t = {NULL, dtype, FP8MOE_CPU, 0, ndim, {a, b, c, 0}};
+  fp8moe_tensor t = {NULL, dtype, FP8MOE_CPU, 0, ndim, {a, b, c, 0}, 0};
   int64_t count = 1;
   for (int32_t i = 0; i < ndim; ++i) count *= t.shape[i];
   t.data = calloc((size_t)count, element);

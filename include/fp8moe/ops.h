@@ -102,6 +102,8 @@ FP8MOE_API int64_t dispatch_plan_workspace(const RoutingPlan& plan);  // bytes
 // a segment has no row for is dropped. Dropped: row_of -1, counted in status[kOverflow].
 // topk_idx [T, S] i32/i64, -1: none. counts [ranks, 2] i32: rows that carry a token, and entries of
 // topk_idx that travel on them.
+// Of other ops, permute_pad, unpermute_unpad and their backward without probs take such a plan; a
+// segment's rows without a token are padding to them.
 // workspace: u8, at least dispatch_plan_workspace(plan) bytes, whatever they hold.
 FP8MOE_API void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
                               const RoutingPlan& plan, const Tensor& counts,

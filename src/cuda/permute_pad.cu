@@ -192,8 +192,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
                  const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted,
                  Stream stream) {
-  if (plan.tokens == 0) return;
   const DeviceGuard guard(y.data.device);
+  if (plan.tokens == 0) {  // what rows there are (of segments) are padding
+    for (const Tensor& t : {y.data, y.scale_inv, permuted_probs})
+      if (t.defined() && t.numel() > 0)
+        FP8MOE_CUDA_CHECK(
+            cudaMemsetAsync(t.data, 0, t.numel() * size_of(t.dtype), stream_of(stream)));
+    return;
+  }
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
   const int64_t x_stride = x.data.stride() * size_of(x.data.dtype);
   // Short rows: 8 KiB of them by one load, while a lane an assignment suffices.

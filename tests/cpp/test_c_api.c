@@ -1,5 +1,5 @@
-/* The C ABI from plain C11: a route, a quantization and a grouped GEMM, and the errors. The numbers
- * are small integers, so that FP8, f32 and every sum are exact. */
+/* The C ABI from plain C11: a route, a quantization, a grouped GEMM, a dispatch to ranks, and the
+ * errors. The numbers are small integers, so that FP8, f32 and every sum are exact. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,8 +20,69 @@ enum { kTokens = 5, kSlots = 2, kExperts = 3, kRows = 10, kN = 16, kK = 144, kBl
 
 static fp8moe_tensor tensor(void* data, int32_t dtype, int32_t ndim, int64_t a, int64_t b,
                             int64_t c) {
-  fp8moe_tensor t = {data, dtype, FP8MOE_CPU, 0, ndim, {a, b, c, 0}};
+  fp8moe_tensor t = {data, dtype, FP8MOE_CPU, 0, ndim, {a, b, c, 0}, 0};
   return t;
+}
+
+/* Tokens to 3 ranks of one expert, and what arrives at rank 2 moved where it lies. */
+static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
+  enum { kRanks = 3, kTo2 = 4, kRow = 176 }; /* codes 144, scales 8, ids 8, probs 8 */
+  static uint8_t packed[kTokens * kSlots * kRow];
+  float probs[kTokens * kSlots], weights[kTo2 * kSlots];
+  int32_t counts[kRanks * 2], local[kTo2 * kSlots];
+  for (int i = 0; i < kTokens * kSlots; ++i) probs[i] = (float)i;
+  fp8moe_plan plan = {{0}, kTokens, kRanks, kRanks, 1, kTokens * kSlots};
+  const int64_t size = fp8moe_plan_slab_size(&plan);
+  int32_t* slab = malloc((size_t)size * sizeof(int32_t));
+  plan.slab = tensor(slab, FP8MOE_I32, 1, size, 0, 0);
+  const fp8moe_tensor it = tensor(ids, FP8MOE_I32, 2, kTokens, kSlots, 0);
+  const fp8moe_tensor ct = tensor(counts, FP8MOE_I32, 2, kRanks, 2, 0);
+  int64_t bytes = -1;
+  CHECK(fp8moe_dispatch_plan_workspace(&plan, &bytes) == FP8MOE_OK && bytes == 0);
+  CHECK(fp8moe_dispatch_plan(&it, kRanks, 0, &plan, &ct, NULL, NULL) == FP8MOE_OK);
+  CHECK(counts[0] == 3 && counts[1] == 4 && counts[4] == kTo2 && counts[5] == 4);
+
+  CHECK(fp8moe_packed_row_bytes(kK, kSlots) == kRow);
+  const fp8moe_tensor xt = tensor(x, FP8MOE_F32, 2, kTokens, kK, 0);
+  const fp8moe_tensor pt = tensor(probs, FP8MOE_F32, 2, kTokens, kSlots, 0);
+  const fp8moe_tensor wire = tensor(packed, FP8MOE_U8, 2, kTokens * kSlots, kRow, 0);
+  CHECK(fp8moe_quantize_pack(&xt, &it, &pt, kRanks, &plan, &wire, FP8MOE_E4M3, rule, NULL) ==
+        FP8MOE_OK);
+  CHECK(fp8moe_quantize_pack(&xt, &it, &pt, kRanks, &plan, &wire, 99, rule, NULL) ==
+        FP8MOE_INVALID_ARGUMENT);
+
+  uint8_t* rank_2 = packed + slab[fp8moe_plan_row_offsets_at(&plan) + 2] * kRow;
+  const fp8moe_tensor arrived = tensor(rank_2, FP8MOE_U8, 2, kTo2, kRow, 0);
+  const fp8moe_tensor lt = tensor(local, FP8MOE_I32, 2, kTo2, kSlots, 0);
+  const fp8moe_tensor wt = tensor(weights, FP8MOE_F32, 2, kTo2, kSlots, 0);
+  CHECK(fp8moe_unpack(&arrived, kK, &lt, &wt, NULL) == FP8MOE_OK);
+  CHECK(local[0] == -1 && local[1] == 0 && weights[1] == 1.0f); /* token 0: slot 1 is expert 2 */
+
+  uint8_t moved[kTo2 * kK];
+  float scale[kBlocks * 4];
+  fp8moe_fp8_tensor from = {tensor(rank_2, FP8MOE_E4M3, 2, kTo2, kK, 0),
+                            tensor(rank_2 + kK, FP8MOE_F32, 2, kTo2, kBlocks, 0),
+                            FP8MOE_LAYOUT_ROW};
+  const fp8moe_fp8_tensor to = {tensor(moved, FP8MOE_E4M3, 2, kTo2, kK, 0),
+                                tensor(scale, FP8MOE_F32, 2, kBlocks, 4, 0), FP8MOE_LAYOUT_GEMM};
+  from.data.row_stride = kRow;
+  from.scale_inv.row_stride = kRow / 4;
+  int32_t here[kTo2] = {0, 0, 0, 0};
+  fp8moe_plan one = {{0}, kTo2, 1, 1, 1, kTo2};
+  const int64_t words = fp8moe_plan_slab_size(&one);
+  int32_t* one_slab = malloc((size_t)words * sizeof(int32_t));
+  one.slab = tensor(one_slab, FP8MOE_I32, 1, words, 0, 0);
+  const fp8moe_tensor ht = tensor(here, FP8MOE_I32, 2, kTo2, 1, 0);
+  CHECK(fp8moe_route(&ht, NULL, &one, NULL, NULL) == FP8MOE_OK);
+  CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_OK);
+  for (int r = 0; r < kTo2; ++r) CHECK(memcmp(moved + r * kK, rank_2 + r * kRow, kK) == 0);
+  from.data.row_stride = INT64_MAX;
+  CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(strstr(fp8moe_last_error(), "2^63 bytes") != NULL);
+  from.data.row_stride = -16;
+  CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
+  free(one_slab);
+  free(slab);
 }
 
 int main(void) {
@@ -78,6 +139,8 @@ int main(void) {
       CHECK(d[row_of[i] * kN + n] == sum);
     }
   }
+
+  dispatch(ids, x, rule);
 
   /* Errors: a status, the message, nothing written. */
   const float kept = d[0];

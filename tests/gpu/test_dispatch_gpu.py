@@ -158,6 +158,9 @@ def test_no_tokens() -> None:
     x = torch.zeros(0, 128)
     expected, got = on_both(ops.quantize_pack, x, plan, ids, probs, num_experts=4)
     assert_same_wire(expected, got[0], plan, 128, 2)
+    for given in (x, ops.quantize(x)):  # rows of segments are padding
+        expected, got = on_both(ops.permute_pad, given, plan, torch.zeros(0, 2))
+        assert_same(expected, got[0], plan)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
@@ -168,6 +171,24 @@ def test_unpack(slots: int) -> None:
     _, got_ids, got_probs = ops.unpack(packed.cuda(), 272, slots, out=out)
     assert torch.equal(ids, got_ids.cpu())
     assert torch.equal(probs.view(torch.int32), got_probs.cpu().view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_movement_by_segments(kind: str) -> None:
+    """Rows of a segment without a token are padding to permute_pad; sums skip dropped ranks."""
+    ids, x = routing(kind, 90, 12, 3), awkward(90, 272)
+    for segment in (20, 95):
+        plan, _ = ops.dispatch_plan(ids, 12, 4, segment=segment)
+        for op, given in (
+            (ops.permute_pad, x),
+            (ops.permute_pad, ops.quantize(x)),
+            (ops.unpermute_unpad, awkward(plan.rows, 272)),
+            (ops.unpermute_unpad_backward, x),
+            (ops.permute_pad_backward, awkward(plan.rows, 272)),
+        ):
+            expected, got = on_both(op, given, plan)
+            assert_same(expected, got[0], plan)
+            assert_same(expected, got[1], plan)
 
 
 def strided(tokens: int, width: int, slots: int, fp8: str) -> Fp8Tensor:

@@ -1,0 +1,241 @@
+// dispatch_plan, quantize_pack and unpack against loops over the tokens; the rows of the wire read
+// in place by permute_pad and permute_transpose_fp8.
+#include "check.h"
+
+using namespace fp8moe;
+using namespace fp8moe::test;
+
+namespace {
+
+struct Problem {
+  int64_t tokens, slots, ranks, each, segment;
+  std::vector<int> topk;  // [T, S]
+
+  int64_t experts() const { return ranks * each; }
+  int64_t capacity() const {
+    return segment > 0 ? segment * ranks : tokens * std::min(slots, ranks);
+  }
+  bool travels(int64_t t, int64_t r) const {
+    for (int64_t s = 0; s < slots; ++s) {
+      const int id = topk[t * slots + s];
+      if (id >= 0 && id / each == r) return true;
+    }
+    return false;
+  }
+};
+
+struct Dispatched {
+  OwnedPlan plan;
+  Owned counts;
+};
+
+Dispatched dispatched(const Problem& p, bool wide) {
+  Dispatched d{empty_plan(p.tokens, p.ranks, p.ranks, 1, p.capacity()),
+               Owned(DType::i32, {p.ranks, 2})};
+  Owned workspace(DType::u8, {dispatch_plan_workspace(d.plan)});
+  Owned ids(wide ? DType::i64 : DType::i32, {p.tokens, p.slots});
+  for (size_t i = 0; i < p.topk.size(); ++i)
+    wide ? void(ids.as<int64_t>()[i] = p.topk[i]) : void(ids.as<int32_t>()[i] = p.topk[i]);
+  dispatch_plan(ids, p.experts(), p.segment, d.plan, d.counts, workspace);
+  return d;
+}
+
+// Every row of every rank, in order.
+void expect_plan(const Problem& p, const Dispatched& d) {
+  const RoutingPlan& plan = d.plan;
+  int64_t end = 0, dropped = 0;
+  for (int64_t r = 0; r < p.ranks; ++r) {
+    const int64_t first = p.segment > 0 ? r * p.segment : end;
+    int64_t row = first, entries = 0;
+    CHECK(plan.row_offsets()[r] == first);
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      const int at = plan.row_of()[t * p.ranks + r];
+      if (!p.travels(t, r)) {
+        CHECK(at == -1);
+      } else if (p.segment > 0 && row == first + p.segment) {
+        CHECK(at == -1);
+        ++dropped;
+      } else {
+        CHECK(at == row && plan.token_of_row()[row] == t && plan.slot_of_row()[row] == r);
+        for (int64_t s = 0; s < p.slots; ++s)
+          entries += p.topk[t * p.slots + s] >= 0 && p.topk[t * p.slots + s] / p.each == r;
+        ++row;
+      }
+    }
+    CHECK(plan.tokens_per_expert()[r] == row - first);
+    CHECK(d.counts.as<int32_t>()[2 * r] == row - first);
+    CHECK(d.counts.as<int32_t>()[2 * r + 1] == entries);
+    for (; p.segment > 0 && row < first + p.segment; ++row)
+      CHECK(plan.token_of_row()[row] == -1 && plan.slot_of_row()[row] == -1);
+    end = row;
+  }
+  CHECK(plan.row_offsets()[p.ranks] == end);
+  CHECK(plan.status()[kOverflow] == dropped);
+  for (int i = 1; i < RoutingPlan::kStatusWords; ++i) CHECK(plan.status()[i] == 0);
+}
+
+// A row of the wire, from the parts: codes and scales of `q`, ids of the rank, probs, zeros.
+std::vector<uint8_t> wire_row(const Problem& p, const OwnedFp8& q, const Owned* probs, int64_t t,
+                              int64_t r) {
+  std::vector<uint8_t> row;
+  const auto append = [&](const void* from, size_t bytes) {
+    const auto* byte = static_cast<const uint8_t*>(from);
+    row.insert(row.end(), byte, byte + bytes);
+  };
+  const auto width = static_cast<size_t>(q.depth());
+  const auto tiles = static_cast<size_t>(q.scale.view.shape[1]);
+  append(q.data.as<uint8_t>() + t * q.depth(), width);
+  append(q.scale.as<float>() + t * q.scale.view.shape[1], tiles * 4);
+  for (int part = 0; probs != nullptr && part < 2; ++part)
+    for (int64_t s = 0; s < p.slots; ++s) {
+      const int id = p.topk[t * p.slots + s];
+      const bool here = id >= 0 && id / p.each == r;
+      const int local = here ? static_cast<int>(id - r * p.each) : -1;
+      const float prob = here ? probs->as<float>()[t * p.slots + s] : 0.0f;
+      append(part == 0 ? static_cast<const void*>(&local) : &prob, 4);
+    }
+  row.resize(static_cast<size_t>(round_up(static_cast<int64_t>(row.size()), 16)), 0);
+  return row;
+}
+
+void expect_wire(const Problem& p, const Dispatched& d, int64_t hidden, DType dtype, DType fp8,
+                 Random& random) {
+  Owned x(dtype, {p.tokens, hidden}), probs(DType::f32, {p.tokens, p.slots});
+  fill_normal(x, random);
+  fill_normal(probs, random);
+  const OwnedFp8 q(fp8, p.tokens, hidden, ScaleLayout::row);
+  quantize(x, q, {});
+  const RoutingPlan& plan = d.plan;
+  for (const bool ids : {true, false}) {
+    const int64_t bytes = packed_row_bytes(hidden, ids ? p.slots : 0);
+    Owned packed(DType::u8, {plan.rows(), bytes});
+    quantize_pack(x, ids ? Tensor(int32s({p.tokens, p.slots}, p.topk)) : Tensor(),
+                  ids ? Tensor(probs) : Tensor(), p.experts(), plan, packed, fp8, {});
+    for (int64_t t = 0; t < p.tokens; ++t)
+      for (int64_t r = 0; r < p.ranks; ++r) {
+        const int64_t row = plan.row_of()[t * p.ranks + r];
+        if (row < 0) continue;
+        const std::vector<uint8_t> want = wire_row(p, q, ids ? &probs : nullptr, t, r);
+        CHECK(static_cast<int64_t>(want.size()) == bytes);
+        CHECK(std::memcmp(packed.as<uint8_t>() + row * bytes, want.data(), want.size()) == 0);
+      }
+    if (!ids) continue;
+    Owned local(DType::i32, {plan.rows(), p.slots}), weights(DType::f32, {plan.rows(), p.slots});
+    unpack(packed, hidden, local, weights);
+    for (int64_t row = 0; row < plan.row_offsets()[p.ranks]; ++row)
+      for (int64_t s = 0; plan.token_of_row()[row] < 0 && s < p.slots; ++s)
+        CHECK(local.as<int32_t>()[row * p.slots + s] == -1 && weights.at(row * p.slots + s) == 0.0);
+  }
+}
+
+void problems() {
+  Random random(8);
+  for (int64_t ranks : {1, 2, 3, 8})
+    for (int64_t segment : {0, 1, 7, 100})
+      for (int64_t tokens : {0, 1, 23}) {
+        Problem p{tokens, 3, ranks, 2, segment, random_topk(tokens * 3, ranks * 2, random)};
+        if (tokens > 1) p.topk[5] = p.topk[4] = p.topk[3];  // an expert named thrice
+        const Dispatched d = dispatched(p, ranks % 2 == 0);
+        expect_plan(p, d);
+        for (int64_t hidden : {16, 272})
+          expect_wire(p, d, hidden, ranks == 2 ? DType::bf16 : DType::f32,
+                      segment == 7 ? DType::e5m2 : DType::e4m3, random);
+      }
+  Problem none{5, 2, 3, 4, 0, std::vector<int>(10, -1)};
+  expect_plan(none, dispatched(none, false));
+  Problem one{5, 2, 3, 4, 2, std::vector<int>(10, 11)};
+  expect_plan(one, dispatched(one, true));
+}
+
+// Rows that lie apart give what dense rows give. The memory ends with the last row.
+void strided_rows() {
+  Random random(9);
+  const int64_t tokens = 37, width = 144, tiles = 2;
+  const OwnedFp8 q(DType::e4m3, tokens, width, ScaleLayout::row);
+  fill_random(q, random);
+  const int64_t stride = width + 16;
+  Owned memory(DType::u8, {tokens * stride - 8});
+  for (int64_t t = 0; t < tokens; ++t) {
+    std::memcpy(memory.as<uint8_t>() + t * stride, q.data.as<uint8_t>() + t * width, width);
+    std::memcpy(memory.as<uint8_t>() + t * stride + width, q.scale.as<float>() + t * tiles, 8);
+  }
+  Fp8Tensor apart{Tensor(memory.as<uint8_t>(), DType::e4m3, {tokens, width}),
+                  Tensor(memory.as<uint8_t>() + width, DType::f32, {tokens, tiles}),
+                  ScaleLayout::row};
+  apart.data.row_stride = stride;
+  apart.scale_inv.row_stride = stride / 4;
+
+  const OwnedPlan plan = routed(tokens, 2, 3, 16, random_topk(tokens * 2, 3, random));
+  for (const ScaleLayout layout : {ScaleLayout::row, ScaleLayout::gemm}) {
+    const OwnedFp8 want(DType::e4m3, plan->rows(), width, layout);
+    const OwnedFp8 got(DType::e4m3, plan->rows(), width, layout);
+    permute_pad(q, plan, {}, want, {});
+    permute_pad(apart, plan, {}, got, {});
+    CHECK(got.data.same(want.data) && got.scale.same(want.scale));
+  }
+  for (const ScaleLayout layout : {ScaleLayout::block, ScaleLayout::gemm}) {
+    const OwnedFp8 want(DType::e4m3, width, plan->columns(), layout);
+    const OwnedFp8 got(DType::e4m3, width, plan->columns(), layout);
+    permute_transpose_fp8(q, plan, want);
+    permute_transpose_fp8(apart, plan, got);
+    CHECK(got.data.same(want.data) && got.scale.same(want.scale));
+  }
+
+  const OwnedFp8 y(DType::e4m3, plan->rows(), width, ScaleLayout::row);
+  Owned values(DType::f32, {tokens, width});
+  CHECK_INVALID("[dequantize] q must be contiguous", dequantize(apart, values));
+  Fp8Tensor wrong = apart;
+  wrong.data.row_stride = width - 16;
+  CHECK_INVALID("x must have rows 144 to 2^31 - 1 elements apart, a multiple of 16; got 128",
+                permute_pad(wrong, plan, {}, y, {}));
+  wrong.data.row_stride = width + 8;
+  CHECK_INVALID("a multiple of 16; got 152", permute_transpose_fp8(wrong, plan, y));
+  wrong = apart;
+  wrong.scale_inv.row_stride = 1;
+  CHECK_INVALID("x.scale_inv must have rows 2 to", permute_pad(wrong, plan, {}, y, {}));
+  Fp8Tensor inside = y;  // an output within the gaps' reach
+  inside.data.data = memory.as<uint8_t>() + (tokens - 1) * stride;
+  CHECK_INVALID("must not share memory", permute_pad(apart, plan, {}, inside, {}));
+}
+
+void refusals() {
+  const Problem p{4, 2, 2, 3, 0, {0, 5, -1, 2, 3, 3, 1, 4}};
+  const Dispatched d = dispatched(p, false);
+  const RoutingPlan& plan = d.plan;
+  const std::vector<uint8_t> slab = d.plan.slab.copy();
+  const Tensor none;
+  for (const int bad : {6, -2, 0x7FFFFFFF})
+    CHECK_INVALID(
+        "expert ids must lie in [-1, 6)",
+        dispatch_plan(int32s({4, 2}, {0, 5, -1, 2, 3, bad, 1, 4}), 6, 0, plan, d.counts, none));
+  const Owned ids = int32s({4, 2}, p.topk);
+  CHECK_INVALID("multiple of the ranks", dispatch_plan(ids, 5, 0, plan, d.counts, none));
+  CHECK_INVALID("segment must be", dispatch_plan(ids, 6, 3, plan, d.counts, none));
+  CHECK_INVALID("segment must be", dispatch_plan(ids, 6, -4, plan, d.counts, none));
+  CHECK_INVALID("counts must be", dispatch_plan(ids, 6, 0, plan, ids, none));
+  CHECK_INVALID("slots == experts",
+                dispatch_plan(ids, 6, 0, empty_plan(4, 1, 2, 1, 8), d.counts, none));
+  CHECK(d.plan.slab.copy() == slab);
+
+  const Owned x(DType::f32, {4, 32}), probs(DType::f32, {4, 2});
+  const Owned packed(DType::u8, {8, packed_row_bytes(32, 2)});
+  const auto pack = [&](const Tensor& i, const Tensor& w, const Tensor& to, DType fp8) {
+    quantize_pack(x, i, w, 6, plan, to, fp8, {});
+  };
+  CHECK_INVALID("given together", pack(ids, {}, packed, DType::e4m3));
+  CHECK_INVALID("fp8 must be", pack(ids, probs, packed, DType::u8));
+  CHECK_INVALID("packed must be [8, 48]", pack({}, {}, packed, DType::e4m3));
+  const OwnedPlan unfilled = empty_plan(4, 2, 2, 1, 8);
+  CHECK_INVALID("plan must be filled",
+                quantize_pack(x, ids, probs, 6, unfilled, packed, DType::e4m3, {}));
+  for (size_t i = 0; i < packed.size(); ++i) CHECK(packed.as<uint8_t>()[i] == 0xA5);
+  CHECK_INVALID("[unpack]", unpack(packed, 48, Owned(DType::i32, {8, 2}), probs));
+}
+
+}  // namespace
+
+int main() {
+  problems();
+  strided_rows();
+  refusals();
+}
