@@ -16,6 +16,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fp8moe_cutlass.tensor import TILE, cdiv
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -61,6 +63,17 @@ def distinct(experts: int, slots: int, parts: int) -> float:
     parts (1 - C(E - E/parts, S) / C(E, S))."""
     elsewhere = experts - experts // parts
     return parts * (1.0 - comb(elsewhere, slots) / comb(experts, slots))
+
+
+def zipf(experts: int, slots: int, ranks: int, tokens: int = 4096) -> tuple[float, float]:
+    """Sampled, expert e drawn with a weight of 1 / (e + 1): distinct ranks of a token, and the rows
+    of the rank that gets most over those of the mean."""
+    u = np.random.default_rng(0).random((tokens, experts))
+    score = -np.log(-np.log(u)) - np.log(np.arange(1, experts + 1))  # the best are such a draw
+    chosen = np.argsort(-score, axis=1)[:, :slots] // (experts // ranks)
+    rows = np.stack([(chosen == rank).any(axis=1) for rank in range(ranks)], axis=1)
+    of_rank = rows.sum(axis=0)
+    return float(rows.sum() / tokens), float(of_rank.max() / of_rank.mean())
 
 
 def row_bytes(hidden: int, slots: int = 0) -> int:
@@ -111,13 +124,16 @@ def flat(layer: Layer, ranks: int, links: Links) -> Rows:
     return Rows(d * (near - 1) / ranks, d * (ranks - near) / ranks, ranks - near)
 
 
-def hierarchical(layer: Layer, ranks: int, links: Links) -> Rows:
-    """A row for each distinct node over the network, spread by NVLink inside it."""
+def hierarchical(layer: Layer, ranks: int, links: Links, limit: int = 0) -> Rows:
+    """A row for each distinct node over the network, spread by NVLink inside it. limit: a token's
+    experts are on so many nodes at most, as group-limited routing has it."""
     if ranks <= links.node:
         return flat(layer, ranks, links)
     nodes = ranks // links.node
     d = distinct(layer.experts, layer.slots, ranks)
-    across = distinct(layer.experts, layer.slots, nodes) * (nodes - 1) / nodes
+    of = min(limit or nodes, nodes)
+    spread = distinct(layer.experts * of // nodes, layer.slots, of)
+    across = spread * (nodes - 1) / nodes
     return Rows(d * (links.node - 1) / links.node, across, nodes - 1)
 
 
@@ -154,16 +170,19 @@ def step(
     links: Links = Links(),
     *,
     fp8: bool = True,
-    exact: bool = True,
+    spare: float = 0.0,
     tiered: bool = False,
+    limit: int = 0,
 ) -> Step:
     """A balanced step. Of the exchange, FP8's backward hides dx's behind the weight gradients; bf16
-    torch, whose autograd waits for it, hides nothing."""
+    torch, whose autograd waits for it, hides nothing. spare: capacity over the mean (1.25: a
+    quarter more bytes, no exchange of sizes); 0: exact."""
     layer = layer.over(ranks)
-    rows = (hierarchical if tiered else flat)(layer, ranks, links)
+    rows = hierarchical(layer, ranks, links, limit) if tiered else flat(layer, ranks, links)
     w = wire(layer, fp8)
-    times = [exchange_ms(layer, rows, size, links, ranks) for size in vars(w).values()]
-    sizes = (links.collective_us + links.host_us) / 1e3 if exact and ranks > 1 else 0.0
+    sent = [round(size * (spare or 1.0)) for size in vars(w).values()]
+    times = [exchange_ms(layer, rows, size, links, ranks) for size in sent]
+    sizes = (links.collective_us + links.host_us) / 1e3 if not spare and ranks > 1 else 0.0
     hidden = min(times[-1], layer.wgrad_ms) if fp8 else 0.0
     compute = layer.ms if fp8 else layer.bf16_ms
     return Step(compute, sum(times) + sizes, sum(times) + sizes - hidden)
@@ -180,10 +199,11 @@ def markdown(lines: Iterable[Line]) -> str:
 def table_of_ranks(experts: int = 256) -> Iterator[Line]:
     """Distinct ranks a token goes to: what deduplication leaves of top-k rows."""
     tops = (1, 2, 4, 6, 8)
-    yield ("W", *(f"top-{k}" for k in tops))
+    yield ("W", *(f"top-{k}" for k in tops), "Zipf: top-8", "fullest rank over the mean")
     for ranks in WORLDS:
         if ranks <= experts:
-            yield (str(ranks), *(f"{distinct(experts, k, ranks):.2f}" for k in tops))
+            skewed = (f"{value:.2f}" for value in zipf(experts, 8, ranks))
+            yield (str(ranks), *(f"{distinct(experts, k, ranks):.2f}" for k in tops), *skewed)
 
 
 def table_of_bytes(layer: Layer) -> Iterator[Line]:
@@ -227,10 +247,13 @@ def table_of_steps(layer: Layer, links: Links = Links()) -> Iterator[Line]:
         "x bf16",
         "hierarchical: exchange",
         "efficiency",
+        "on 4 nodes at most: exchange",
+        "efficiency",
     )
     for ranks in WORLDS:
         ours, theirs = step(layer, ranks, links), step(layer, ranks, links, fp8=False)
-        tiered = step(layer, ranks, links, tiered=True)
+        tiered = [step(layer, ranks, links, tiered=True, limit=limit) for limit in (0, 4)]
+        far = [(f"{s.exchange:.2f}", f"{100 * s.efficiency:.0f}%") for s in tiered]
         yield (
             str(ranks),
             str(layer.over(ranks).experts),
@@ -240,12 +263,24 @@ def table_of_steps(layer: Layer, links: Links = Links()) -> Iterator[Line]:
             f"{ours.total:.2f}",
             f"{100 * ours.efficiency:.0f}%",
             f"{theirs.total / ours.total:.2f}",
-            *(
-                (f"{tiered.exchange:.2f}", f"{100 * tiered.efficiency:.0f}%")
-                if ranks > links.node
-                else ("", "")
-            ),
+            *(cell if ranks > links.node else "" for pair in far for cell in pair),
         )
+
+
+def table_of_modes(layer: Layer, links: Links = Links()) -> Iterator[Line]:
+    """What exact sizes and capacities cost, balanced, in ms: the model."""
+    yield (
+        "W",
+        "exact: exchange",
+        "step",
+        "capacity 1.1: exchange",
+        "step",
+        "1.25: exchange",
+        "step",
+    )
+    for ranks in (2, 4, 8, 16, 64):
+        steps = [step(layer, ranks, links, spare=spare) for spare in (0.0, 1.1, 1.25)]
+        yield (str(ranks), *(f"{ms:.2f}" for s in steps for ms in (s.exchange, s.total)))
 
 
 WGRAD = ("transpose x", "wgrad-1", "transpose dout", "wgrad-2")
@@ -265,15 +300,19 @@ def measured(record: dict[str, Any], model: str, experts: int) -> Layer:
 MODELS = (("DeepSeek-V3, 32 experts", 256), ("Qwen3-235B, 16 experts", 128))
 
 
-def tables(record: dict[str, Any]) -> str:
-    """What docs/scale-out.md shows."""
+def tables(record: dict[str, Any]) -> list[str]:
+    """What docs/scale-out.md shows, in that order."""
     layers = [measured(record, *model) for model in MODELS]
-    parts = [markdown(table_of_ranks()), markdown(table_of_bytes(layers[0]))]
-    parts += [
-        f"{layer.name} a rank at W = 8\n\n{markdown(table_of_steps(layer))}" for layer in layers
+    return [
+        markdown(table_of_ranks()),
+        markdown(table_of_bytes(layers[0])),
+        markdown(table_of_modes(layers[0])),
+        *(
+            f"{layer.name} a rank at W = 8:\n\n{markdown(table_of_steps(layer))}"
+            for layer in layers
+        ),
     ]
-    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
-    print(tables(json.loads(Path(sys.argv[1]).read_text())))
+    print("\n\n".join(tables(json.loads(Path(sys.argv[1]).read_text()))))
