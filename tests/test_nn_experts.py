@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 from collections.abc import Callable
@@ -331,6 +332,44 @@ def test_functional_call_uses_the_given_weights() -> None:
     assert torch.equal(layer(*args), p.experts()(*args))
 
 
+# ---- one FP8 copy of the weights ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": "expert"},
+        {"delay_wgrad": True},
+        {"recipe": Fp8Recipe(scale="fp32", columns="column")},
+    ],
+    ids=str,
+)
+def test_remade_transposes_are_the_kept_ones(options: dict[str, Any]) -> None:
+    p = problem(300, 2, 3, 208, 144)
+    kept, remade = p.experts(**options), p.experts(transposed_weights="remade", **options)
+    runs = []
+    for layer in (kept, remade):
+        result = p.run(layer)
+        layer.backward_dw()
+        weights = layer.gate_up_proj.grad, layer.down_proj.grad
+        runs.append(dataclasses.replace(result, dgate_up=weights[0], ddown=weights[1]))
+    assert_same(*runs)
+    half, whole = (sum(b.nbytes for b in m.buffers()) for m in (remade, kept))
+    assert 2 * half == whole
+    assert torch.equal(copy.deepcopy(remade)(p.x, p.topk_idx, p.probs), runs[0].out)
+
+
+def test_a_parameter_changed_before_its_transpose_is_made_is_refused() -> None:
+    p = problem(64)
+    layer = p.experts(transposed_weights="remade")
+    out = layer(p.x.requires_grad_(), p.topk_idx, p.probs)
+    with torch.no_grad():
+        layer.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(p.dout)
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 BAD_OPTIONS = {
@@ -338,6 +377,7 @@ BAD_OPTIONS = {
     "activation": ({"activation": "swiglu_oai"}, NotImplementedError, "swiglu_oai"),
     "recompute": ({"recompute": "all"}, ValueError, "'all'"),
     "save": ({"save_preactivation": "fp16"}, ValueError, "'fp16'"),
+    "transposed": ({"transposed_weights": "none"}, ValueError, "'none'"),
     "save_bf16": ({"save_preactivation": "fp8", "recipe": None}, ValueError, "recipe"),
     "both": ({"save_preactivation": "fp8", "recompute": "expert"}, ValueError, "choose one"),
     "dtype": ({"dtype": torch.float64}, ValueError, "float64"),

@@ -162,6 +162,20 @@ def test_weight_and_its_transpose(shape: tuple[int, ...], fp8_dtype: str, scale:
         np.testing.assert_array_equal(q_t.scale_inv[e].numpy(), scale_inv.T)
 
 
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_one_of_the_two_weights(scale):
+    w = torch.randn(3, 144, 272)
+    q, q_t = ops.quantize_weight(w, scale=scale)
+    for only, want in (("rows", q), ("transpose", q_t)):
+        got = ops.quantize_weight(w, scale=scale, only=only)
+        again = ops.quantize_weight(w, scale=scale, only=only, out=got)
+        assert again is got
+        assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
+        assert torch.equal(got.scale_inv, want.scale_inv)
+    with pytest.raises(ValueError, match="only must be None, 'rows' or 'transpose'; got 'both'"):
+        ops.quantize_weight(w, only="both")
+
+
 @pytest.mark.parametrize("interleave", [1, 8, 64, 128])
 def test_interleave_moves_rows_of_q_alone(interleave: int) -> None:
     w = torch.randn(2, 512, 128, generator=torch.Generator().manual_seed(4)).bfloat16()

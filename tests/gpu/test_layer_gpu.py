@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "column": {"recipe": Fp8Recipe(columns="column")},
     "recompute": {"recompute": "expert"},
     "fp8_z": {"save_preactivation": "fp8"},
+    "remade": {"transposed_weights": "remade"},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2_grads": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
 }

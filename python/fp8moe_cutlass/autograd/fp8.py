@@ -25,12 +25,13 @@ Observer = Callable[[str, Any, RoutingPlan, Any], None]
 
 @dataclass(frozen=True)
 class Fp8Weights:
-    """Both projections in 128x128 blocks, and their transposes, which the dgrads read."""
+    """Both projections in 128x128 blocks, and their transposes, which the dgrads read: kept, or the
+    transposed view of the parameter, of which the backward makes them."""
 
     gate_up: Any  # Fp8Tensor [E, 2I, H]; in the backward None unless z is computed again
-    gate_up_t: Fp8Tensor  # [E, H, 2I]
+    gate_up_t: Fp8Tensor | Tensor  # [E, H, 2I]
     down: Any  # Fp8Tensor [E, H, I]; in the backward None
-    down_t: Fp8Tensor  # [E, I, H]
+    down_t: Fp8Tensor | Tensor  # [E, I, H]
 
 
 class Activations(NamedTuple):
@@ -87,7 +88,7 @@ def backward(
     send_dprobs: takes dprobs as soon as they are known, before the GEMM of dx, instead.
     """
     dy, _ = ops.permute_pad(dout, plan)
-    dh = ops.grouped_gemm(dy, weights.down_t, plan)
+    dh = ops.grouped_gemm(dy, _transposed(weights.down_t, recipe), plan)
     x, z = saved.x, saved.z
     if z is None:
         z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], weights.gate_up, plan)
@@ -142,7 +143,7 @@ def backward(
         send_dprobs(_gather_dprobs(row_dprobs, plan))
         row_dprobs, need_dprobs = None, False
     if need_dx:
-        dx_rows = ops.grouped_gemm(dz, weights.gate_up_t, plan)
+        dx_rows = ops.grouped_gemm(dz, _transposed(weights.gate_up_t, recipe), plan)
         if observe is not None:
             observe("dx rows", dx_rows, plan, dz)
         dx, dprobs = ops.permute_pad_backward(dx_rows, plan, dprobs=row_dprobs)
@@ -170,6 +171,19 @@ def _activate(
         eps=recipe.eps,
     )
     return made if keep == "fp8" else (made, z if keep == "bf16" else None)
+
+
+def _transposed(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
+    """The weight a dgrad reads: as kept, or made of the parameter's transposed view."""
+    if isinstance(w, Fp8Tensor):
+        return w
+    return ops.quantize_weight(
+        w.mT.contiguous(),
+        fp8_dtype=recipe.fp8_dtype,
+        scale=recipe.scale,
+        eps=recipe.eps,
+        only="transpose",
+    )
 
 
 def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:

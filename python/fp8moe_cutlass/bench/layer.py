@@ -43,6 +43,7 @@ QUICK = {"tiny": block(64, 4, 2, 256, 128)}
 FEW_TOKENS = (1, 16, 64, 512)
 HEADLINE = "forward+backward"
 WITH_WEIGHTS = f"{HEADLINE}, quantizing weights"
+REMADE = f"{HEADLINE}, transposed weights remade"
 # What saves memory: variant, recompute, save_preactivation, what is kept of z.
 VARIANTS_OF_MEMORY = (
     (f"{HEADLINE}, FP8 pre-activation", "none", "fp8", "fp8"),
@@ -201,6 +202,9 @@ class Layer:
                 row["kernels"] = self.attempt("kernels", lambda: roles(profile(step, self.device)))  # noqa: B023
             yield row
         self.layer.recompute, self.layer.save_preactivation = "none", "bf16"
+        self.layer.transposed_weights = "remade"
+        yield self.row(REMADE, {n: c.step for n, c in ours.items()}, 3)
+        self.layer.transposed_weights = "kept"
 
     def few_tokens(self) -> Iterator[Record]:
         # The largest first: torch.compile then has its general kernel when the small ones come.

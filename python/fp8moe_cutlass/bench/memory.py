@@ -59,13 +59,13 @@ def weight_bytes(experts: int, hidden: int, intermediate: int) -> dict[str, int]
     }
 
 
-def break_even(shape: dict[str, int], keep: str = "bf16") -> float:
-    """Tokens in flight from which the FP8 block, its two weight copies included, holds less than
-    bf16 operators do."""
+def break_even(shape: dict[str, int], keep: str = "bf16", copies: int = 2) -> float:
+    """Tokens in flight from which the FP8 block, its weight copies (2, or 1 where the transposes
+    are remade) included, holds less than bf16 operators do."""
     t, s, e, h, i = (shape[name] for name in "TSEHI")
-    copies = weight_bytes(e, h, i)
+    weights = copies * weight_bytes(e, h, i)["fp8 copies"]
     saving = bf16_saved_bytes(t, s, h, i) - saved_bytes(t, s, e, h, i, keep)
-    return t * (copies["fp8 copies"] + copies["fp8 transposes"]) / saving
+    return t * weights / saving
 
 
 def measure(

@@ -19,7 +19,7 @@ import torch
 from fp8moe_cutlass.nn import MoEExperts
 
 from . import memory
-from .layer import HEADLINE, QUICK, SHAPES, VARIANTS_OF_MEMORY, WITH_WEIGHTS
+from .layer import HEADLINE, QUICK, REMADE, SHAPES, VARIANTS_OF_MEMORY, WITH_WEIGHTS
 from .layer_peers import peers
 from .layer_runs import Contender, Inputs, Shape
 from .timing import Limits, event
@@ -118,27 +118,33 @@ def weights_table(record: Record) -> list[tuple[str, ...]]:
     in flight on FP8 holds less than bf16 although it holds both copies."""
     table: list[tuple[str, ...]] = [
         (
-            *("model", "bf16 weights, GiB", "FP8 copies, both, GiB"),
-            *("less than bf16 from, tokens", "quantizing once, ms", "of a step"),
+            *("model", "bf16 weights, GiB", "FP8 copies, both, GiB", "transposes remade, GiB"),
+            *("less than bf16 from, tokens", "transposes remade"),
+            *("quantizing once, ms", "of a step", "remaking transposes, ms"),
         )
     ]
     results = record["results"]
     for row in (r for r in results if r["variant"] == HEADLINE and "weight_bytes" in r):
         size = row["weight_bytes"]
-        other = next(
-            (r for r in results if r["model"] == row["model"] and r["variant"] == WITH_WEIGHTS),
-            None,
+        timed = row.get("ms") is not None
+        of_model = [r for r in results if timed and r["model"] == row["model"] and r["ms"]]
+        ms, remade = (
+            next((r["ms"] - row["ms"] for r in of_model if r["variant"] == variant), None)
+            for variant in (WITH_WEIGHTS, REMADE)
         )
-        ms = other["ms"] - row["ms"] if other else row.get("weights_ms")
+        ms = row.get("weights_ms") if ms is None else ms
         both = size["fp8 copies"] + size["fp8 transposes"]
         table.append(
             (
                 row["model"],
                 f"{size['bf16 parameters'] / 2**30:.2f}",
                 f"{both / 2**30:.2f}",
+                f"{size['fp8 copies'] / 2**30:.2f}",
                 f"{memory.break_even(row['shape']):,.0f}",
+                f"{memory.break_even(row['shape'], copies=1):,.0f}",
                 "" if ms is None else f"{ms:.2f}",
-                f"{100 * ms / row['ms']:.0f}%" if ms and row.get("ms") else "",
+                f"{100 * ms / row['ms']:.0f}%" if ms and timed else "",
+                "" if remade is None else f"{remade:.2f}",
             )
         )
     return table

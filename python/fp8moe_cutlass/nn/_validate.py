@@ -23,6 +23,7 @@ def check_options(
     recipe: Fp8Recipe | None,
     recompute: str,
     save_preactivation: str,
+    transposed_weights: str,
     bias: bool,
     activation: str,
     dtype: torch.dtype,
@@ -47,6 +48,11 @@ def check_options(
         raise ValueError(
             "[MoEExperts] save_preactivation='fp8' saves what recompute='expert' computes again; "
             "choose one"
+        )
+    if transposed_weights not in ("kept", "remade"):
+        raise ValueError(
+            "[MoEExperts] transposed_weights must be 'kept' or 'remade'; "
+            f"got {transposed_weights!r}"
         )
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"[MoEExperts] dtype must be bfloat16, float16 or float32; got {dtype}")

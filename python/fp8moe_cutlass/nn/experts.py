@@ -32,7 +32,6 @@ from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_COPIES = ("gate_up", "gate_up_t", "down", "down_t")
 
 
 class MoEExperts(nn.Module):
@@ -47,6 +46,9 @@ class MoEExperts(nn.Module):
       saves it too, as save_preactivation says: "bf16", or "fp8" (half the memory; the weight
       gradient of down_proj then sees the quantized pre-activation). Gradients with "expert" are
       bit-equal to those of "none" with "bf16".
+    transposed_weights: "kept" holds the FP8 weights twice, as fprop reads them and as dgrad does;
+      "remade" holds the first alone and makes the other from the parameters in every backward:
+      one byte a parameter less, three moved for it each time; the same bits.
     delay_wgrad: backward leaves the weight gradients to `backward_dw()`.
 
     The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
@@ -89,6 +91,7 @@ class MoEExperts(nn.Module):
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         recompute: str = "none",
         save_preactivation: str = "bf16",
+        transposed_weights: str = "kept",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
@@ -99,13 +102,16 @@ class MoEExperts(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
-        check_options(recipe, recompute, save_preactivation, bias, activation, dtype)
+        check_options(
+            recipe, recompute, save_preactivation, transposed_weights, bias, activation, dtype
+        )
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.recipe = recipe
         self.recompute = recompute
         self.save_preactivation = save_preactivation
+        self.transposed_weights = transposed_weights
         self.delay_wgrad = delay_wgrad
         self._exchange = make_exchange(group, num_experts, capacity)
         factory: Any = {"dtype": dtype, "device": device}
@@ -204,18 +210,16 @@ class MoEExperts(nn.Module):
         if self.recipe is None:
             return
         copies = self.fp8_weights()
-        pairs = (
+        how: Any = {name: getattr(self.recipe, name) for name in ("fp8_dtype", "scale", "eps")}
+        for parameter, rows, transpose in (
             (self.gate_up_proj, copies.gate_up, copies.gate_up_t),
             (self.down_proj, copies.down, copies.down_t),
-        )
-        for weight, rows, transpose in pairs:
-            ops.quantize_weight(
-                weight.detach().contiguous(),
-                fp8_dtype=self.recipe.fp8_dtype,
-                scale=self.recipe.scale,
-                eps=self.recipe.eps,
-                out=(rows, transpose),
-            )
+        ):
+            weight = parameter.detach().contiguous()
+            if isinstance(transpose, Fp8Tensor):
+                ops.quantize_weight(weight, **how, out=(rows, transpose))
+            else:
+                ops.quantize_weight(weight, **how, only="rows", out=rows)
         self._quantized = True
         if not torch.compiler.is_compiling():
             # Eager ops write behind torch's back: a backward that waits for the old copies must
@@ -256,33 +260,36 @@ class MoEExperts(nn.Module):
             return
         e, n, k = self.gate_up_proj.shape
         h, i = self.down_proj.shape[1:]
-        shapes = ((e, n, k), (e, k, n), (e, h, i), (e, i, h))
+        shapes = {
+            **{"gate_up": (e, n, k), "gate_up_t": (e, k, n)},
+            **{"down": (e, h, i), "down_t": (e, i, h)},
+        }
         device = self.gate_up_proj.device
-        for name, shape in zip(_COPIES, shapes, strict=True):
+        for name in self._copies():
+            shape = shapes[name]
             data = torch.empty(shape, dtype=_DTYPES[self.recipe.fp8_dtype], device=device)
             scale_inv = torch.empty(scale_shape(shape, "block"), device=device)
             self.register_buffer(f"{name}_fp8", data, persistent=False)
             self.register_buffer(f"{name}_scale_inv", scale_inv, persistent=False)
 
-    @staticmethod
-    def _copy_names() -> list[str]:
-        return [f"{name}_{part}" for name in _COPIES for part in ("fp8", "scale_inv")]
+    def _copies(self) -> tuple[str, ...]:
+        kept = ("gate_up", "gate_up_t", "down", "down_t")
+        return kept if self.transposed_weights == "kept" else kept[::2]
+
+    def _copy_names(self) -> list[str]:
+        return [f"{name}_{part}" for name in self._copies() for part in ("fp8", "scale_inv")]
 
     def fp8_weights(self) -> Fp8Weights:
         """The FP8 copies as the last `quantize_weights` left them; the layer has an FP8 recipe."""
         pow2 = self.recipe is not None and self.recipe.scale == "pow2"
-        return Fp8Weights(
-            *(
-                Fp8Tensor(
-                    getattr(self, f"{name}_fp8"),
-                    getattr(self, f"{name}_scale_inv"),
-                    block=(128, 128),
-                    scale_layout="block",
-                    pow2=pow2,
-                )
-                for name in _COPIES
-            )
-        )
+        copies: dict[str, Any] = {
+            "gate_up_t": self.gate_up_proj.detach().mT,
+            "down_t": self.down_proj.detach().mT,
+        }
+        for name in self._copies():
+            data, scale_inv = (getattr(self, f"{name}_{part}") for part in ("fp8", "scale_inv"))
+            copies[name] = Fp8Tensor(data, scale_inv, (128, 128), "block", pow2)
+        return Fp8Weights(**copies)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEExperts:
         # .to(dtype), .cuda(), to_empty(): the copies follow the parameters' device, never a dtype.

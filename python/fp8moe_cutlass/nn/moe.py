@@ -37,8 +37,8 @@ class MoE(nn.Module):
 
     Router options (score_function, selection_bias, num_groups, topk_groups, normalize,
     routed_scaling_factor) are Router's, expert options (recipe, recompute, save_preactivation,
-    delay_wgrad, group, capacity, bias, activation) MoEExperts'. shared_intermediate_size adds a
-    dense expert of that width in `dtype`. The router is float32.
+    transposed_weights, delay_wgrad, group, capacity, bias, activation) MoEExperts'.
+    shared_intermediate_size adds a dense expert of that width in `dtype`. The router is float32.
 
     After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
     a multiple of it to the training loss) and `tokens_per_expert` [E] the load.
@@ -68,6 +68,7 @@ class MoE(nn.Module):
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         recompute: str = "none",
         save_preactivation: str = "bf16",
+        transposed_weights: str = "kept",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
@@ -96,6 +97,7 @@ class MoE(nn.Module):
             recipe=recipe,
             recompute=recompute,
             save_preactivation=save_preactivation,
+            transposed_weights=transposed_weights,
             delay_wgrad=delay_wgrad,
             group=group,
             capacity=capacity,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 from fp8moe_cutlass.ops._library import define, flat_in, fp8_output, is_pow2
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
@@ -12,6 +14,7 @@ _op = define(
 )
 
 
+@overload
 def quantize_weight(
     w: Array,
     *,
@@ -19,19 +22,54 @@ def quantize_weight(
     fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
+    only: None = None,
     out: tuple[Fp8Tensor, Fp8Tensor] | None = None,
-) -> tuple[Fp8Tensor, Fp8Tensor]:
+) -> tuple[Fp8Tensor, Fp8Tensor]: ...
+
+
+@overload
+def quantize_weight(
+    w: Array,
+    *,
+    interleave: int = 0,
+    fp8_dtype: DType = "e4m3",
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    only: Literal["rows", "transpose"],
+    out: Fp8Tensor | None = None,
+) -> Fp8Tensor: ...
+
+
+def quantize_weight(
+    w: Array,
+    *,
+    interleave: int = 0,
+    fp8_dtype: DType = "e4m3",
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    only: Literal["rows", "transpose"] | None = None,
+    out: Any = None,
+) -> Any:
     """Quantizes w [E, N, K] (float32, float16 or bfloat16) once for fprop and dgrad.
 
-    Returns q [E, N, K] and q_t [E, K, N] with the same codes and scales transposed.
+    Returns q [E, N, K] and q_t [E, K, N] with the same codes and scales transposed; with `only`
+    "rows" q alone, with "transpose" q_t alone.
     interleave g > 0 stores the rows of q as g of the first half (gate), g of the second (up), and
     so on (N % 256 == 0 and 128 % g == 0); scales and q_t keep the order of w.
     """
-    pow2 = is_pow2("quantize_weight", scale)
-    e, n, k = w.shape
-    given = out or (None, None)
-    q = fp8_output("quantize_weight", given[0], w, (e, n, k), "block", fp8_dtype, pow2, interleave)
-    q_t = fp8_output("quantize_weight", given[1], w, (e, k, n), "block", fp8_dtype, pow2)
     op = "quantize_weight"
-    _op(w, *flat_in(op, "q", q, "block"), *flat_in(op, "q_t", q_t, "block"), pow2, eps, interleave)
-    return q, q_t
+    if only not in (None, "rows", "transpose"):
+        raise ValueError(f"[{op}] only must be None, 'rows' or 'transpose'; got {only!r}")
+    pow2 = is_pow2(op, scale)
+    e, n, k = w.shape
+    given = (out or (None, None)) if only is None else (out, out)
+    rows = transpose = None
+    if only != "transpose":
+        rows = fp8_output(op, given[0], w, (e, n, k), "block", fp8_dtype, pow2, interleave)
+    if only != "rows":
+        transpose = fp8_output(op, given[1], w, (e, k, n), "block", fp8_dtype, pow2)
+    none = (None, None)
+    flat_rows = none if rows is None else flat_in(op, "q", rows, "block")
+    flat_transpose = none if transpose is None else flat_in(op, "q_t", transpose, "block")
+    _op(w, *flat_rows, *flat_transpose, pow2, eps, interleave)
+    return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]
