@@ -12,7 +12,7 @@
 # --train-cuda  train --size h200: FP8, bf16 and double quantization, TRAIN_SEEDS (3) seeds, text = every
 #             Python source here, for at most MINUTES; loss.json and loss.png. It goes on from what is
 #             in runs/h200 (finished runs: loss.json alone is enough), so call it again until done.
-# --ep        all GPUs that nvidia-smi sees, by NCCL: bench --ep (ep.json, ep.png), a soak of SOAK_STEPS
+# --ep        all GPUs that nvidia-smi sees, by NCCL: the tests of distributed, bench --ep (ep.json, ep.png), a soak of SOAK_STEPS
 #             (1000; soak.json, soak.png), a trace (trace.json, trace.png), and the loss of train by
 #             one GPU and by all (train-1.json, train-ep.json)
 # --sanitize  the GPU tests again under compute-sanitizer: SANITIZE_TOOLS (memcheck racecheck initcheck synccheck)
@@ -120,6 +120,9 @@ if [[ $ep ]]; then
   # NVLink multicast is shared by a whole host; the exchange has no use for it.
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
   bench_ep() { "$python" -m fp8moe_cutlass bench --ep "$ranks" --device cuda "$@"; }
+  step "tests, $ranks GPUs"
+  "$python" -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_distributed_gpu.py 2>&1 |
+    tee "$out/ep-tests.log" || status=1
   step "ep, $ranks GPUs"
   bench_ep --json "$out/ep.json" --plot "$out/ep.png" "${quick[@]}" 2>&1 | tee "$out/ep.log" || status=1
   step "trace"
