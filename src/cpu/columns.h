@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/lines.h"
 #include "cpu/plan_check.h"
 #include "cpu/tile.h"
 #include "fp8moe/plan.h"
@@ -52,38 +53,16 @@ inline ColumnsAt columns_at(const Fp8Tensor& columns, const TokenTile& tokens, i
           columns.scale_inv.as<float>() + scale};
 }
 
-// Codes of one tile before the transpose: [128 tokens][128 channels].
-struct alignas(64) CodeTile {
-  uint8_t code[kTile][kTile];
-
-  void zero_from(int token) { memset(code[token], 0, static_cast<size_t>(kTile - token) * kTile); }
-};
-
-// 16x16 bytes: in rows `stride` apart -> out rows `out_stride` apart.
-FP8MOE_HD void transpose_16x16(const uint8_t* in, int64_t stride, uint8_t* out,
-                               int64_t out_stride) {
-  using Row = uint8_t __attribute__((vector_size(16)));
-  Row a[16], b[16];
-  for (int i = 0; i < 16; ++i) memcpy(&a[i], in + i * stride, 16);
-  // Four rounds of interleaving rows i and i + 8 transpose the 16x16.
-  for (int round = 0; round < 4; ++round) {
-    for (int i = 0; i < 8; ++i) {
-      b[2 * i] = __builtin_shufflevector(a[i], a[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21,
-                                         6, 22, 7, 23);
-      b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28,
-                                             13, 29, 14, 30, 15, 31);
-    }
-    for (int i = 0; i < 16; ++i) a[i] = b[i];
-  }
-  for (int i = 0; i < 16; ++i) memcpy(out + i * out_stride, &a[i], 16);
+// turned[c][t] = tile[t][c]
+inline void turn_tile(const CodeTile& tile, CodeTile& turned) {
+  for (int t = 0; t < kTile; t += kBand) turn_band(tile.code + t, t, turned);
 }
 
-// out[c][t] = tile[t][c] for all 128 tokens and `channels` (a multiple of 16) channels.
-FP8MOE_HD void transpose_tile(const CodeTile& tile, int channels, uint8_t* out,
-                              int64_t out_stride) {
-  for (int c = 0; c < channels; c += 16)
-    for (int t = 0; t < kTile; t += 16)
-      transpose_16x16(&tile.code[t][c], kTile, out + c * out_stride + t, out_stride);
+// out[c][t] = tile[t][c] for all 128 tokens and `channels` channels. finish_lines() comes after it.
+inline void transpose_tile(const CodeTile& tile, int channels, uint8_t* out, int64_t out_stride) {
+  CodeTile turned;
+  turn_tile(tile, turned);
+  write_lines(turned.code, channels, out, out_stride);
 }
 
 // Q of x [tokens, channels] (at most 128 x 128, rows `stride` apart) along the tokens, transposed
@@ -114,7 +93,7 @@ FP8MOE_HD void quantize_columns(const T* x, int64_t stride, int tokens, int chan
     tile_encode<F>(x, stride, tokens, channels, s.scale, max.finite, tile.code[0], kTile);
     *out.scale_inv = s.scale_inv;
   }
-  if (tokens < kTile) tile.zero_from(tokens);
+  if (tokens < kTile) memset(tile.code[tokens], 0, static_cast<size_t>(kTile - tokens) * kTile);
   transpose_tile(tile, channels, out.data, out.stride);
 }
 

@@ -53,6 +53,7 @@ void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& ro
           column_tile<F>(data + t.row * c + first, c, t.tokens,
                          static_cast<int>(std::min(kTile, c - first)), per_channel, rule,
                          columns_at(columns, t, first));
+        finish_lines();
       }
     });
   });

@@ -17,11 +17,10 @@ FP8MOE_CLONES float encode_tile(const T* w, int64_t stride, int rows, int cols, 
   return s.scale_inv;
 }
 
-FP8MOE_CLONES void transpose(const CodeTile& tile, int rows, int cols, uint8_t* out,
-                             int64_t stride) {
+void transpose(const CodeTile& tile, int rows, int cols, uint8_t* out, int64_t stride) {
   if (rows == kTile) return transpose_tile(tile, cols, out, stride);
   CodeTile turned;
-  transpose_tile(tile, cols, turned.code[0], kTile);
+  turn_tile(tile, turned);
   for (int c = 0; c < cols; ++c)
     memcpy(out + c * stride, turned.code[c], static_cast<size_t>(rows));
 }
@@ -66,6 +65,7 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
               q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] = scale_inv;
             }
           }
+          finish_lines();
         }
     });
   });

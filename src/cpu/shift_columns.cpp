@@ -1,101 +1,109 @@
-// Each tile's codes are shifted to one scale S (a 128x128 tile, or a column of it) and transposed:
-// code' = RNE(code * s_r / S), exact wherever the result is a normal code.
+// Each tile's codes are turned and shifted to one scale S (of a 128x128 tile, or of a column of
+// it): code' = RNE(code * s_r / S), exact wherever the result is a normal code.
 #include "cpu/shift_columns.h"
-
-#include <array>
-#include <memory>
 
 #include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
 #include "cpu/row_scales.h"
+#include "cpu/shift_line.h"
 
 namespace fp8moe::cpu {
 namespace {
 
-// The rows of one tile: their codes, and the exponent field of their scale (0 for a zero scale).
-struct TileRows {
-  const uint8_t* code[kTile];
-  int exponent[kTile];
-  bool nonzero[kTile];  // some code of the row is not zero
-  int tokens;
-  int channels;
-};
+constexpr int kUnscaled = 127;  // exponent field of 1
+constexpr uint8_t kZeroRow[kTile] = {};
 
 float scale_of_field(int field) { return bit_cast<float>(static_cast<uint32_t>(field) << 23); }
 
-// A shift by k as comparisons of bytes: a magnitude from `normal` on loses k from its exponent
-// field; one below becomes the subnormal j for the most j with from[j - 1] <= magnitude.
-template <typename F>
-struct Shift {
-  static constexpr int kSteps = 1 << F::kMantissa;
-  uint8_t normal;
-  uint8_t less;
-  uint8_t from[kSteps];
+// The rows of one tile, by token; those past the last token hold zero codes, under any scale.
+struct TileRows {
+  const uint8_t* code[kTile];
+  int exponent[kTile];          // exponent field of the scale, 0 for a zero scale
+  const uint8_t* ahead[kTile];  // what is read next
+  int channels;
 };
 
-template <typename F>
-const Shift<F>& shift_by(int k) {
-  static const auto shifts = [] {
-    std::array<Shift<F>, kFp8ShiftToZero<F> + 1> all;
-    for (int k = 0; k <= kFp8ShiftToZero<F>; ++k) {
-      const int normal = std::min<int>((k + 1) << F::kMantissa, F::kFirstNan);
-      all[k].normal = static_cast<uint8_t>(normal);
-      all[k].less = static_cast<uint8_t>(k << F::kMantissa);
-      for (int j = 1; j <= Shift<F>::kSteps; ++j) {
-        int m = 0;
-        while (m < normal && fp8_shift_down<F>(static_cast<uint8_t>(m), k) < j) ++m;
-        all[k].from[j - 1] = static_cast<uint8_t>(m);
-      }
+// The largest exponent field among rows that hold a nonzero code; 0 where none does.
+FP8MOE_HD int top_exponent(const TileRows& rows) {
+  for (int below = 256;;) {
+    int top = 0;
+    for (int t = 0; t < kTile; ++t)
+      top = std::max(top, rows.exponent[t] < below ? rows.exponent[t] : 0);
+    if (top == 0) return 0;
+    for (int t = 0; t < kTile; ++t) {
+      if (rows.exponent[t] != top) continue;
+      uint8_t any = 0;
+      for (int c = 0; c < rows.channels; ++c) any |= rows.code[t][c];
+      if ((any & 0x7F) != 0) return top;
     }
-    return all;
-  }();
-  return shifts[k];
-}
-
-template <typename F>
-FP8MOE_HD void shift_row(const uint8_t* __restrict in, int n, const Shift<F> shift,
-                         uint8_t* __restrict out) {
-  for (int c = 0; c < n; ++c) {
-    const uint8_t magnitude = in[c] & 0x7F;
-    uint8_t code = 0;
-    for (int j = 0; j < Shift<F>::kSteps; ++j) code += magnitude >= shift.from[j];
-    code = magnitude >= shift.normal ? static_cast<uint8_t>(magnitude - shift.less) : code;
-    code = magnitude >= F::kFirstNan ? magnitude : code;
-    out[c] = code | (in[c] & 0x80);
+    below = top;
   }
 }
 
-// S = the largest scale among rows that hold a nonzero code; 1 where none does.
+// lower[t]: the steps from the scale of token t up to the tile's top one.
 template <typename F>
-FP8MOE_HD void shift_to_block(const TileRows& rows, CodeTile& tile, float* scale_inv) {
-  int top = 0;
-  for (int t = 0; t < rows.tokens; ++t)
-    if (rows.nonzero[t]) top = std::max(top, rows.exponent[t]);
-  if (top == 0) top = 127;
-  *scale_inv = scale_of_field(top);
-  for (int t = 0; t < rows.tokens; ++t) {
+FP8MOE_HD void steps_below(const TileRows& rows, int top, uint8_t* __restrict lower) {
+  constexpr int kMost = Steps<F>::kMostLower;
+  for (int t = 0; t < kTile; ++t) {
     const int e = rows.exponent[t];
-    const int k = e == 0 ? kFp8ShiftToZero<F> : std::clamp(top - e, 0, kFp8ShiftToZero<F>);
-    if (k == 0) {
-      memcpy(tile.code[t], rows.code[t], static_cast<size_t>(rows.channels));
-    } else if (rows.channels == kTile) {
-      shift_row<F>(rows.code[t], kTile, shift_by<F>(k), tile.code[t]);
-    } else {
-      shift_row<F>(rows.code[t], rows.channels, shift_by<F>(k), tile.code[t]);
+    const int steps = std::clamp((top - e) * Steps<F>::kOne, 0, kMost);
+    lower[t] = static_cast<uint8_t>(e == 0 ? kMost : steps);
+  }
+}
+
+// Over the tokens of each channel: the largest magnitude, and the largest that `lower` leaves.
+struct alignas(64) ChannelTops {
+  uint8_t magnitude[kTile] = {};
+  uint8_t left[kTile] = {};
+};
+
+FP8MOE_HD void take_rows(const uint8_t (*rows)[kTile], const uint8_t* lower,
+                         uint8_t* __restrict magnitude, uint8_t* __restrict left) {
+  const uint8_t lower0 = lower[0], lower1 = lower[1], lower2 = lower[2], lower3 = lower[3];
+  const uint8_t* __restrict codes = rows[0];
+  const auto less = [](uint8_t m, uint8_t by)
+                        FP8MOE_INLINE { return static_cast<uint8_t>(std::max(m, by) - by); };
+  for (int c = 0; c < kTile; ++c) {
+    const uint8_t m0 = codes[c] & 0x7F, m1 = codes[kTile + c] & 0x7F;
+    const uint8_t m2 = codes[2 * kTile + c] & 0x7F, m3 = codes[3 * kTile + c] & 0x7F;
+    const uint8_t m01 = std::max(m0, m1), m23 = std::max(m2, m3);
+    const uint8_t left01 = std::max(less(m0, lower0), less(m1, lower1));
+    const uint8_t left23 = std::max(less(m2, lower2), less(m3, lower3));
+    magnitude[c] = std::max(magnitude[c], std::max(m01, m23));
+    left[c] = std::max(left[c], std::max(left01, left23));
+  }
+}
+
+// turned.code[c][t] = rows.code[t][c], and the channels' tops on the way if they are wanted.
+FP8MOE_HD void turn(const TileRows& rows, const uint8_t* lower, ChannelTops* tops,
+                    CodeTile& turned) {
+  // Rows mostly lie a power of two apart: only a copy of few at a time stays in the cache.
+  alignas(64) uint8_t band[kBand][kTile] = {};
+  for (int first = 0; first < kTile; first += kBand) {
+    for (int t = 0; t < kBand; ++t) {
+      if (rows.channels == kTile) {
+        memcpy(band[t], rows.code[first + t], kTile);
+      } else {
+        memcpy(band[t], rows.code[first + t], static_cast<size_t>(rows.channels));
+      }
     }
+    if (tops != nullptr)
+      for (int t = 0; t < kBand; t += 4)
+        take_rows(band + t, lower + first + t, tops->magnitude, tops->left);
+    turn_band(band, first, turned);
   }
 }
 
 // S of a channel = the smallest power of two whose largest code holds the channel's largest value.
 // Values are ranked as exponent << mantissa bits | mantissa, which knows no overflow.
 template <typename F>
-FP8MOE_HD void shift_to_channels(const TileRows& rows, CodeTile& tile, float* scale_inv) {
+FP8MOE_HD void rank_channels(const TileRows& rows, int* __restrict field) {
   constexpr int kM = F::kMantissa;
   constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> kM) - F::kBias;
   constexpr int kMaxMantissa = F::kMaxCode & ((1u << kM) - 1);
   int top[kTile] = {};
-  for (int t = 0; t < rows.tokens; ++t) {
+  for (int t = 0; t < kTile; ++t) {
     const int e = rows.exponent[t];
     if (e == 0) continue;
     const uint8_t* code = rows.code[t];
@@ -106,47 +114,68 @@ FP8MOE_HD void shift_to_channels(const TileRows& rows, CodeTile& tile, float* sc
       top[c] = std::max(top[c], counts ? rank + (e << kM) : 0);
     }
   }
-  int field[kTile];
   for (int c = 0; c < rows.channels; ++c) {
     const int carry = (top[c] & ((1 << kM) - 1)) > kMaxMantissa;
     const int tight = std::max((top[c] >> kM) - 127 - kMaxExponent + carry, 1);
-    field[c] = top[c] == 0 ? 127 : tight;
-    scale_inv[c] = scale_of_field(field[c]);
+    field[c] = top[c] == 0 ? kUnscaled : tight;
   }
-  for (int t = 0; t < rows.tokens; ++t) {
-    const int e = rows.exponent[t];
-    const uint8_t* __restrict code = rows.code[t];
-    uint8_t* __restrict out = tile.code[t];
-    for (int c = 0; c < rows.channels; ++c) {
-      const int k = e == 0 ? kFp8ShiftToZero<F>
-                           : std::clamp(field[c] - e, -kFp8ShiftToZero<F>, kFp8ShiftToZero<F>);
-      const uint8_t magnitude = code[c] & 0x7F;
-      const float value = fp8_decode<F>(magnitude) * scale_of_field(127 - k);
-      const uint32_t shifted = encode_in_range<F>(value) | (code[c] & 0x80u);
-      out[c] = static_cast<uint8_t>(magnitude < F::kFirstNan ? shifted : code[c]);
-    }
+}
+
+// The same from the tops, if they tell: what `lower` leaves of a largest code is exact where that
+// is still normal; elsewhere the largest value may have been a subnormal of its row.
+template <typename F>
+FP8MOE_HD void channel_fields(const TileRows& rows, const ChannelTops& tops, int tile_top,
+                              int* __restrict field) {
+  uint8_t unsure = 0;
+  for (int c = 0; c < kTile; ++c)
+    unsure |= (tops.magnitude[c] >= F::kFirstNan) |
+              ((tops.magnitude[c] != 0) & (tops.left[c] < Steps<F>::kOne));
+  if (unsure != 0) return rank_channels<F>(rows, field);
+  for (int c = 0; c < rows.channels; ++c) {
+    const int raise = (static_cast<int>(F::kMaxCode) - tops.left[c]) >> F::kMantissa;
+    field[c] = tops.left[c] == 0 ? kUnscaled : std::max(tile_top - raise, 1);
   }
 }
 
 template <typename F>
 FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, const ColumnsAt& out) {
-  CodeTile tile;
-  if (per_channel) {
-    shift_to_channels<F>(rows, tile, out.scale_inv);
+  const int top = top_exponent(rows);
+  alignas(64) uint8_t lower[kTile];
+  steps_below<F>(rows, top, lower);
+  CodeTile turned;
+  ChannelTops tops;
+  turn(rows, lower, per_channel ? &tops : nullptr, turned);
+  int field[kTile];
+  if (per_channel && top != 0) {
+    channel_fields<F>(rows, tops, top, field);
   } else {
-    shift_to_block<F>(rows, tile, out.scale_inv);
+    std::fill_n(field, kTile, top == 0 ? kUnscaled : top);
   }
-  if (rows.tokens < kTile) tile.zero_from(rows.tokens);
-  transpose_tile(tile, rows.channels, out.data, out.stride);
-}
+  for (int c = 0; c < (per_channel ? rows.channels : 1); ++c)
+    out.scale_inv[c] = scale_of_field(field[c]);
 
-// nonzero[t] of each 128-channel tile of one row: read along the row, where it streams.
-FP8MOE_CLONES void find_nonzero(const uint8_t* code, int64_t c, bool* nonzero) {
-  for (int64_t first = 0; first < c; first += kTile) {
-    uint8_t any = 0;
-    const int64_t n = std::min(kTile, c - first);
-    for (int64_t i = 0; i < n; ++i) any |= code[first + i];
-    nonzero[first / kTile] = (any & 0x7F) != 0;
+  constexpr int kGroup = 4;  // channels written at a time
+  LineShift shifts[Steps<F>::kRaises];
+  bool have[Steps<F>::kRaises] = {};
+  alignas(64) uint8_t line[kGroup][kTile], odd[kGroup][kTile];
+  for (int first = 0; first < rows.channels; first += kGroup) {
+    for (int i = 0; i < kGroup; ++i) {
+      __builtin_prefetch(rows.ahead[first + i], 0, 2);
+      __builtin_prefetch(rows.ahead[first + i] + 64, 0, 2);
+      const int raise = top == 0 ? 0 : top - field[first + i];
+      if (raise < 0 || raise >= Steps<F>::kRaises) {
+        memset(odd[i], 1, kTile);
+        continue;
+      }
+      if (!have[raise]) set_shift<F>(lower, raise, shifts[raise]);
+      have[raise] = true;
+      shift_line<F>(turned.code[first + i], shifts[raise], line[i], odd[i]);
+    }
+    if (any_of(odd[0], kGroup * kTile))
+      for (int i = 0; i < kGroup; ++i)
+        if (any_of(odd[i], kTile))
+          shift_any<F>(turned.code[first + i], rows.exponent, field[first + i], line[i]);
+    write_lines(line, kGroup, out.data + first * out.stride, out.stride);
   }
 }
 
@@ -155,13 +184,18 @@ void check_scales(const char* op, const std::vector<TokenTile>& tiles, const int
   int64_t bad = -1;  // the last bad scale in memory: one value whatever the threads
 #pragma omp parallel for schedule(static) reduction(max : bad)
   for (size_t n = 0; n < tiles.size(); ++n) {
-    for (int64_t r = tiles[n].row; r < tiles[n].row + tiles[n].tokens; ++r) {
-      const int64_t at = (source != nullptr ? source[r] : r) * scales.row;
-      for (int64_t t = 0; t < channel_tiles; ++t) {
-        const float s = scales.data[at + t * scales.tile];
-        if (!is_pow2_scale(s) && bit_cast<uint32_t>(s) != 0)
-          bad = std::max(bad, at + t * scales.tile);
-      }
+    const auto check = [&](int64_t r, int64_t t) {
+      const int64_t at = (source != nullptr ? source[r] : r) * scales.row + t * scales.tile;
+      const float s = scales.data[at];
+      if (!is_pow2_scale(s) && bit_cast<uint32_t>(s) != 0) bad = std::max(bad, at);
+    };
+    const int64_t first = tiles[n].row, end = first + tiles[n].tokens;
+    if (scales.row == 1) {  // in the order they lie in
+      for (int64_t t = 0; t < channel_tiles; ++t)
+        for (int64_t r = first; r < end; ++r) check(r, t);
+    } else {
+      for (int64_t r = first; r < end; ++r)
+        for (int64_t t = 0; t < channel_tiles; ++t) check(r, t);
     }
   }
   FP8MOE_CHECK(bad < 0, "[", op,
@@ -186,22 +220,24 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
 #pragma omp parallel for schedule(dynamic)
     for (size_t n = 0; n < tiles.size(); ++n) {
       const TokenTile t = tiles[n];
-      const auto nonzero = std::make_unique<bool[]>(kTile * channel_tiles);
       const auto row_of = [&](int i) { return source != nullptr ? source[t.row + i] : t.row + i; };
-      for (int i = 0; i < t.tokens; ++i)
-        find_nonzero(codes + row_of(i) * stride, c, &nonzero[i * channel_tiles]);
       TileRows rows;
-      rows.tokens = t.tokens;
       for (int64_t ct = 0; ct < channel_tiles; ++ct) {
         rows.channels = static_cast<int>(std::min(kTile, c - ct * kTile));
+        const int64_t step = ct + 1 < channel_tiles ? kTile : 0;
         for (int i = 0; i < t.tokens; ++i) {
           const int64_t row = row_of(i);
           rows.code[i] = codes + row * stride + ct * kTile;
           rows.exponent[i] = exponent_field(scales.of(row)[ct * scales.tile]);
-          rows.nonzero[i] = nonzero[i * channel_tiles + ct];
+          rows.ahead[i] = rows.code[i] + step;
+        }
+        for (int i = t.tokens; i < kTile; ++i) {
+          rows.code[i] = rows.ahead[i] = kZeroRow;
+          rows.exponent[i] = kUnscaled;
         }
         shift_tile<F>(rows, per_channel, columns_at(columns, t, ct * kTile));
       }
+      finish_lines();
     }
   });
 }

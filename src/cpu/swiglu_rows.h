@@ -79,6 +79,7 @@ inline void put_columns(const Fp8Tensor& columns, const TokenTile& tile, const f
                               static_cast<int>(std::min(kTile, c - first)), per_channel, rule,
                               columns_at(columns, tile, first));
   });
+  finish_lines();
 }
 
 // The tokens an op walks, 128 at a time: the plan's, or all the rows there are.

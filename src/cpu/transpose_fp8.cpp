@@ -38,6 +38,7 @@ void requantize_columns(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Te
                                     scales.of(t.row) + first / kTile * scales.tile, scales.row,
                                     t.tokens, static_cast<int>(std::min(kTile, c - first)),
                                     per_channel, rule, columns_at(columns, t, first));
+        finish_lines();
       }
     });
   });

@@ -1,0 +1,89 @@
+// The transpose and the stores of a tile, at every width this machine has; and the shift of a line.
+// The kernels are private to the library: their source is compiled into the test.
+#include "check.h"
+#include "cpu/lines.cpp"
+#include "cpu/shift_line.h"
+
+using namespace fp8moe;
+using namespace fp8moe::cpu;
+using namespace fp8moe::test;
+
+namespace {
+
+void turns(Turn* turn, Random& random) {
+  CodeTile tile, turned;
+  for (auto& row : tile.code)
+    for (auto& code : row) code = static_cast<uint8_t>(random());
+  for (int t = 0; t < kTile; t += kBand) turn(tile.code + t, t, turned);
+  for (int t = 0; t < kTile; ++t)
+    for (int c = 0; c < kTile; ++c) CHECK(turned.code[c][t] == tile.code[t][c]);
+}
+
+// Lines at any place of memory, aligned or not, and nothing around them.
+void writes(Write* write, int64_t step, Random& random) {
+  CodeTile tile;
+  for (auto& row : tile.code)
+    for (auto& code : row) code = static_cast<uint8_t>(random());
+  for (int64_t stride = kTile; stride <= 4 * kTile; stride += step)
+    for (int64_t offset = 0; offset < 128; offset += step)
+      for (int n : {4, 16, 128}) {
+        const size_t size = static_cast<size_t>((n - 1) * stride + kTile + offset);
+        std::unique_ptr<uint8_t, decltype(&std::free)> memory(
+            static_cast<uint8_t*>(std::aligned_alloc(64, (size + 127) / 64 * 64)), &std::free);
+        std::memset(memory.get(), 0xA5, size);
+        write(tile.code, n, memory.get() + offset, stride);
+        finish_lines();
+        for (int64_t at = 0; at < static_cast<int64_t>(size); ++at) {
+          const int64_t line = (at - offset) / stride, t = (at - offset) % stride;
+          const bool inside = at >= offset && t < kTile;
+          CHECK(memory.get()[at] == (inside ? tile.code[line][t] : 0xA5));
+        }
+      }
+}
+
+// Every code by every shift: shift_any is fp8_shift_down, shift_line too or says that it is not.
+template <typename F>
+void shifts() {
+  for (int k = 0; k <= 254; ++k)
+    for (int first = 0; first < 256; first += kTile) {
+      uint8_t in[kTile], any[kTile], line[kTile], odd[kTile], lower[kTile];
+      int exponent[kTile];
+      for (int t = 0; t < kTile; ++t) {
+        in[t] = static_cast<uint8_t>(first + t);
+        exponent[t] = k == 254 ? 0 : 254 - k;
+        lower[t] = static_cast<uint8_t>(std::min(k * Steps<F>::kOne, Steps<F>::kMostLower));
+      }
+      shift_any<F>(in, exponent, 254, any);
+      LineShift shift;
+      set_shift<F>(lower, 0, shift);
+      shift_line<F>(in, shift, line, odd);
+      for (int t = 0; t < kTile; ++t) {
+        const uint8_t expected = fp8_shift_down<F>(in[t], k);
+        CHECK(any[t] == expected);
+        CHECK(odd[t] != 0 || line[t] == expected);
+        // Bytes are enough for a zero, and for a normal code that stays one.
+        const int magnitude = in[t] & 0x7F;
+        const bool finite = magnitude < static_cast<int>(F::kFirstNan);
+        if (k == 0 || magnitude == 0 || magnitude >= (k + 1) * Steps<F>::kOne)
+          CHECK((odd[t] == 0) == finite);
+      }
+    }
+}
+
+}  // namespace
+
+int main() {
+  Random random(31);
+  turns(turn_16, random);
+  turns(turn_band, random);
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("x86-64-v3")) turns(turn_v3, random);
+  if (__builtin_cpu_supports("x86-64-v4")) turns(turn_v4, random);
+  writes(stream_16, 64, random);
+  if (__builtin_cpu_supports("x86-64-v4")) writes(stream_v4, 64, random);
+#endif
+  writes(write_lines, 16, random);
+  writes(write_lines, 24, random);
+  shifts<E4M3>();
+  shifts<E5M2>();
+}
