@@ -38,6 +38,7 @@ def environment(limits: Limits) -> Record:
         "python": platform.python_version(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "launch_us": limits.launch_us,
         "copy_tb_s": limits.copy_tb_s,
         "tensor_tflops": limits.tensor_tflops,
         "bf16_tflops": limits.bf16_tflops,

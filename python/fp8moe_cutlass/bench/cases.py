@@ -52,6 +52,27 @@ def size_of(*things: Any) -> int:
     return total
 
 
+def written(plan: RoutingPlan, *things: Any) -> int:
+    """size_of, without the rows and columns of a plan's outputs that its routing leaves unwritten.
+
+    A plan has room for any routing of its capacity: at align 128 mostly padding that no routing
+    needs. Reads two counts from the device.
+    """
+    rows, columns = int(plan.row_offsets[-1]), int(plan.col_offsets[-1])
+    total = 0
+    for thing in things:
+        data = thing.data if isinstance(thing, Fp8Tensor) else thing
+        if isinstance(thing, tuple):
+            total += written(plan, *thing)
+        elif isinstance(data, Tensor) and data.shape[0] == plan.rows:
+            total += size_of(thing) * rows // plan.rows
+        elif isinstance(thing, Fp8Tensor) and data.shape[-1] == plan.columns:
+            total += size_of(thing) * columns // plan.columns
+        else:
+            total += size_of(thing)
+    return total
+
+
 def into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[[], object], Any]:
     """A call of `op` that reuses its outputs, and those outputs: nothing timed allocates."""
     out = op(*args, **kwargs)
@@ -96,7 +117,7 @@ def quantize_dual(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     for columns in ("block", "column"):
         run, out = into(ops.quantize_dual, x, plan, columns=columns)
-        yield Work(columns, run, size_of(x, out), inputs={"x": x, "plan": plan})
+        yield Work(columns, run, written(plan, x, out), inputs={"x": x, "plan": plan})
 
 
 @case
@@ -132,7 +153,7 @@ def permute_pad(shape: Shape, device: torch.device) -> Iterator[Work]:
         yield Work(
             variant,
             run,
-            size_of(source, out, plan.row_of, probs),
+            size_of(source, plan.row_of, probs) + written(plan, out),
             inputs={"x": source, "plan": plan, "probs": probs},
         )
 
@@ -144,9 +165,8 @@ def permute_pad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     dprobs = torch.rand(plan.rows, device=device)
     run, out = into(ops.permute_pad_backward, dy, plan, dprobs=dprobs)
     rows = probs.numel() * shape["H"] * 2  # of dy, without padding
-    yield Work(
-        "bf16", run, rows + size_of(out, dprobs, plan.row_of), inputs={"dy": dy, "plan": plan}
-    )
+    moved = rows + size_of(out, plan.row_of) + written(plan, dprobs)
+    yield Work("bf16", run, moved, inputs={"dy": dy, "plan": plan})
 
 
 @case
@@ -170,18 +190,20 @@ def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Wor
     dout = normal(shape["T"], shape["H"], device=device)
     y = normal(plan.rows, shape["H"], device=device)
     run, out = into(ops.unpermute_unpad_backward, dout, plan)
-    yield Work("bf16", run, size_of(dout, out, plan.row_of), inputs={"dout": dout, "plan": plan})
+    moved = size_of(dout, plan.row_of) + written(plan, out)
+    yield Work("bf16", run, moved, inputs={"dout": dout, "plan": plan})
     run, out = into(ops.unpermute_unpad_backward, dout, plan, y=y, probs=probs)
     rows = probs.numel() * shape["H"] * 2
     yield Work(
         "bf16, probs",
         run,
-        rows + size_of(dout, out, probs, plan.row_of),
+        rows + size_of(dout, probs, plan.row_of) + written(plan, out),
         inputs={"dout": dout, "plan": plan, "y": y, "probs": probs},
     )
     q = ops.quantize(dout)
     run, out = into(ops.unpermute_unpad_backward, q, plan)
-    yield Work("fp8", run, size_of(q, out, plan.row_of), inputs={"dout": q, "plan": plan})
+    moved = size_of(q, plan.row_of) + written(plan, out)
+    yield Work("fp8", run, moved, inputs={"dout": q, "plan": plan})
 
 
 # ---- between ranks ------------------------------------------------------------------------------
@@ -231,7 +253,7 @@ def transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
     q = ops.quantize(normal(shape["R"], shape["C"], device=device), scale_layout="gemm")
     for columns in ("block", "column"):
         run, out = into(ops.transpose_fp8, q, plan, columns=columns)
-        yield Work(columns, run, size_of(q, out), inputs={"q": q, "plan": plan})
+        yield Work(columns, run, written(plan, q, out), inputs={"q": q, "plan": plan})
 
 
 @case
@@ -240,7 +262,8 @@ def permute_transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
     q = ops.quantize(normal(shape["T"], shape["H"], device=device))
     for columns in ("block", "column"):
         run, out = into(ops.permute_transpose_fp8, q, plan, columns=columns)
-        yield Work(columns, run, size_of(q, out, plan.row_of), inputs={"q": q, "plan": plan})
+        moved = size_of(q, plan.row_of) + written(plan, out)
+        yield Work(columns, run, moved, inputs={"q": q, "plan": plan})
 
 
 @case
@@ -263,7 +286,8 @@ def swiglu_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     for columns in (None, "block", "column"):
         run, out = into(ops.swiglu_quantize, z, plan, probs=probs, columns=columns)
         variant = "rows" if columns is None else f"rows, columns={columns}"
-        yield Work(variant, run, size_of(z, probs, out), inputs={"z": z, "probs": probs})
+        moved = size_of(z, probs) + written(plan, out)
+        yield Work(variant, run, moved, inputs={"z": z, "probs": probs})
 
 
 @case
@@ -275,9 +299,8 @@ def swiglu_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Wor
     for columns in (None, "block", "column"):
         run, out = into(ops.swiglu_quantize_backward, dh, z, plan, probs=probs, columns=columns)
         variant = "dz" if columns is None else f"dz, dz and h columns={columns}"
-        yield Work(
-            variant, run, size_of(dh, z, probs, out), inputs={"dh": dh, "z": z, "probs": probs}
-        )
+        moved = size_of(dh, z, probs) + written(plan, out)
+        yield Work(variant, run, moved, inputs={"dh": dh, "z": z, "probs": probs})
 
 
 # ---- grouped GEMM -------------------------------------------------------------------------------

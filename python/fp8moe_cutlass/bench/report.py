@@ -57,8 +57,10 @@ def environment_text(record: Record) -> str:
     """One line: what it ran on, and the measured limits."""
     e = record["environment"]
     place = e["gpu"] or f"{e['cpu']}, {e['threads']} threads"
+    launch = e.get("launch_us")  # records before it was measured have none
+    empty = f"empty kernel {launch:.1f} us; " if launch else ""
     return (
-        f"{place}; torch {e['torch']}; copy {1e3 * e['copy_tb_s']:.0f} GB/s; "
+        f"{place}; torch {e['torch']}; {empty}copy {1e3 * e['copy_tb_s']:.0f} GB/s; "
         f"dense GEMM {e['tensor_tflops']:.3g} TFLOP/s"
     )
 

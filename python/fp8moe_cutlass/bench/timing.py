@@ -142,6 +142,14 @@ class Limits:
         return lambda: torch.mm(a, b.t(), out=out)
 
     @cached_property
+    def launch_us(self) -> float | None:
+        """Microseconds of a kernel that does next to nothing, cold as the others are; None: CPU."""
+        if self.device.type == "cpu":
+            return None
+        one = torch.zeros(1, device=self.device)
+        return 1e3 * self.timer.measure(lambda: one.add_(1.0))[0].ms
+
+    @cached_property
     def copy_tb_s(self) -> float:
         """Bytes read and written a second by a large copy, TB/s."""
         moved = 2**31 if self.device.type == "cuda" else 2**27
