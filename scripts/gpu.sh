@@ -15,7 +15,8 @@
 # --ep        all GPUs that nvidia-smi sees, by NCCL: the tests of distributed, bench --ep (ep.json, ep.png), a soak of SOAK_STEPS
 #             (1000; soak.json, soak.png), a trace (trace.json, trace.png), and the loss of train by
 #             one GPU and by all (train-1.json, train-ep.json)
-# --sanitize  the GPU tests again under compute-sanitizer: SANITIZE_TOOLS (memcheck racecheck initcheck synccheck)
+# --sanitize  the GPU tests again under compute-sanitizer, SANITIZE_SECONDS (500) for each of
+#             SANITIZE_TOOLS (memcheck racecheck initcheck synccheck), every SANITIZE_THIN-th (5) case of each test
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
 # --only      pytest -k PATTERN, for --tests and --sanitize
 # --op        only this op, for --bench and --ncu; may be repeated. --quick: one tiny shape an op
@@ -137,12 +138,16 @@ if [[ $ep ]]; then
   for run in train-1 train-ep; do mv "$out/$run/loss.json" "$out/$run.json" && rm -r "${out:?}/$run"; done
 fi
 if [[ $sanitize ]]; then
+  # Large tensors, hundreds of random sizes and whole layers only make it slow.
+  slow="three_launches or model_sizes or random or layer or train or distributed or graph"
   for tool in ${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}; do
     step "$tool"
-    # Large tensors only make it slow. torch's own kernels are not what is checked.
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 \
+    # Each tensor its own allocation. torch's own kernels are not what is checked. INT: pytest says
+    # what it did in time.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
       --kernel-name kernel_substring=fp8moe --log-file "$out/$tool.log" \
-      "$python" -m pytest "${select[@]}" -x -m "gpu and not slow" 2>&1 | tail -n 3 || status=1
+      "$python" -m pytest "${select[@]}" -x -m "gpu and not slow" --thin "${SANITIZE_THIN:-5}" \
+      -k "${only:-not ($slow)}" 2>&1 | tee "$out/$tool-tests.log" | tail -n 3 || status=1
     tail -n 2 "$out/$tool.log"
   done
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -127,15 +128,21 @@ class Layer:
         return plan, rows | tokens
 
 
-def to_cpu(plan: RoutingPlan, results: dict) -> tuple[RoutingPlan, dict]:
-    return plan.to("cpu"), {k: v.to("cpu") for k, v in results.items()}
-
-
 def assert_same_results(expected: tuple, got: tuple) -> None:
-    (plan, results), (got_plan, got_results) = to_cpu(*expected), to_cpu(*got)
+    """Over defined content alone: the rest of these buffers may never have been written."""
+    (plan, results), (got_plan, got_results) = expected, got
+    rows = int(plan.row_offsets[-1])
     assert torch.equal(plan.row_of, got_plan.row_of)
+    assert rows == int(got_plan.row_offsets[-1])
     for name, value in results.items():
-        assert_same(value, got_results[name], plan, name)
+        assert_same(cut(value, plan, rows), cut(got_results[name], plan, rows), None, name)
+
+
+def cut(value: Tensor | Fp8Tensor, plan: RoutingPlan, rows: int) -> Any:
+    """Rows of the plan below its last, on the CPU; the scales here are in gemm layout."""
+    if isinstance(value, Fp8Tensor):
+        return [value.data.view(torch.uint8)[:rows].cpu(), value.scale_inv[:, :rows].cpu()]
+    return (value[:rows] if value.shape[0] == plan.rows else value).cpu()
 
 
 def test_one_graph_replays_under_other_routings() -> None:
