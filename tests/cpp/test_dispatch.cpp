@@ -193,9 +193,12 @@ void strided_rows() {
   wrong = apart;
   wrong.scale_inv.row_stride = 1;
   CHECK_INVALID("x.scale_inv must have rows 2 to", permute_pad(wrong, plan, {}, y, {}));
-  Fp8Tensor inside = y;  // an output within the gaps' reach
-  inside.data.data = memory.as<uint8_t>() + (tokens - 1) * stride;
-  CHECK_INVALID("must not share memory", permute_pad(apart, plan, {}, inside, {}));
+  const Owned room(DType::u8, {tokens * stride + plan->rows() * width});
+  Fp8Tensor last = y;  // an output that begins where the last row does
+  apart.data.data = room.as<uint8_t>();
+  apart.scale_inv.data = room.as<uint8_t>() + width;
+  last.data.data = room.as<uint8_t>() + (tokens - 1) * stride;
+  CHECK_INVALID("y and x must not share memory", permute_pad(apart, plan, {}, last, {}));
 }
 
 void refusals() {
