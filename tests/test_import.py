@@ -146,7 +146,10 @@ def test_only_the_bindings_know_python_and_only_ops_know_the_extension() -> None
 def test_stub_is_what_the_extension_has() -> None:
     """The stub in the tree, which type checkers and readers see, is the generated one."""
     generated = Path(str(_C.__file__)).parent / "_C.pyi"
-    assert (PACKAGE / "_C.pyi").read_text() == generated.read_text()
+    # Of two ways to import what it needs, the generator takes either, from build to build.
+    ways = "import fp8moe_cutlass.typing\n", "import fp8moe_cutlass\n"
+    mine, theirs = (f.read_text().replace(*ways) for f in (PACKAGE / "_C.pyi", generated))
+    assert mine == theirs
     tree = ast.parse(generated.read_text())
     functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     assert functions == {n for n in dir(_C) if callable(getattr(_C, n)) and n.islower()}
