@@ -82,7 +82,8 @@ class Ranks(Alone):
         summed = torch.split(flat, [p.numel() for p in replicated])
         for p, g in zip(replicated, summed, strict=True):
             p.grad = g.view_as(p)
-        mine = [p.grad for p in shared if p.grad is not None]
+        # In the model's order, not the set's: the norm is a sum, and two runs give the same bits.
+        mine = [p.grad for p in model.parameters() if p in shared and p.grad is not None]
         squares = self.total(nn.utils.get_total_norm(mine).square())
         norm = (flat.norm().square() + squares).sqrt()
         nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
