@@ -121,7 +121,9 @@ def test_roles_of_a_step() -> None:
 # ---- the whole ----------------------------------------------------------------------------------
 
 
-LIMITS: Any = SimpleNamespace(device=CPU, tensor_tflops=0.1, copy_tb_s=0.01, bf16_tflops=0.1)
+LIMITS: Any = SimpleNamespace(
+    device=CPU, launch_us=None, tensor_tflops=0.1, copy_tb_s=0.01, bf16_tflops=0.1
+)
 
 
 @pytest.fixture(scope="module")
