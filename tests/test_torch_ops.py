@@ -212,3 +212,20 @@ def test_inputs_are_untouched_by_functions() -> None:
     for function in FUNCTIONS.values():
         function(p)
     assert all(torch.equal(bits(before[k]), bits(v)) for k, v in tensors.items())
+
+
+def test_a_backward_never_reads_what_an_op_has_overwritten() -> None:
+    """Filling out= counts up the versions of its tensors, as torch's in-place operations do."""
+    x = torch.randn(4, 128)
+    out = ops.dequantize(ops.quantize(x), dtype="float32")
+    weight = torch.ones(4, 128, requires_grad=True)
+    loss = (weight * out).sum()  # saves out
+    ops.dequantize(ops.quantize(2 * x), dtype="float32", out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    q = ops.quantize(x)
+    before = q.data._version, q.scale_inv._version
+    ops.quantize(x, out=q)
+    assert (q.data._version, q.scale_inv._version) == (before[0] + 1, before[1] + 1)
+    with torch.inference_mode():  # whose tensors have no versions
+        ops.quantize(x, out=ops.quantize(x))

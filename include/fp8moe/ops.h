@@ -2,7 +2,10 @@
 //
 // Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the
 // caller gives, allocates nothing on the device and never synchronizes with it. Outputs are the
-// arguments after the inputs; a default-constructed Tensor leaves an optional one out.
+// arguments after the inputs; a default-constructed Tensor leaves an optional one out. No output
+// shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
+// (InvalidArgument). On the CPU, memory that runs out inside a parallel region ends the process:
+// some ops hold a few rows a thread there.
 // What lies in a plan's slab is trusted on CUDA, where nobody on the host can read it; the CPU
 // checks it (InvalidArgument) before it indexes by it. Letters: plan.h. docs/numerics.md states
 // what each op guarantees bit by bit.
@@ -38,7 +41,9 @@ FP8MOE_API void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp
 FP8MOE_API void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t,
                                 ScaleRule rule, int64_t interleave = 0, Stream stream = {});
 
-// x = q * scale_inv, rounded once to x's dtype. q [M, K] in any layout, or [E, M, K] in block.
+// x = q * scale_inv. q [M, K] in any layout, or [E, M, K] in block. The product is rounded to f32
+// and that to x's dtype: a product with a power of two is exact unless it leaves f32's range, so
+// that one rounding is left; one with a float32 scale may round twice.
 FP8MOE_API void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream = {});
 
 // ---- routing ------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ class MoEExperts(nn.Module):
     copies around every step.
 
     A parameter with `main_grad` gets its gradient added there, or written with
-    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype.
+    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
+    once between two backwards: a second forward with it rewrites the FP8 copies that the backward
+    of the first is to read, which then raises (torch's "modified by an inplace operation").
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and
@@ -222,9 +224,6 @@ class MoEExperts(nn.Module):
                 ops.quantize_weight(weight, **how, only="rows", out=rows)
         self._quantized = True
         if not torch.compiler.is_compiling():
-            # Eager ops write behind torch's back: a backward that waits for the old copies must
-            # fail rather than read the new ones.
-            torch.autograd.graph.increment_version(list(self.buffers(recurse=False)))
             self._source = fingerprint(self.gate_up_proj, self.down_proj)
 
     def backward_dw(self) -> None:

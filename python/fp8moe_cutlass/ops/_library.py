@@ -3,7 +3,8 @@
 torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
 outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C; the
 torch op is taken where something traces, intercepts or watches (torch.compile, make_fx, dispatch
-modes, the profiler, which then names the op).
+modes, the profiler, which then names the op). Eager calls count up the versions of the outputs, as
+torch's in-place operations do; torch.ops.fp8moe.<op> itself, called directly, does not.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def define(schema: str, run: Callable[..., None] | None = None) -> Callable[...,
     through_torch = getattr(torch.ops.fp8moe, name).default
     words = arguments.rstrip(")").split(", ")
     arrays = [(i, w.split()[-1]) for i, w in enumerate(words) if w.startswith("Tensor")]
+    outputs = [i for i, word in enumerate(words) if "!)" in word]
 
     def call(*args: Any) -> None:
         if torch.is_grad_enabled():
@@ -74,14 +76,16 @@ def define(schema: str, run: Callable[..., None] | None = None) -> Callable[...,
                         f"[{name}] {argument} must not require grad, its gradient would be lost; "
                         "use fp8moe_cutlass.autograd or .nn, or detach it"
                     )
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or torch.autograd.profiler._is_profiler_enabled
-        ):
+        if torch.compiler.is_compiling():
             through_torch(*args)
-        else:
-            direct(*args)
+            return
+        watched = (
+            torch._C._len_torch_dispatch_stack() or torch.autograd.profiler._is_profiler_enabled
+        )
+        (through_torch if watched else direct)(*args)
+        # A backward that saved what is now overwritten must fail rather than read it; this is
+        # autograd.graph.increment_version at half its time.
+        torch._C._increment_version([args[i] for i in outputs if isinstance(args[i], torch.Tensor)])
 
     return call
 
