@@ -2,7 +2,7 @@
 # Builds the package and puts it through its paces on a machine with a Hopper GPU, offline.
 #
 #   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES]
-#                  [--ep] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick] [--pack]
+#                  [--ep] [--gemm] [--oracle] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick] [--pack]
 #
 # --tests     pytest -m gpu (the default when nothing is chosen)
 # --bench     fp8moe-cutlass bench --device cuda: bench.json and bench.png
@@ -15,6 +15,8 @@
 # --ep        all GPUs that nvidia-smi sees, by NCCL: the tests of distributed, bench --ep (ep.json, ep.png), a soak of SOAK_STEPS
 #             (1000; soak.json, soak.png), a trace (trace.json, trace.png), and the loss of train by
 #             one GPU and by all (train-1.json, train-ep.json)
+# --gemm      fp8moe-cutlass bench --gemm in GEMM_SECONDS (360) and --accuracy: gemm.json, accuracy.json
+# --oracle    builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize  the GPU tests again under compute-sanitizer, SANITIZE_SECONDS (500) for each of
 #             SANITIZE_TOOLS (memcheck racecheck initcheck synccheck), every SANITIZE_THIN-th (5) case of each test
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
@@ -29,9 +31,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES] [--ep] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick] [--pack]}
+out=${1:?usage: scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES] [--ep] [--gemm] [--oracle] [--sanitize] [--ncu] [--only PATTERN] [--op OP] [--quick] [--pack]}
 shift
-tests= bench= layer= memory= sweep= train= ep= sanitize= ncu= only= pack= quick=() ops=()
+tests= bench= layer= memory= sweep= train= ep= gemm= oracle= sanitize= ncu= only= pack= quick=() ops=()
 while (($#)); do
   case $1 in
     --tests) tests=1 ;;
@@ -42,6 +44,8 @@ while (($#)); do
     --train-cuda) train=$2; shift ;;
     --ep) ep=1 ;;
     --pack) pack=1 ;;
+    --gemm) gemm=1 ;;
+    --oracle) oracle=1 ;;
     --sanitize) sanitize=1 ;;
     --ncu) ncu=1 ;;
     --only) only=$2; shift ;;
@@ -51,7 +55,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $tests$bench$layer$ep$sweep$train$sanitize$ncu ]] || tests=1
+[[ $tests$bench$layer$ep$sweep$train$gemm$sanitize$ncu ]] || tests=1
 mkdir -p "$out"
 out=$(realpath "$out")
 python=${PYTHON:-python3}
@@ -79,6 +83,11 @@ step "build"
 "$python" -m fp8moe_cutlass doctor | tee "$out/doctor.txt" || true
 
 status=0
+if [[ $oracle ]]; then
+  step "oracle"
+  { cmake --preset oracle -G Ninja && cmake --build --preset oracle; } >"$out/oracle.log" 2>&1 ||
+    { tail -n 20 "$out/oracle.log"; status=1; }
+fi
 select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests/gpu
   tests/test_integrations_te.py tests/test_integrations_megatron.py)
 [[ $only ]] && select+=(-k "$only")
@@ -96,6 +105,13 @@ if [[ $layer ]]; then
   step "layer"
   "$python" -m fp8moe_cutlass bench --layer --device cuda --json "$out/layer.json" \
     --plot "$out/layer.png" "${quick[@]}" 2>&1 | tee "$out/layer.log" || status=1
+fi
+if [[ $gemm ]]; then
+  step "gemm"
+  "$python" -m fp8moe_cutlass bench --gemm --device cuda --budget "${GEMM_SECONDS:-360}" \
+    --json "$out/gemm.json" "${ops[@]}" "${quick[@]}" 2>&1 | tee "$out/gemm.log" || status=1
+  "$python" -m fp8moe_cutlass bench --accuracy --device cuda --json "$out/accuracy.json" \
+    "${quick[@]}" 2>&1 | tee "$out/accuracy.log" || status=1
 fi
 if [[ $memory ]]; then
   step "memory"
