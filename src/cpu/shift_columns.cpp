@@ -2,6 +2,8 @@
 // it): code' = RNE(code * s_r / S), exact wherever the result is a normal code.
 #include "cpu/shift_columns.h"
 
+#include <omp.h>
+
 #include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
@@ -216,25 +218,33 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
   const std::vector<TokenTile> tiles = token_tiles(op, plan);
   check_scales(op, tiles, source, scales, channel_tiles);
 
+  // Token i of a tile, or its last where it has fewer, from that channel tile on.
+  const auto codes_of = [&](const TokenTile& t, int i, int64_t ct) {
+    const int64_t row = t.row + std::min(i, t.tokens - 1);
+    return codes + (source != nullptr ? source[row] : row) * stride + ct * kTile;
+  };
+  // Runs of tiles, so that a thread mostly knows what it reads next; eight a thread balance.
+  const int64_t shares = 8 * static_cast<int64_t>(omp_get_max_threads());
+  const int run = static_cast<int>(std::clamp<int64_t>(tiles.size() / shares, 1, 4));
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic, run)
     for (size_t n = 0; n < tiles.size(); ++n) {
       const TokenTile t = tiles[n];
-      const auto row_of = [&](int i) { return source != nullptr ? source[t.row + i] : t.row + i; };
+      const TokenTile next = tiles[std::min(n + 1, tiles.size() - 1)];
       TileRows rows;
       for (int64_t ct = 0; ct < channel_tiles; ++ct) {
         rows.channels = static_cast<int>(std::min(kTile, c - ct * kTile));
-        const int64_t step = ct + 1 < channel_tiles ? kTile : 0;
         for (int i = 0; i < t.tokens; ++i) {
-          const int64_t row = row_of(i);
-          rows.code[i] = codes + row * stride + ct * kTile;
+          const int64_t row = source != nullptr ? source[t.row + i] : t.row + i;
+          rows.code[i] = codes_of(t, i, ct);
           rows.exponent[i] = exponent_field(scales.of(row)[ct * scales.tile]);
-          rows.ahead[i] = rows.code[i] + step;
         }
         for (int i = t.tokens; i < kTile; ++i) {
-          rows.code[i] = rows.ahead[i] = kZeroRow;
+          rows.code[i] = kZeroRow;
           rows.exponent[i] = kUnscaled;
         }
+        for (int i = 0; i < kTile; ++i)
+          rows.ahead[i] = ct + 1 < channel_tiles ? codes_of(t, i, ct + 1) : codes_of(next, i, 0);
         shift_tile<F>(rows, per_channel, columns_at(columns, t, ct * kTile));
       }
       finish_lines();
