@@ -159,6 +159,7 @@ FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, const Colu
   constexpr int kGroup = 4;  // channels written at a time
   LineShift shifts[Steps<F>::kRaises];
   bool have[Steps<F>::kRaises] = {};
+  AnyShift any;
   alignas(64) uint8_t line[kGroup][kTile], odd[kGroup][kTile];
   for (int first = 0; first < rows.channels; first += kGroup) {
     for (int i = 0; i < kGroup; ++i) {
@@ -175,8 +176,10 @@ FP8MOE_CLONES void shift_tile(const TileRows& rows, bool per_channel, const Colu
     }
     if (any_of(odd[0], kGroup * kTile))
       for (int i = 0; i < kGroup; ++i)
-        if (any_of(odd[i], kTile))
-          shift_any<F>(turned.code[first + i], rows.exponent, field[first + i], line[i]);
+        if (any_of(odd[i], kTile)) {
+          if (any.field != field[first + i]) set_any<F>(rows.exponent, field[first + i], any);
+          shift_any<F>(turned.code[first + i], any, line[i]);
+        }
     write_lines(line, kGroup, out.data + first * out.stride, out.stride);
   }
 }

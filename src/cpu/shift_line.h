@@ -82,21 +82,31 @@ struct StepScale {
   }
 };
 
-// out[t] = in[t] under the scale of exponent field `field`; exponent[t]: the field of its own, 0
-// for a scale of zero.
+// The steps of 128 tokens from their scales to that of exponent field `field`, saturating.
+struct alignas(64) AnyShift {
+  int field = -1;
+  uint8_t down[kTile];
+  uint8_t up[kTile];
+};
+
+// exponent[t]: the exponent field of token t's scale, 0 for a scale of zero.
 template <typename F>
-FP8MOE_HD void shift_any(const uint8_t* __restrict in, const int* __restrict exponent, int field,
+FP8MOE_HD void set_any(const int* __restrict exponent, int field, AnyShift& shift) {
+  shift.field = field;
+  for (int t = 0; t < kTile; ++t) {
+    const int steps = exponent[t] == 0 ? 255 : (field - exponent[t]) * Steps<F>::kOne;
+    shift.down[t] = static_cast<uint8_t>(std::clamp(steps, 0, 255));
+    shift.up[t] = static_cast<uint8_t>(std::clamp(-steps, 0, 255));
+  }
+}
+
+template <typename F>
+FP8MOE_HD void shift_any(const uint8_t* __restrict in, const AnyShift& shift,
                          uint8_t* __restrict out) {
   constexpr int kM = F::kMantissa;
   constexpr int kOne = 1 << kM;
   constexpr uint8_t kNormal = StepScale<F>::kNormal;
   constexpr StepScale<F> kScale;
-  alignas(64) uint8_t down[kTile], up[kTile];
-  for (int t = 0; t < kTile; ++t) {
-    const int steps = exponent[t] == 0 ? 255 : (field - exponent[t]) * kOne;
-    down[t] = static_cast<uint8_t>(std::clamp(steps, 0, 255));
-    up[t] = static_cast<uint8_t>(std::clamp(-steps, 0, 255));
-  }
   for (int t = 0; t < kTile; ++t) {
     const uint8_t magnitude = in[t] & 0x7F;
     // The steps of a code: linear where it is normal, below that the least of kM lines.
@@ -105,8 +115,8 @@ FP8MOE_HD void shift_any(const uint8_t* __restrict in, const int* __restrict exp
     for (int i = 1; i < kM; ++i)
       steps = std::min(steps, static_cast<uint8_t>((low << i) + ((kM - i) << kM)));
     steps += magnitude - low;
-    steps = static_cast<uint8_t>(std::max(steps, down[t]) - down[t]);
-    steps += magnitude == 0 ? 0 : up[t];
+    steps = static_cast<uint8_t>(std::max(steps, shift.down[t]) - shift.down[t]);
+    steps += magnitude == 0 ? 0 : shift.up[t];
     uint8_t code = static_cast<uint8_t>(std::max(steps, kNormal) - kNormal);
     for (int j = 0; j < kOne; ++j) code += steps >= kScale.from[j];
     code = magnitude >= F::kFirstNan ? magnitude : code;

@@ -53,7 +53,9 @@ void shifts() {
         exponent[t] = k == 254 ? 0 : 254 - k;
         lower[t] = static_cast<uint8_t>(std::min(k * Steps<F>::kOne, Steps<F>::kMostLower));
       }
-      shift_any<F>(in, exponent, 254, any);
+      AnyShift any_shift;
+      set_any<F>(exponent, 254, any_shift);
+      shift_any<F>(in, any_shift, any);
       LineShift shift;
       set_shift<F>(lower, 0, shift);
       shift_line<F>(in, shift, line, odd);
