@@ -362,6 +362,17 @@ def test_low_precision_probs_get_their_gradient() -> None:
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_a_graph_that_is_retained_runs_backward_again(recipe: Fp8Recipe | None) -> None:
+    p = problem(32)
+    layer = p.experts(recipe=recipe)
+    x = p.x.clone().requires_grad_()
+    out = layer(x, p.topk_idx, p.probs)
+    of = (x, *layer.parameters())
+    first, second = (torch.autograd.grad(out, of, p.dout, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
 def test_double_backward_is_refused(recipe: Fp8Recipe | None) -> None:
     p = problem(32)
     layer = p.experts(recipe=recipe)

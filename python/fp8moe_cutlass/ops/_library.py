@@ -49,11 +49,14 @@ if torch is not None:
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
 
 
-def define(schema: str, run: Callable[..., None] | None = None) -> Callable[..., None]:
+def define(
+    schema: str, run: Callable[..., None] | None = None, *, counts_in: str = ""
+) -> Callable[..., None]:
     """Registers `name(arguments)` with torch, if it is here, and returns the way to call it.
 
     run: the implementation, _C.<name> if not given. The caller refuses arguments that require grad
-    where grad mode is on, because their gradient would be lost.
+    where grad mode is on, because their gradient would be lost. counts_in: an output of which the
+    op only counts up a status word; its version stays, or a backward could not run a second time.
     """
     name, _, arguments = schema.partition("(")
     direct: Callable[..., None] = run or getattr(_C, name)
@@ -66,7 +69,7 @@ def define(schema: str, run: Callable[..., None] | None = None) -> Callable[...,
     through_torch = getattr(torch.ops.fp8moe, name).default
     words = arguments.rstrip(")").split(", ")
     arrays = [(i, w.split()[-1]) for i, w in enumerate(words) if w.startswith("Tensor")]
-    outputs = [i for i, word in enumerate(words) if "!)" in word]
+    outputs = [i for i, w in enumerate(words) if "!)" in w and w.split()[-1] != counts_in]
 
     def call(*args: Any) -> None:
         if torch.is_grad_enabled():

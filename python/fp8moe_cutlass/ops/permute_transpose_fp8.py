@@ -9,7 +9,8 @@ from fp8moe_cutlass.typing import Columns
 
 _op = define(
     "permute_transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, "
-    f"{PLAN}, Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout)"
+    f"{PLAN}, Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout)",
+    counts_in="plan",
 )
 
 

@@ -18,7 +18,8 @@ from fp8moe_cutlass.typing import Columns, ScaleKind
 _op = define(
     f"transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, {PLAN}, "
     "Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout, "
-    "bool requantize, bool pow2, float eps)"
+    "bool requantize, bool pow2, float eps)",
+    counts_in="plan",
 )
 
 
