@@ -130,7 +130,7 @@ if [[ $train ]]; then
   ((${#quick[@]})) && runs=runs/tiny size=tiny
   "$python" -m fp8moe_cutlass train --device cuda --size $size --every-python --baseline \
     --seeds "${TRAIN_SEEDS:-3}" --out $runs --resume --minutes "$train" 2>&1 | tee "$out/train.log" || status=1
-  for file in $runs/loss.*; do cp "$file" "$out"; done
+  for file in $runs/loss.*; do [[ ! -e $file ]] || cp "$file" "$out"; done
 fi
 if [[ $ep ]]; then
   ranks=$(nvidia-smi -L | wc -l)

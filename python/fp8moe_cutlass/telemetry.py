@@ -34,7 +34,6 @@ from fp8moe_cutlass.autograd.experts import quantize
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.ops.count_codes import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.tensor import Fp8Tensor
 
 OPERANDS = ("x", "h", "dout", "dz")
 TRANSPOSES = ("x columns", "dout columns")
@@ -58,8 +57,7 @@ class Counters:
         if name in OPERANDS:
             ops.count_codes(value, plan, self.of[name], stride=self.every)
         elif name in TRANSPOSES and source.pow2 and value.pow2:
-            rows = _dense(source)
-            ops.count_codes(rows, plan, self.of[name], columns=value, stride=self.every)
+            ops.count_codes(source, plan, self.of[name], columns=value, stride=self.every)
 
     def report(self) -> Report:
         """Shares and counts as plain numbers; waits for the device."""
@@ -121,14 +119,6 @@ def disable(module: nn.Module) -> None:
     for m in module.modules():
         if isinstance(m, MoEExperts):
             m.observer = None
-
-
-def _dense(t: Fp8Tensor) -> Fp8Tensor:
-    """A copy of rows that lie apart, as they do where other ranks sent them."""
-    if t.data.is_contiguous():
-        return t
-    kind = (t.block, t.scale_layout, t.pow2, t.interleave)
-    return Fp8Tensor(t.data.contiguous(), t.scale_inv.contiguous(), *kind)
 
 
 @contextmanager

@@ -23,8 +23,9 @@ def unpack(
 
     Returns (x, topk_idx [R, slots] int32, probs [R, slots] float32), None and None for slots 0 (a
     gradient). x [R, hidden], row layout, is a view: its codes and scales stay where they arrived,
-    rows packed_row_bytes apart, as permute_pad and permute_transpose_fp8 read them (others refuse
-    it). fp8_dtype and pow2 are what quantize_pack was given; the wire does not carry them.
+    rows packed_row_bytes apart, as permute_pad, permute_transpose_fp8 and count_codes read them
+    (others refuse it). fp8_dtype and pow2 are what quantize_pack was given; the wire does not carry
+    them.
     """
     format = dtype_name("unpack", fp8_dtype, "e4m3", "e5m2")
     shape = tuple(packed.shape)
