@@ -1,5 +1,5 @@
-"""The model of expert parallelism: expected ranks against counting, bytes against the wire format,
-time against sums by hand; and docs/scale-out.md shows what the model prints."""
+"""The model of expert parallelism: expected ranks against counting, time against
+sums by hand; and docs/scale-out.md shows what the model prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_cutlass import ops
 from fp8moe_cutlass.bench import ep_model as model
 
 ROOT = Path(__file__).parents[1]
@@ -32,12 +31,6 @@ def test_zipf_by_hand() -> None:
     weights = [1 / (e + 1) for e in range(64)]
     assert ranks == 1.0
     assert fullest == pytest.approx(8 * sum(weights[:8]) / sum(weights), rel=0.05)
-
-
-def test_a_row_is_the_packed_row() -> None:
-    for hidden in (128, 2048, 4096, 7168, 192):
-        for slots in (0, 1, 6, 8):
-            assert model.row_bytes(hidden, slots) == ops.packed_row_bytes(hidden, slots)
 
 
 V3 = model.Layer("V3", 4096, 8, 256, 7168, ms=10.0, wgrad_ms=3.0, bf16_ms=16.0)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.ops import packed_row_bytes
 
-from .ep_model import row_bytes
 from .ep_runs import Bf16Peer, Legs, Team
 from .layer_runs import Contender, Inputs, Runs, Shape, routing
 from .timing import Limits, Sample
@@ -86,7 +86,7 @@ class Group:
 
     def _exchanges(self, legs: Legs, variant: str) -> Iterator[Record]:
         h, s = self.mine["H"], self.mine["S"]
-        packed, gradient = row_bytes(h, s), row_bytes(h)
+        packed, gradient = packed_row_bytes(h, s), packed_row_bytes(h, 0)
         yield self._row(
             "dispatch", variant, legs, packed,
             {
@@ -114,9 +114,9 @@ class Group:
         """Of a step's four exchanges, each by itself: forward's two, backward's two."""
         h, s = self.mine["H"], self.mine["S"]
         runs: Runs = {
-            "dispatch": legs.bare(row_bytes(h, s)),
+            "dispatch": legs.bare(packed_row_bytes(h, s)),
             "combine": legs.bare_back(2 * h),
-            "dispatch of a gradient": legs.bare(row_bytes(h)),
+            "dispatch of a gradient": legs.bare(packed_row_bytes(h, 0)),
             "combine of dx": legs.bare_back(2 * h),
         }
         samples = self.team.measure(runs, self.count, self.rounds)
@@ -138,10 +138,10 @@ class Group:
         contenders = {"fp8moe": ours, "bf16 torch, same exchange": theirs, "alone": alone}
         for way, parts in (("forward", 1), ("forward+backward", 3)):
             runs: Runs = {n: c.forward if parts == 1 else c.step for n, c in contenders.items()}
-            width = row_bytes(h, s) + 2 * h
+            width = packed_row_bytes(h, s) + 2 * h
             exchange = bare["dispatch"] + bare["combine"]
             if parts == 3:
-                width += row_bytes(h) + 2 * h + 4 * s
+                width += packed_row_bytes(h, 0) + 2 * h + 4 * s
                 exchange = sum(bare.values())
             row = self._row(f"layer, {way}", variant, legs, width, runs)
             alone_ms = row["peers"].pop("alone")
@@ -206,7 +206,7 @@ def run_ep(
     quick: bool = False,
     on_result: Callable[[Record], None] = lambda row: None,
 ) -> Record:
-    """The record (design's schema) of every group and shape, on every rank. quick: one tiny shape,
+    """The record, as `bench` has it, of every group and shape, on every rank. quick: a tiny shape,
     all ranks alone."""
     from . import environment
 

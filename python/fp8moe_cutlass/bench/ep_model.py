@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe_cutlass.tensor import TILE, cdiv
+from fp8moe_cutlass.ops import packed_row_bytes
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 Line = tuple[str, ...]
@@ -76,12 +76,6 @@ def zipf(experts: int, slots: int, ranks: int, tokens: int = 4096) -> tuple[floa
     return float(rows.sum() / tokens), float(of_rank.max() / of_rank.mean())
 
 
-def row_bytes(hidden: int, slots: int = 0) -> int:
-    """A row of the FP8 wire: codes, scales, ids and probs of `slots` (a gradient has none), rounded
-    up to 16."""
-    return cdiv(hidden + 4 * cdiv(hidden, TILE) + 8 * slots, 16) * 16
-
-
 @dataclass(frozen=True)
 class Wire:
     """Bytes of one row in each of a step's four exchanges."""
@@ -101,7 +95,7 @@ def wire(layer: Layer, fp8: bool = True) -> Wire:
     h, s = layer.hidden, layer.slots
     back = 2 * h + 4 * s  # dx and the gradients of the probs
     if fp8:
-        return Wire(row_bytes(h, s), 2 * h, row_bytes(h), back)
+        return Wire(packed_row_bytes(h, s), 2 * h, packed_row_bytes(h, 0), back)
     return Wire(2 * h + 8 * s, 2 * h, 2 * h, back)
 
 

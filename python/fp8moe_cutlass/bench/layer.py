@@ -238,7 +238,7 @@ def run_layer(
     quick: bool = False,
     on_result: Callable[[Record], None] = lambda row: None,
 ) -> Record:
-    """The record (design's schema) of every shape. quick: one tiny shape."""
+    """The record, as `bench` has it, of every shape. quick: one tiny shape."""
     from . import environment
 
     torch.manual_seed(0)

@@ -197,8 +197,8 @@ class _Experts(torch.autograd.Function):
         weights = layer.fp8_weights()
         out, kept = fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
         again = weights.gate_up if kept.z is None else None
-        save(ctx, *kept, rows.plan.slab, again, weights.gate_up_t, weights.down_t)
-        ctx.sizes, ctx.recipe, ctx.dtype = rows.plan.sizes, recipe, x.dtype
+        save(ctx, *kept, rows.plan, again, weights.gate_up_t, weights.down_t)
+        ctx.recipe, ctx.dtype = recipe, x.dtype
         ctx.transport, ctx.handle = transport, handle
         queue = layer._wgrads if layer.delay_wgrad else None
         ctx.grads = [
@@ -211,8 +211,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *_, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        *kept, slab, gate_up, gate_up_t, down_t = load(ctx)
-        plan = RoutingPlan(slab, *ctx.sizes)
+        *kept, plan, gate_up, gate_up_t, down_t = load(ctx)
         dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
         data, scale_inv = ctx.transport.dispatch_again(dout_q, ctx.handle)
         grads = fp8.backward(
