@@ -161,6 +161,19 @@ def test_every_array_must_be_contiguous(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_rows_of_data_are_aligned(name: str) -> None:
+    """The kernels move 16 bytes at a time: a view that starts between them is refused."""
+    for key, value in tensors(flat_calls()[name]).items():
+        if value.shape[-1] < 128 or value.ndim < 2 or key.endswith("_scale"):
+            continue  # ids, probs, scales, counts
+        call = flat_calls()[name]
+        flat = torch.zeros(value.numel() + 1).to(value.dtype)
+        call[key] = flat[1:].view(value.shape)
+        message = rf"\[{name}\] {key} must start at a multiple of 16 bytes"
+        refused(getattr(torch.ops.fp8moe, name), call, message)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_every_array_has_one_shape(name: str) -> None:
     """A row too many anywhere is refused: shapes follow from one another, and all are checked."""
     for key, value in tensors(flat_calls()[name]).items():

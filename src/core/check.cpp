@@ -98,7 +98,6 @@ void Checker::strided_fp8(const Fp8Tensor& t, const char* name,
   rows.data.row_stride = 0;
   if (t.layout == ScaleLayout::row) rows.scale_inv.row_stride = 0;
   fp8(rows, name, shape, layouts);
-  aligned(t.data, name);
   constexpr int64_t kMaxStride = 0x7FFFFFFF;
   for (const Tensor* part : {&t.data, &t.scale_inv}) {
     const bool data = part == &t.data;
@@ -141,6 +140,7 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
     tensor(t.scale_inv, scale_name.c_str(), {cdiv(m, kTile), cdiv(k, kTile)});
   }
   dtype(t.scale_inv, scale_name.c_str(), {DType::f32});
+  aligned(t.data, name);
 }
 
 void Checker::plan_sizes(const RoutingPlan& plan) const {

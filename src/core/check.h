@@ -53,11 +53,11 @@ class Checker {
   void ndim(const Tensor& t, const char* name, int ndim) const;
   void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const;
   void multiple(int64_t value, const char* name, int64_t of) const;
-  // FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
+  // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
            std::initializer_list<ScaleLayout> layouts) const;
   // The same of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
-  // apart. The data starts at a multiple of 16 bytes and so do its rows.
+  // apart: of the data multiples of 16 bytes.
   void strided_fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
                    std::initializer_list<ScaleLayout> layouts) const;
   // Numbers that make a plan: sizes in range, align one of 1, 16, 32, 128.

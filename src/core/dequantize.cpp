@@ -18,6 +18,7 @@ void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream) {
   }
   check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
   check.multiple(n[ndim - 1], "q.shape[-1]", 16);
+  check.aligned(x, "x");
   check.disjoint({{x, "x"}}, {{q, "q"}});
   if (x.numel() == 0) return;
   FP8MOE_DISPATCH("dequantize", x.device, dequantize(q, x, stream));

@@ -21,6 +21,7 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   check.multiple(k, "K", 16);
   check.tensor(dw, "dw", {plan.experts, n, k});
   check.dtype(dw, "dw", {DType::f32, DType::bf16});
+  check.aligned(dw, "dw");
   check.disjoint({{dw, "dw"}}, {{dy_t, "dy_t"}, {x_t, "x_t"}, {plan.slab, "plan"}});
   if (dw.numel() == 0) return;
   FP8MOE_DISPATCH("grouped_gemm_wgrad", dy_t.data.device,

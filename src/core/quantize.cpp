@@ -11,6 +11,7 @@ void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream
   check.multiple(x.shape[1], "x.shape[1]", 16);
   check.fp8(q, "q", {x.shape[0], x.shape[1]},
             {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block});
+  check.aligned(x, "x");
   check.rule(rule);
   check.disjoint({{q, "q"}}, {{x, "x"}});
   if (x.numel() == 0) return;

@@ -16,6 +16,7 @@ void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& ro
   check.fp8(rows, "rows", {r, c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.columns(columns, "columns", c, plan);
   check.dtype(columns.data, "columns (the format of rows)", {rows.data.dtype});
+  check.aligned(x, "x");
   check.rule(rule);
   check.disjoint({{rows, "rows"}, {columns, "columns"}}, {{x, "x"}, {plan.slab, "plan"}});
   if (x.numel() == 0) return;

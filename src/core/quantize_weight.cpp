@@ -25,6 +25,7 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
                  "[quantize_weight] interleave must be 0 or a divisor of 128; got ", interleave);
     check.multiple(n, "w.shape[1] under interleave", 2 * kTile);
   }
+  check.aligned(w, "w");
   check.rule(rule);
   check.disjoint({{q, "q"}, {q_t, "q_t"}}, {{w, "w"}});
   if (w.numel() == 0) return;

@@ -234,7 +234,8 @@ class MoEExperts(nn.Module):
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, recipe={self.recipe}, "
-            f"recompute={self.recompute!r}, save_preactivation={self.save_preactivation!r}"
+            f"recompute={self.recompute!r}, save_preactivation={self.save_preactivation!r}, "
+            f"transposed_weights={self.transposed_weights!r}"
             + (f", local_experts={self.local_experts}" if self._exchange is not None else "")
         )
 
