@@ -87,8 +87,7 @@ class _Fp8Experts(torch.autograd.Function):
         if observe is not None:
             observe("x", x_q, plan, x)
         out, kept = fp8.forward(x_q, probs, plan, weights, recipe, keep=keep, observe=observe)
-        again = weights.gate_up if kept.z is None else None
-        save(ctx, *kept, plan, again, weights.gate_up_t, weights.down_t)
+        save(ctx, *fp8.to_save(kept, plan, weights))
         ctx.recipe, ctx.dtype = recipe, x.dtype
         ctx.gate_up, ctx.down, ctx.observe = gate_up, down, observe
         return _returned(out, x.dtype)
@@ -97,15 +96,15 @@ class _Fp8Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
-        *kept, plan, gate_up, gate_up_t, down_t = load(ctx)
+        kept, plan, weights = fp8.from_saved(load(ctx))
         dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
         if ctx.observe is not None:
             ctx.observe("dout", dout_q, plan, dout)
         grads = fp8.backward(
             dout_q,
-            fp8.Activations(*kept),
+            kept,
             plan,
-            fp8.Fp8Weights(gate_up, gate_up_t, None, down_t),
+            weights,
             ctx.recipe,
             need_dx=need_dx,
             need_dprobs=need_dprobs,

@@ -6,13 +6,14 @@ before `backward`. Everything between stays in FP8 or is quantized by the SwiGLU
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.saving import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients as Gradients
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -40,6 +41,18 @@ class Activations(NamedTuple):
     x: Fp8Tensor  # [T, H], row layout, unpermuted
     row_probs: Tensor  # [R] f32
     z: Tensor | Fp8Tensor | None  # [R, 2I]
+
+
+def to_save(kept: Activations, plan: RoutingPlan, weights: Fp8Weights) -> tuple[Saved, ...]:
+    """What `backward` reads of a forward, as saving.save takes it; `from_saved` is the way back."""
+    again = weights.gate_up if kept.z is None else None
+    return (*kept, plan, again, weights.gate_up_t, weights.down_t)
+
+
+def from_saved(items: Sequence[Any]) -> tuple[Activations, RoutingPlan, Fp8Weights]:
+    """What saving.load returns of `to_save`."""
+    *kept, plan, gate_up, gate_up_t, down_t = items
+    return Activations(*kept), plan, Fp8Weights(gate_up, gate_up_t, None, down_t)
 
 
 def forward(

@@ -22,6 +22,7 @@ from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.ops import packed_row_bytes
 
 from .ep_runs import Bf16Peer, Legs, Team
+from .layer import block
 from .layer_runs import Contender, Inputs, Runs, Shape, routing
 from .timing import Limits, Sample
 
@@ -30,20 +31,16 @@ WORLDS = (1, 2, 4, 8)
 SPARE = 1.25  # capacity over the mean of a balanced routing
 
 
-def share(tokens: int, slots: int, experts: int, hidden: int, intermediate: int) -> Shape:
-    """What one rank has; `experts` of its own."""
-    return {"T": tokens, "S": slots, "E": experts, "H": hidden, "I": intermediate}
-
-
+# What one rank has, its own experts.
 SHAPES: dict[str, dict[str, Shape]] = {
     "cuda": {
-        "DeepSeek-V3": share(4096, 8, 32, 7168, 2048),
-        "Qwen3-235B": share(4096, 8, 16, 4096, 1536),
-        "Qwen3-30B": share(4096, 8, 16, 2048, 768),
+        "DeepSeek-V3": block(4096, 32, 8, 7168, 2048),
+        "Qwen3-235B": block(4096, 16, 8, 4096, 1536),
+        "Qwen3-30B": block(4096, 16, 8, 2048, 768),
     },
-    "cpu": {"small": share(256, 4, 8, 512, 256)},
+    "cpu": {"small": block(256, 8, 4, 512, 256)},
 }
-QUICK = {"tiny": share(32, 2, 4, 256, 128)}
+QUICK = {"tiny": block(32, 4, 2, 256, 128)}
 
 
 class Group:

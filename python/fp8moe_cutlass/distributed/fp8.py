@@ -65,8 +65,7 @@ class Fp8Block:
         out, kept = fp8.forward(
             x, probs, local, weights, self.recipe, keep=self.keep, observe=self.observe
         )
-        again = weights.gate_up if kept.z is None else None
-        return out, (*kept, local, again, weights.gate_up_t, weights.down_t)
+        return out, fp8.to_save(kept, local, weights)
 
     def pack_gradient(self, dout: Tensor, plan: RoutingPlan, sizes: Sizes) -> Tensor:
         if self.observe is not None:
@@ -80,13 +79,13 @@ class Fp8Block:
         send_dprobs: Callable[[Tensor], None] | None,
         **need: bool,
     ) -> Gradients:
-        *kept, local, gate_up, gate_up_t, down_t = saved
-        dout, _, _ = self._unpack(rows, gate_up_t.shape[1], 0, self.recipe.grad_dtype)
+        kept, local, weights = fp8.from_saved(saved)
+        dout, _, _ = self._unpack(rows, weights.gate_up_t.shape[1], 0, self.recipe.grad_dtype)
         return fp8.backward(
             dout,
-            fp8.Activations(*kept),
+            kept,
             local,
-            fp8.Fp8Weights(gate_up, gate_up_t, None, down_t),
+            weights,
             self.recipe,
             need_dprobs=False,
             send_dprobs=send_dprobs,

@@ -196,8 +196,7 @@ class _Experts(torch.autograd.Function):
         keep = "none" if layer.recompute == "expert" else layer.save_preactivation
         weights = layer.fp8_weights()
         out, kept = fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
-        again = weights.gate_up if kept.z is None else None
-        save(ctx, *kept, rows.plan, again, weights.gate_up_t, weights.down_t)
+        save(ctx, *fp8.to_save(kept, rows.plan, weights))
         ctx.recipe, ctx.dtype = recipe, x.dtype
         ctx.transport, ctx.handle = transport, handle
         queue = layer._wgrads if layer.delay_wgrad else None
@@ -211,14 +210,14 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *_, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        *kept, plan, gate_up, gate_up_t, down_t = load(ctx)
+        kept, plan, weights = fp8.from_saved(load(ctx))
         dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
-        data, scale_inv = ctx.transport.dispatch_again(dout_q, ctx.handle)
+        pair = ctx.transport.dispatch_again(dout_q, ctx.handle)
         grads = fp8.backward(
-            Fp8Tensor(data, scale_inv, pow2=dout_q.pow2),
-            fp8.Activations(*kept),
+            fp8_rows("experts", pair, dout_q.pow2),
+            kept,
             plan,
-            fp8.Fp8Weights(gate_up, gate_up_t, None, down_t),
+            weights,
             ctx.recipe,
             need_gate_up=need_gate_up,
             need_down=need_down,
