@@ -463,6 +463,6 @@ def test_what_is_kept_for_backward(pool: Pool, keep: dict[str, Any], z: int) -> 
     found = results(pool.run(4, kept_bytes, batch(124), keep))
     for tokens, (total, rows, assignments) in zip([40, 33, 1, 50], found, strict=True):
         row = -(-(HIDDEN + 4 * 2 + 8 * SLOTS) // 16) * 16 + 4 * SLOTS
-        token = 4 * 4 + 8 * SLOTS + 8 * min(SLOTS, 4)
+        token = 4 * 4 + 8 * min(SLOTS, 4)
         want = rows * row + assignments * (12 + z) + tokens * token
         assert want <= total <= want + 512, (total, want)  # the plans' few fixed words

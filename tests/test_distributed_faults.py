@@ -171,7 +171,7 @@ def events_of(group: Any, capacity: Any) -> list[list[str]]:
     ops.grouped_gemm_wgrad = logged(ops.grouped_gemm_wgrad, "wgrad")
     steps = []
     for _ in range(2):
-        out = layer(*inputs())
+        out = layer(*inputs(), beside=lambda: seen.append("beside"))
         out.backward(torch.ones_like(out))
         steps.append(list(seen))
         seen.clear()
@@ -180,17 +180,18 @@ def events_of(group: Any, capacity: Any) -> list[list[str]]:
 
 SIZES = ["int32 starts", "pack", "int32 awaited", "read"]
 AGREED = ["pack"]
-EXPERT_RUN = ["uint8 travels", "gemm", "gemm", "bfloat16 starts", "bfloat16 awaited"]
+EXPERT_RUN = ["uint8 travels", "beside", "gemm", "gemm", "bfloat16 travels"]
 BACKWARD = [
-    *("pack", "uint8 travels", "gemm", "float32 starts", "gemm", "bfloat16 starts"),
+    *("pack", "uint8 travels", "gemm", "gemm", "float32 starts", "bfloat16 starts"),
     *("wgrad", "wgrad", "float32 awaited", "bfloat16 awaited"),
 ]
 
 
 @pytest.mark.parametrize("capacity", [None, 30], ids=["exact", "capacity"])
 def test_one_read_a_forward_and_none_in_backward(capacity: Any) -> None:
-    """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. Gradients
-    of the probs leave before the GEMM of dx, dx before the weight gradients."""
+    """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. What runs
+    beside is queued behind the dispatch; gradients of the probs and dx leave before the weight
+    gradients."""
     pool = Pool(2, {2: [0, 1]})
     try:
         found = results(pool.run(2, events_of, capacity))

@@ -6,7 +6,6 @@ this library's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -73,11 +72,10 @@ def backward(
     down: Tensor,
     *,
     need_dx: bool = True,
-    send_dprobs: Callable[[Tensor], None] | None = None,
 ) -> Gradients:
     """The gradients of `forward`, given that of its output, dout [T, H] bf16.
 
-    z None: it is computed again from x. send_dprobs: takes dprobs before the GEMM of dx, instead.
+    z None: it is computed again from x.
     """
     x_rows = x[groups.token_of_row]
     if z is None:
@@ -95,10 +93,8 @@ def backward(
         h = swiglu(z, p)
         return _deliver(F.grouped_mm(dy.t(), h, offs=groups.offsets), out, accumulate)
 
-    if send_dprobs is not None:
-        send_dprobs(dprobs)
     dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of, groups.kept) if need_dx else None
-    return Gradients(dx, None if send_dprobs else dprobs, gate_up_wgrad, down_wgrad)
+    return Gradients(dx, dprobs, gate_up_wgrad, down_wgrad)
 
 
 def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:

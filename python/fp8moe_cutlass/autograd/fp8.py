@@ -93,13 +93,9 @@ def backward(
     need_dprobs: bool = True,
     need_gate_up: bool = True,
     need_down: bool = True,
-    send_dprobs: Callable[[Tensor], None] | None = None,
     observe: Observer | None = None,
 ) -> Gradients:
-    """The gradients of `forward`, given the quantized gradient of its output, dout [T, H].
-
-    send_dprobs: takes dprobs as soon as they are known, before the GEMM of dx, instead.
-    """
+    """The gradients of `forward`, given the quantized gradient of its output, dout [T, H]."""
     dy, _ = ops.permute_pad(dout, plan)
     dh = ops.grouped_gemm(dy, _transposed(weights.down_t, recipe), plan)
     x, z = saved.x, saved.z
@@ -152,14 +148,13 @@ def backward(
         return dw
 
     dx, dprobs = None, None
-    if send_dprobs is not None:
-        send_dprobs(_gather_dprobs(row_dprobs, plan))
-        row_dprobs, need_dprobs = None, False
     if need_dx:
         dx_rows = ops.grouped_gemm(dz, _transposed(weights.gate_up_t, recipe), plan)
         if observe is not None:
             observe("dx rows", dx_rows, plan, dz)
-        dx, dprobs = ops.permute_pad_backward(dx_rows, plan, dprobs=row_dprobs)
+        dx, dprobs = ops.permute_pad_backward(
+            dx_rows, plan, dprobs=row_dprobs if need_dprobs else None
+        )
     elif need_dprobs:
         dprobs = _gather_dprobs(row_dprobs, plan)
     return Gradients(

@@ -142,7 +142,7 @@ class Legs:
     def combine(self) -> None:
         """Send the partial sums back, and add them."""
         back = self.exchange.give_back(self.partial, self.plan.rows, self.sizes)
-        ops.unpermute_unpad(back.wait(), self.plan)
+        ops.unpermute_unpad(back, self.plan)
 
     def bare(self, width: int) -> Callable[[], object]:
         """The all-to-all alone, of rows of `width` bytes."""
@@ -152,7 +152,7 @@ class Legs:
     def bare_back(self, width: int) -> Callable[[], object]:
         """The all-to-all alone, back."""
         rows = torch.zeros(self.sizes.rows, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.exchange.give_back(rows, self.plan.rows, self.sizes).wait()
+        return lambda: self.exchange.give_back(rows, self.plan.rows, self.sizes)
 
     def rows_to_others(self) -> int:
         """Rows this rank sends to other ranks; with a capacity, the fixed number."""

@@ -114,11 +114,10 @@ class Bf16Block:
         self,
         rows: Tensor,
         saved: list[Any],
-        send_dprobs: Callable[[Tensor], None] | None,
         **need: bool,
     ) -> Gradients:
         x, z, probs, groups, gate_up, down = saved
-        return bf16.backward(
+        grads = bf16.backward(
             rows,
             x,
             z,
@@ -127,8 +126,8 @@ class Bf16Block:
             gate_up.bfloat16(),
             down.bfloat16(),
             need_dx=need["need_dx"],
-            send_dprobs=send_dprobs,
         )
+        return grads if need["need_dprobs"] else replace(grads, dprobs=None)
 
     def combine(self, rows: Tensor, plan: Plan) -> Tensor:
         return bf16.sum_slots(rows, plan.row_of.clamp(min=0), plan.row_of >= 0)

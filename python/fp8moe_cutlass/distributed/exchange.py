@@ -138,14 +138,12 @@ class Exchange:
                 f"the capture; got capacity={self.capacity}"
             )
         message = counts.new_empty(2, self.ranks, 2 + len(terms))
-        message[0, :, :2] = counts
-        message[0, :, 2:] = self._words_of(terms, counts.device)
+        torch.cat([counts, self._words_of(terms, counts.device)], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
 
         @functools.cache
         def sizes() -> Sizes:
-            work.wait()
-            sent, received = message.tolist()
+            sent, received = _read(message, work)
             terms.check([words[2:] for words in received], self._names)
             if self.segment:
                 self._agreed.add(terms)
@@ -162,13 +160,20 @@ class Exchange:
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got
 
-    def give_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Pending:
+    def give_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
         """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
+        return self._back(rows, bound, sizes, beside=False).rows
+
+    def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Pending:
+        """The same, beside what is queued until its `wait`."""
+        return self._back(rows, bound, sizes, beside=True)
+
+    def _back(self, rows: Tensor, bound: int, sizes: Sizes, beside: bool) -> Pending:
         rows = rows.contiguous()
         got = rows.new_empty(bound, rows.shape[1])
         into = got[: sizes.rows_sent]
         work = dist.all_to_all_single(
-            into, rows, sizes.sent, sizes.received, group=self.group, async_op=True
+            into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
         )
         return Pending(got, work, rows)
 
@@ -196,7 +201,7 @@ class Exchange:
         if (terms, device) not in self._words:
             with torch.inference_mode(False):
                 words = torch.tensor(terms, dtype=torch.int32, device=device)
-            self._words[terms, device] = words
+            self._words[terms, device] = words.expand(self.ranks, -1).contiguous()
         return self._words[terms, device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
@@ -204,3 +209,22 @@ class Exchange:
 
     def __reduce__(self) -> Any:
         return Exchange, (Shared(self.group), self.num_experts, self.capacity)  # which refuses
+
+
+def _read(message: Tensor, work: Any) -> Any:
+    """message as lists, once `work` has filled it. On a GPU a stream of its own copies it: the host
+    does not wait for what was queued meanwhile, and so can queue the dispatch behind it in time."""
+    if not message.is_cuda:
+        work.wait()
+        return message.tolist()
+    beside = _reading_stream(message.device)
+    with torch.cuda.stream(beside):
+        work.wait()
+        found = message.to("cpu", non_blocking=True)
+    beside.synchronize()
+    return found.tolist()
+
+
+@functools.cache
+def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

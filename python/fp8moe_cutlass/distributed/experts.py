@@ -3,7 +3,7 @@
 Forward: one all-to-all takes each token's row to every rank that has an expert of its, one brings
 the rank's partial sums back in bfloat16, which are summed in rank order. Backward mirrors it: the
 gradient of the output travels as x did, by the plan and the sizes the forward found; gradients of
-the probs come back first, then dx, while the weight gradients are computed.
+the probs and dx come back while the weight gradients are computed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -63,16 +64,17 @@ class Block(Protocol):
         self,
         rows: Tensor,
         saved: list[Any],
-        send_dprobs: Callable[[Tensor], None] | None,
         *,
         need_dx: bool,
+        need_dprobs: bool,
         need_gate_up: bool,
         need_down: bool,
     ) -> Gradients:
-        """Received rows of the gradient -> gradients; dprobs [sizes.rows, S] to send_dprobs."""
+        """Received rows of the gradient -> gradients, dx and dprobs a row received."""
 
     def combine(self, rows: Tensor, plan: Any) -> Tensor:
-        """The sum [T, H] of the rows [plan.rows, H] that came back for each token."""
+        """The sum [T, C] of the rows [plan.rows, C] that came back for each token; C a multiple
+        of 16."""
 
 
 def dispatched_experts(
@@ -84,9 +86,13 @@ def dispatched_experts(
     *,
     gate_up: WeightGrad,
     down: WeightGrad,
+    beside: Callable[[], None] | None = None,
 ) -> Tensor:
     """out [T, H] in x's dtype of x [T, H], probs [T, S] f32 and topk_idx [T, S], whose ids count
-    the experts of all ranks; differentiable in x, probs and the two parameters. Collective."""
+    the experts of all ranks; differentiable in x, probs and the two parameters. Collective.
+
+    beside: is called when the dispatch has been queued, to queue what needs none of it.
+    """
     trained = needs_grad(x, probs, gate_up.weight, down.weight)
     weights_grad = gate_up.weight.requires_grad or down.weight.requires_grad
     terms = Terms(
@@ -100,26 +106,36 @@ def dispatched_experts(
         trained and weights_grad,
     )
     if not trained:
-        out = _forward(x, probs, topk_idx, exchange, block.without_backward(), terms)[0]
-        return out.to(x.dtype)
+        block = block.without_backward()
+    with torch.no_grad():
+        rows, plan, sizes = _dispatch(x, probs, topk_idx, exchange, block, terms)
+    if beside is not None:
+        beside()
+    if not trained:
+        return _forward(rows, plan, sizes, exchange, block, terms)[0].to(x.dtype)
     result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up.weight, down.weight, topk_idx, exchange, block, terms, gate_up, down
+        *(x, probs, gate_up.weight, down.weight),
+        *(rows, plan, sizes, exchange, block, terms, gate_up, down),
     )
     return result
 
 
-def _forward(
+def _dispatch(
     x: Tensor, probs: Tensor, topk_idx: Tensor, exchange: Exchange, block: Block, terms: Terms
-) -> tuple[Tensor, Any, Sizes, tuple[Saved, ...]]:
-    """(out [T, H] bf16, plan, sizes, what block.backward is to be given)."""
+) -> tuple[Tensor, Any, Sizes]:
+    """(rows received, the plan of those sent, sizes)."""
     plan, counts = block.plan(topk_idx, exchange)
     sizes = exchange.announce(counts, terms)
     packed = block.pack(x, probs, topk_idx, plan, exchange, sizes)
-    rows = exchange.dispatch(packed, sizes())
-    del packed
-    partial, saved = block.forward(rows, terms.slots, plan, exchange, sizes())
-    back = exchange.give_back(partial, plan.rows, sizes())
-    return block.combine(back.wait(), plan), plan, sizes(), saved
+    return exchange.dispatch(packed, sizes()), plan, sizes()
+
+
+def _forward(
+    rows: Tensor, plan: Any, sizes: Sizes, exchange: Exchange, block: Block, terms: Terms
+) -> tuple[Tensor, tuple[Saved, ...]]:
+    """(out [T, H] bf16, what block.backward is to be given)."""
+    partial, saved = block.forward(rows, terms.slots, plan, exchange, sizes)
+    return block.combine(exchange.give_back(partial, plan.rows, sizes), plan), saved
 
 
 class _Experts(torch.autograd.Function):
@@ -130,15 +146,17 @@ class _Experts(torch.autograd.Function):
         probs: Tensor,
         gate_up_proj: Tensor,
         down_proj: Tensor,
-        topk_idx: Tensor,
+        rows: Tensor,
+        plan: Any,
+        sizes: Sizes,
         exchange: Exchange,
         block: Block,
         terms: Terms,
         gate_up: WeightGrad,
         down: WeightGrad,
     ) -> Tensor:
-        out, plan, sizes, saved = _forward(x, probs, topk_idx, exchange, block, terms)
-        save(ctx, *saved, topk_idx, plan)
+        out, saved = _forward(rows, plan, sizes, exchange, block, terms)
+        save(ctx, *saved, plan)
         ctx.exchange, ctx.sizes, ctx.block, ctx.terms = exchange, sizes, block, terms
         ctx.dtype, ctx.gate_up, ctx.down = x.dtype, gate_up, down
         return out.to(x.dtype)
@@ -148,41 +166,30 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         # What travels back is what the ranks agreed upon, whatever this call asks for.
         _, _, need_gate_up, need_down, *_ = ctx.needs_input_grad
-        *saved, topk_idx, plan = load(ctx)
+        *saved, plan = load(ctx)
         exchange, sizes, block = ctx.exchange, ctx.sizes, ctx.block
         rows = exchange.dispatch(block.pack_gradient(dout, plan, sizes), sizes)
-        coming: dict[str, Pending] = {}
-
-        def send_dprobs(dprobs: Tensor) -> None:
-            coming["dprobs"] = exchange.give_back(dprobs, plan.rows, sizes)
-
         grads = block.backward(
             rows,
             saved,
-            send_dprobs if ctx.terms.probs_grad else None,
             need_dx=ctx.terms.x_grad,
+            need_dprobs=ctx.terms.probs_grad,
             need_gate_up=need_gate_up,
             need_down=need_down,
         )
-        if grads.dx is not None:
-            coming["dx"] = exchange.give_back(grads.dx, plan.rows, sizes)
+
+        def start(gradient: Tensor | None) -> Pending | None:
+            return None if gradient is None else exchange.start_back(gradient, plan.rows, sizes)
+
+        coming_dprobs, coming_dx = start(grads.dprobs), start(grads.dx)
         d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
         d_down = ctx.down.accept(grads.down) if need_down else None
         dx, dprobs = None, None
-        if "dprobs" in coming:
-            dprobs = _dprobs(coming["dprobs"].wait(), topk_idx, plan.row_of, exchange)
-        if "dx" in coming:
-            dx = block.combine(coming["dx"].wait(), plan).to(ctx.dtype)
-        return dx, dprobs, d_gate_up, d_down, *(None,) * 6
-
-
-def _dprobs(rows: Tensor, topk_idx: Tensor, row_of: Tensor, exchange: Exchange) -> Tensor:
-    """dprobs[t, s] = rows[row_of[t, the rank of topk_idx[t, s]], s], 0 where that went nowhere."""
-    if topk_idx.numel() == 0:
-        return rows.new_zeros(topk_idx.shape)
-    real = (topk_idx >= 0) & (topk_idx < exchange.num_experts)
-    owner = topk_idx.masked_fill(~real, 0).long() // len(exchange.local_experts)
-    row = row_of.gather(1, owner)
-    slots = topk_idx.shape[1]
-    at = row.clamp(min=0).long() * slots + torch.arange(slots, device=row.device)
-    return rows.flatten()[at].masked_fill(~real | (row < 0), 0.0)
+        if coming_dprobs is not None:
+            # A slot's gradient is 0 but on the rank of its expert: their sum is that one, exactly.
+            slots = ctx.terms.slots
+            wide = F.pad(coming_dprobs.wait(), (0, -slots % 16))
+            dprobs = block.combine(wide, plan)[:, :slots]
+        if coming_dx is not None:
+            dx = block.combine(coming_dx.wait(), plan).to(ctx.dtype)
+        return dx, dprobs, d_gate_up, d_down, *(None,) * 8

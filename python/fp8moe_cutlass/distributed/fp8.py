@@ -76,7 +76,6 @@ class Fp8Block:
         self,
         rows: Tensor,
         saved: list[Any],
-        send_dprobs: Callable[[Tensor], None] | None,
         **need: bool,
     ) -> Gradients:
         kept, local, weights = fp8.from_saved(saved)
@@ -87,8 +86,6 @@ class Fp8Block:
             local,
             weights,
             self.recipe,
-            need_dprobs=False,
-            send_dprobs=send_dprobs,
             observe=self.observe,
             **need,
         )

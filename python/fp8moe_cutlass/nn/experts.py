@@ -163,16 +163,22 @@ class MoEExperts(nn.Module):
         topk_idx: Tensor,
         topk_weights: Tensor,
         is_first_microbatch: bool | None = None,
+        *,
+        beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """x [..., H] float, topk_idx [..., S] int32 or int64 (-1: no expert), topk_weights
         [..., S] float -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
 
         is_first_microbatch: True writes main_grad instead of adding to it and refreshes the FP8
         weights; False leaves the weights as they are; None notices a change by itself.
+        beside: with a group, is called as soon as the tokens are on their way to their experts, to
+        queue (on another stream) what does not depend on them; else before anything.
         """
         check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
         if torch.compiler.is_compiling():
             self._check_compilable()
+        if beside is not None and self._exchange is None:
+            beside()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
@@ -188,7 +194,7 @@ class MoEExperts(nn.Module):
         to: Any = {"gate_up": gate_up, "down": down}
         if self._exchange is not None:
             block = self._block(keep)
-            out = dispatched_experts(x, probs, topk_idx, self._exchange, block, **to)
+            out = dispatched_experts(x, probs, topk_idx, self._exchange, block, **to, beside=beside)
         elif self.recipe is None:
             out = bf16_experts(
                 x, probs, group_by_expert(topk_idx, self.num_experts), keep=keep, **to

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +29,31 @@ class SharedExpert(nn.Module):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
+
+
+class Beside:
+    """A module on a GPU stream of its own, on tokens that are ready now, whatever is queued before
+    its start. Autograd runs its backward on that stream too."""
+
+    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+        self._module, self._tokens = module, tokens
+        self._stream = _side_stream(tokens.device)
+        self._ready = torch.cuda.current_stream(tokens.device).record_event()
+        self._output: Tensor
+
+    def start(self) -> None:
+        """Queue it."""
+        self._stream.wait_event(self._ready)
+        with torch.cuda.stream(self._stream):
+            self._output = self._module(self._tokens)
+        self._tokens.record_stream(self._stream)
+
+    def output(self) -> Tensor:
+        """What it gives, for the current stream."""
+        here = torch.cuda.current_stream(self._tokens.device)
+        here.wait_stream(self._stream)
+        self._output.record_stream(here)
+        return self._output
 
 
 class MoE(nn.Module):
@@ -117,31 +141,17 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
         self.aux_loss, self.tokens_per_expert = routing.aux_loss, routing.tokens_per_expert
-        beside = self._start_shared_expert(tokens)
+        beside = None
+        if self.shared_expert is not None and self.experts.group is not None and tokens.is_cuda:
+            beside = Beside(self.shared_expert, tokens)
         out: Tensor = self.experts(
-            tokens, routing.topk_idx, routing.topk_weights, is_first_microbatch
+            *(tokens, routing.topk_idx, routing.topk_weights, is_first_microbatch),
+            beside=None if beside is None else beside.start,
         )
         if self.shared_expert is not None:
-            out = out + (beside() if beside else self.shared_expert(tokens)).to(out.dtype)
+            shared = self.shared_expert(tokens) if beside is None else beside.output()
+            out = out + shared.to(out.dtype)
         return out.view(x.shape)
-
-    def _start_shared_expert(self, tokens: Tensor) -> Callable[[], Tensor] | None:
-        """Where there is an exchange to hide: queue the shared expert on a stream of its own.
-        Returns how to have its output on the current one. Autograd runs the backward there too."""
-        if self.shared_expert is None or self.experts.group is None or not tokens.is_cuda:
-            return None
-        here, beside = torch.cuda.current_stream(tokens.device), _side_stream(tokens.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            shared: Tensor = self.shared_expert(tokens)
-        tokens.record_stream(beside)
-
-        def join() -> Tensor:
-            here.wait_stream(beside)
-            shared.record_stream(here)
-            return shared
-
-        return join
 
     def quantize_weights(self) -> None:
         """MoEExperts.quantize_weights."""
