@@ -1,20 +1,14 @@
 """What expert parallelism sends, and how long that should take: plain arithmetic over parameters.
 
-    python -m fp8moe_cutlass.bench.ep_model LAYER.json     prints the tables of docs/scale-out.md
-
-LAYER.json is a record of `bench --layer`: the time of the experts is measured, that of the exchange
-is a model. Letters as in docs/layouts.md, and W ranks, N nodes, D distinct ranks a token goes to.
+The time of the experts is measured, that of the exchange is a model, whose constants ep_fit finds
+in a record of `bench --ep`; ep_page writes its tables into docs/scale-out.md. Letters as in
+docs/layouts.md, and W ranks, N nodes, D distinct ranks a token goes to.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import comb
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,15 +20,19 @@ Line = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Links:
-    """One GPU's share of the links, one way. The defaults are assumptions, not measurements of this
-    library: what an all-to-all of megabytes reaches on Hopper's NVLink, and 0.9 of 400 Gb/s."""
+    """One GPU's share of the links, one way, and what a step costs beside bytes. Of the defaults,
+    those within a node are about what ep_fit finds on 2 and 4 H200s; the network's are assumptions:
+    0.9 of 400 Gb/s."""
 
-    nvlink_gb_s: float = 320.0
+    nvlink_gb_s: float = 290.0
     network_gb_s: float = 45.0
     node: int = 8  # GPUs that NVLink joins
-    collective_us: float = 30.0  # an all-to-all of nothing
+    collective_us: float = 32.0  # an all-to-all of nothing
+    peer_us: float = 7.0  # more for each peer in the node
     message_us: float = 1.5  # more for each peer across the network
-    host_us: float = 40.0  # exact mode's exchange of sizes, beside its collective: the host read
+    host_us: float = 130.0  # exact mode's plan and sizes, beside their collective
+    gaps_us: float = 500.0  # of a step with a group: launches, waits for the slowest, all the rest
+    copy_gb_s: float = 4200.0  # read and written, by what packs, sums and combines rows
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,29 @@ def distinct(experts: int, slots: int, parts: int) -> float:
     return parts * (1.0 - comb(elsewhere, slots) / comb(experts, slots))
 
 
-def zipf(experts: int, slots: int, ranks: int, tokens: int = 4096) -> tuple[float, float]:
-    """Sampled, expert e drawn with a weight of 1 / (e + 1): distinct ranks of a token, and the rows
-    of the rank that gets most over those of the mean."""
+@dataclass(frozen=True)
+class Skew:
+    """What a skewed routing makes of distinct ranks a token, and of the rank that gets most: its
+    rows and its assignments, over the mean's."""
+
+    ranks: float
+    rows: float
+    load: float
+
+
+def zipf(experts: int, slots: int, ranks: int, tokens: int = 4096) -> Skew:
+    """Sampled, expert e drawn with a weight of 1 / (e + 1)."""
     u = np.random.default_rng(0).random((tokens, experts))
     score = -np.log(-np.log(u)) - np.log(np.arange(1, experts + 1))  # the best are such a draw
     chosen = np.argsort(-score, axis=1)[:, :slots] // (experts // ranks)
     rows = np.stack([(chosen == rank).any(axis=1) for rank in range(ranks)], axis=1)
     of_rank = rows.sum(axis=0)
-    return float(rows.sum() / tokens), float(of_rank.max() / of_rank.mean())
+    load = np.bincount(chosen.ravel(), minlength=ranks)
+    return Skew(
+        float(rows.sum() / tokens),
+        float(of_rank.max() / of_rank.mean()),
+        float(load.max() / load.mean()),
+    )
 
 
 @dataclass(frozen=True)
@@ -104,18 +116,19 @@ def wire(layer: Layer, fp8: bool = True) -> Wire:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows a token sends over NVLink and over the network, and the peers across it."""
+    """Rows a token sends over NVLink and over the network, and the peers there."""
 
     nvlink: float
     network: float
-    peers: int
+    near: int
+    far: int
 
 
 def flat(layer: Layer, ranks: int, links: Links) -> Rows:
     """One all-to-all over all ranks: a row for each distinct rank."""
     d = distinct(layer.experts, layer.slots, ranks)
     near = min(ranks, links.node)
-    return Rows(d * (near - 1) / ranks, d * (ranks - near) / ranks, ranks - near)
+    return Rows(d * (near - 1) / ranks, d * (ranks - near) / ranks, near - 1, ranks - near)
 
 
 def hierarchical(layer: Layer, ranks: int, links: Links, limit: int = 0) -> Rows:
@@ -128,7 +141,7 @@ def hierarchical(layer: Layer, ranks: int, links: Links, limit: int = 0) -> Rows
     of = min(limit or nodes, nodes)
     spread = distinct(layer.experts * of // nodes, layer.slots, of)
     across = spread * (nodes - 1) / nodes
-    return Rows(d * (links.node - 1) / links.node, across, nodes - 1)
+    return Rows(d * (links.node - 1) / links.node, across, links.node - 1, nodes - 1)
 
 
 def exchange_ms(layer: Layer, rows: Rows, size: int, links: Links, ranks: int) -> float:
@@ -137,8 +150,13 @@ def exchange_ms(layer: Layer, rows: Rows, size: int, links: Links, ranks: int) -
         return 0.0
     token = layer.tokens * size / 1e6  # MB a row a token; MB / (GB/s) = ms
     near = token * rows.nvlink / links.nvlink_gb_s
-    far = token * rows.network / links.network_gb_s + rows.peers * links.message_us / 1e3
-    return links.collective_us / 1e3 + max(near, far)
+    far = token * rows.network / links.network_gb_s + rows.far * links.message_us / 1e3
+    return fixed_ms(rows.near, links) + max(near, far)
+
+
+def fixed_ms(near: int, links: Links) -> float:
+    """An all-to-all of nothing among `near` peers."""
+    return (links.collective_us + near * links.peer_us) / 1e3
 
 
 @dataclass(frozen=True)
@@ -147,11 +165,12 @@ class Step:
 
     compute: float
     exchange: float  # all four
-    exposed: float  # of it, what nothing hides
+    rest: float  # what a group costs beside: sizes, rows handled once more, gaps
+    hidden: float = 0.0  # of the exchange, what runs beside the experts
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed
+        return self.compute + self.exchange + self.rest - self.hidden
 
     @property
     def efficiency(self) -> float:
@@ -167,146 +186,37 @@ def step(
     spare: float = 0.0,
     tiered: bool = False,
     limit: int = 0,
+    hide: bool = False,
 ) -> Step:
-    """A balanced step. Of the exchange, FP8's backward hides dx's behind the weight gradients; bf16
-    torch, whose autograd waits for it, hides nothing. spare: capacity over the mean (1.25: a
-    quarter more bytes, no exchange of sizes); 0: exact."""
+    """A balanced step; ranks 1: without a group.
+
+    spare: capacity over the mean (1.25: a quarter more bytes, no exchange of sizes); 0: exact.
+    hide: dx's exchange behind the weight gradients, which today's GEMMs do not do (docs). bf16: as
+    on one GPU, its four exchanges, and nothing else.
+    """
     layer = layer.over(ranks)
     rows = hierarchical(layer, ranks, links, limit) if tiered else flat(layer, ranks, links)
     w = wire(layer, fp8)
     sent = [round(size * (spare or 1.0)) for size in vars(w).values()]
     times = [exchange_ms(layer, rows, size, links, ranks) for size in sent]
-    sizes = (links.collective_us + links.host_us) / 1e3 if not spare and ranks > 1 else 0.0
-    hidden = min(times[-1], layer.wgrad_ms) if fp8 else 0.0
-    compute = layer.ms if fp8 else layer.bf16_ms
-    return Step(compute, sum(times) + sizes, sum(times) + sizes - hidden)
+    if ranks == 1 or not fp8:
+        return Step(layer.ms if fp8 else layer.bf16_ms, sum(times), 0.0)
+    rest = handling_ms(layer, ranks, links) + links.gaps_us / 1e3
+    if not spare:
+        rest += sizes_ms(rows, links)
+    return Step(layer.ms, sum(times), rest, min(times[-1], layer.wgrad_ms) if hide else 0.0)
 
 
-# ---- tables -------------------------------------------------------------------------------------
+def sizes_ms(rows: Rows, links: Links) -> float:
+    """Exact mode's plan, exchange of sizes and host read."""
+    far = rows.far * links.message_us / 1e3
+    return links.host_us / 1e3 + fixed_ms(rows.near, links) + far
 
 
-def markdown(lines: Iterable[Line]) -> str:
-    head, *rest = lines
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rest))
-
-
-def table_of_ranks(experts: int = 256) -> Iterator[Line]:
-    """Distinct ranks a token goes to: what deduplication leaves of top-k rows."""
-    tops = (1, 2, 4, 6, 8)
-    yield ("W", *(f"top-{k}" for k in tops), "Zipf: top-8", "fullest rank over the mean")
-    for ranks in WORLDS:
-        if ranks <= experts:
-            skewed = (f"{value:.2f}" for value in zipf(experts, 8, ranks))
-            yield (str(ranks), *(f"{distinct(experts, k, ranks):.2f}" for k in tops), *skewed)
-
-
-def table_of_bytes(layer: Layer) -> Iterator[Line]:
-    """KB a token sends to other ranks in a step, and the dispatch of it alone."""
-    yield (
-        "W",
-        "rows to others, top-k copies",
-        "deduplicated",
-        "dispatch bf16, copies",
-        "dispatch bf16",
-        "dispatch FP8",
-        "step bf16",
-        "step FP8",
-    )
-    fp8, bf16 = wire(layer), wire(layer, fp8=False)
-    for ranks in WORLDS[1:]:
-        if ranks > layer.experts:
-            break
-        share = (ranks - 1) / ranks
-        copies, rows = layer.slots * share, distinct(layer.experts, layer.slots, ranks) * share
-        sizes = (copies * bf16.dispatch, rows * bf16.dispatch, rows * fp8.dispatch)
-        steps = (rows * bf16.total, rows * fp8.total)
-        yield (
-            str(ranks),
-            f"{copies:.2f}",
-            f"{rows:.2f}",
-            *(f"{size / 1e3:.1f}" for size in sizes + steps),
-        )
-
-
-def table_of_steps(layer: Layer, links: Links = Links()) -> Iterator[Line]:
-    """The block's forward and backward, balanced, in ms: the model."""
-    yield (
-        "W",
-        "experts",
-        "exchange, bf16",
-        "exchange, FP8",
-        "not hidden",
-        "step, FP8",
-        "efficiency",
-        "x bf16",
-        "hierarchical: exchange",
-        "efficiency",
-        "on 4 nodes at most: exchange",
-        "efficiency",
-    )
-    for ranks in WORLDS:
-        ours, theirs = step(layer, ranks, links), step(layer, ranks, links, fp8=False)
-        tiered = [step(layer, ranks, links, tiered=True, limit=limit) for limit in (0, 4)]
-        far = [(f"{s.exchange:.2f}", f"{100 * s.efficiency:.0f}%") for s in tiered]
-        yield (
-            str(ranks),
-            str(layer.over(ranks).experts),
-            f"{theirs.exchange:.2f}",
-            f"{ours.exchange:.2f}",
-            f"{ours.exposed:.2f}",
-            f"{ours.total:.2f}",
-            f"{100 * ours.efficiency:.0f}%",
-            f"{theirs.total / ours.total:.2f}",
-            *(cell if ranks > links.node else "" for pair in far for cell in pair),
-        )
-
-
-def table_of_modes(layer: Layer, links: Links = Links()) -> Iterator[Line]:
-    """What exact sizes and capacities cost, balanced, in ms: the model."""
-    yield (
-        "W",
-        "exact: exchange",
-        "step",
-        "capacity 1.1: exchange",
-        "step",
-        "1.25: exchange",
-        "step",
-    )
-    for ranks in (2, 4, 8, 16, 64):
-        steps = [step(layer, ranks, links, spare=spare) for spare in (0.0, 1.1, 1.25)]
-        yield (str(ranks), *(f"{ms:.2f}" for s in steps for ms in (s.exchange, s.total)))
-
-
-WGRAD = ("transpose x", "wgrad-1", "transpose dout", "wgrad-2")
-
-
-def measured(record: dict[str, Any], model: str, experts: int) -> Layer:
-    """The layer of a record's forward+backward row of `model`, with `experts` over all ranks."""
-    for row in record["results"]:
-        if row["variant"] == "forward+backward" and row["model"] == model:
-            shape, kernels = row["shape"], row["kernels"]
-            wgrad = sum(kernels[role] for role in WGRAD) / 1e3
-            sizes = (shape["T"], shape["S"], experts, shape["H"])
-            return Layer(model, *sizes, row["ms"], wgrad, row["peers"]["torch bf16"])
-    raise ValueError(f"[ep_model] the record must have a forward+backward row of {model}; got none")
-
-
-MODELS = (("DeepSeek-V3, 32 experts", 256), ("Qwen3-235B, 16 experts", 128))
-
-
-def tables(record: dict[str, Any]) -> list[str]:
-    """What docs/scale-out.md shows, in that order."""
-    layers = [measured(record, *model) for model in MODELS]
-    return [
-        markdown(table_of_ranks()),
-        markdown(table_of_bytes(layers[0])),
-        markdown(table_of_modes(layers[0])),
-        *(
-            f"{layer.name} a rank at W = 8:\n\n{markdown(table_of_steps(layer))}"
-            for layer in layers
-        ),
-    ]
-
-
-if __name__ == "__main__":
-    print("\n\n".join(tables(json.loads(Path(sys.argv[1]).read_text()))))
+def handling_ms(layer: Layer, ranks: int, links: Links) -> float:
+    """What D rows a token cost over the one of a single GPU in the GPU's own memory, in a forward
+    and backward: packed and summed D times, and the sums read again."""
+    d, w = distinct(layer.experts, layer.slots, ranks), wire(layer)
+    packed = (d - 1) * (w.dispatch + w.dispatch_grad)
+    summed = (d - 1) * (w.combine + w.combine_grad) + (d + 1) * (w.combine + w.combine_grad)
+    return layer.tokens * (packed + summed) / links.copy_gb_s / 1e6
