@@ -146,6 +146,29 @@ def test_the_slowest_rank_counts(pool: Pool) -> None:
         assert found["one"] >= 20.0
 
 
+def capturing(group: Any, fails_on: int) -> list[str]:
+    """What is left to time where one rank's capture fails."""
+    team = ep_runs.Team(group, CPU)
+
+    class Step:
+        def step(self) -> None:
+            pass
+
+        def graph(self, run: Any) -> Any:
+            if team.rank == fails_on:
+                raise RuntimeError("no capture here")
+            return run
+
+    limits: Any = None
+    contender: Any = Step()
+    return list(ep.Group("tiny", TINY, team, limits, True)._captured(contender))
+
+
+def test_a_step_is_captured_on_all_ranks_or_on_none(pool: Pool) -> None:
+    assert results(pool.run(RANKS, capturing, -1)) == [["captured"]] * RANKS
+    assert results(pool.run(RANKS, capturing, 1)) == [[]] * RANKS
+
+
 # ---- the trace ----------------------------------------------------------------------------------
 
 

@@ -4,13 +4,15 @@ Every row is what a group of W ranks does: calls in turn with their peers, ranks
 the slowest one's time. `limit_ms` of an exchange is the bare all-to-all of the same bytes; of the
 layer, its four bare exchanges and its arithmetic at the tensor peak. Weak scaling: tokens and
 experts of a rank are the same for every W, so `alone_ms`, the same layer without a group, is what
-W ranks would take if exchanging cost nothing.
+W ranks would take if exchanging cost nothing. `captured_ms`, of a capacity on GPUs, is the step
+replayed from a CUDA graph: what the host costs is the difference.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +31,7 @@ from .timing import Limits, Sample
 Record = dict[str, Any]
 WORLDS = (1, 2, 4, 8)
 SPARE = 1.25  # capacity over the mean of a balanced routing
+CAPTURED = "captured"
 
 
 # What one rank has, its own experts.
@@ -140,8 +143,12 @@ class Group:
             if parts == 3:
                 width += packed_row_bytes(h, 0) + 2 * h + 4 * s
                 exchange = sum(bare.values())
+            if parts == 3 and self.team.cuda and legs.exchange.segment:
+                runs |= self._captured(ours)
             row = self._row(f"layer, {way}", variant, legs, width, runs)
             alone_ms = row["peers"].pop("alone")
+            if CAPTURED in row["peers"]:
+                row["captured_ms"] = row["peers"].pop(CAPTURED)
             arithmetic = parts * flops / self.limits.tensor_tflops / 1e9
             row |= {
                 "flops": parts * flops,
@@ -154,6 +161,16 @@ class Group:
             if layer.dropped is not None:
                 row["dropped"] = int(sum(self.team.reduce(layer.dropped.tolist())))
             yield row
+
+    def _captured(self, ours: Contender) -> Runs:
+        """The step as a CUDA graph's replay; none if a rank's capture fails, which its log says."""
+        ours.step()
+        try:
+            replay = {CAPTURED: ours.graph(ours.step)}
+        except RuntimeError as error:
+            print(f"[ep] rank {self.team.rank} cannot capture a step: {error}", file=sys.stderr)
+            replay = {}
+        return replay if self.team.reduce([len(replay)], dist.ReduceOp.MIN)[0] else {}
 
     def _alone(self, layer: MoEExperts) -> tuple[MoEExperts, Inputs]:
         """As many tokens and assignments, all to this rank's experts, without a group."""

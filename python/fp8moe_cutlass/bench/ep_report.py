@@ -39,12 +39,13 @@ def tokens_per_s(row: Record, ms: float) -> float:
 def cells(row: Record) -> tuple[str, ...]:
     """One line of the table, in the order of COLUMNS."""
     bf16 = row["peers"].get(ALONE) or row["peers"].get(SAME)
-    dropped = f", {row['dropped']} dropped" if row.get("dropped") else ""
+    also = f", {row['dropped']} dropped" if row.get("dropped") else ""
+    also += f", captured {ms_text(row['captured_ms'])}" if row.get("captured_ms") else ""
     return (
         row["model"],
         str(row["shape"]["W"]),
         row["op"],
-        row["variant"] + dropped,
+        row["variant"] + also,
         ms_text(row["ms"]),
         ms_text(row["limit_ms"]),
         f"{row['bytes'] / 1e6:.1f}" if row["bytes"] else "",
