@@ -118,14 +118,18 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
 // For columns with a scale a channel. 16-bit x in whole tiles, power-of-two scales:
 template <typename T>
 struct StagedDense {
-  static constexpr int kPlanes = 1;
+  static constexpr int kPlanes = 1, kTeams = 1;
+  using Plain = T;
+  using Table = NoTable;
   const uint16_t* x;  // [R, C]
   int64_t channels;
 
   __device__ __forceinline__ const uint16_t* row(int, int64_t row) const {
     return x + row * channels;
   }
-  __device__ __forceinline__ void values(const uint4 (&packed)[1], float (&v)[8]) const {
+  __device__ __forceinline__ int64_t stride() const { return channels; }
+  __device__ __forceinline__ void values(const NoTable&, const uint4 (&packed)[1],
+                                         float (&v)[8]) const {
     unpack<T>(&packed[0].x, v);
   }
 };

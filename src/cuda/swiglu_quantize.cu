@@ -5,6 +5,7 @@
 // staged_tiles where columns are asked for. The rest, and Q(z), takes the general tile kernel.
 #include "core/backends.h"
 #include "core/dispatch.h"
+#include "cuda/device/sigmoid_table.cuh"
 #include "cuda/device/staged_tiles.cuh"
 #include "cuda/device/swiglu_rows.cuh"
 #include "cuda/runtime.h"
@@ -80,18 +81,27 @@ __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ 
 // h as a source of staged_tiles; the weight of a row is its prob.
 template <bool kClamp>
 struct StagedHidden {
-  static constexpr int kPlanes = 2;
+  static constexpr int kPlanes = 2, kTeams = 2;
+  using Plain = void;
+  using Table = SigmoidTable;
   const uint16_t* z;
   int intermediate;
-  float clamp;
+  float clamp, sigmoid_of_clamp;
 
   __device__ __forceinline__ const uint16_t* row(int plane, int64_t row) const {
     return z + (2 * row + plane) * intermediate;
   }
-  __device__ __forceinline__ void values(const uint4 (&packed)[2], float (&h)[8]) const {
-    float gate[8], up[8];
+  __device__ __forceinline__ int64_t stride() const { return int64_t{2} * intermediate; }
+  __device__ __forceinline__ void values(const Table& sigmoids, const uint4 (&packed)[2],
+                                         float (&h)[8]) const {
+    float gate[8], up[8], sigmoid[8];
     unpack<Bf16>(&packed[0].x, gate), unpack<Bf16>(&packed[1].x, up);
-    hidden<kClamp>(gate, up, clamp, h);
+    sigmoids.eight(packed[0], sigmoid);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);
+      h[i] = swiglu(in, kClamp && !in.gate_open ? sigmoid_of_clamp : sigmoid[i], 1.0f);
+    }
   }
 };
 
@@ -102,7 +112,8 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                 tiles = intermediate / kTile;
   if (h_columns.defined()) {
     const auto go = [&]<bool kClamp>() {
-      const StagedHidden<kClamp> source = {z.as<uint16_t>(), static_cast<int>(intermediate), clamp};
+      const StagedHidden<kClamp> source = {z.as<uint16_t>(), static_cast<int>(intermediate), clamp,
+                                           pinned_sigmoid(clamp)};
       launch_staged_tiles<F>(kOp, z.device, source, probs.as<float>(), plan, h, h_columns, eps,
                              stream);
     };

@@ -6,7 +6,7 @@ import pytest
 import torch
 from backends import ROUTINGS, assert_same, awkward, on_both, plan_of
 
-from fp8moe_cutlass import ops
+from fp8moe_cutlass import RoutingPlan, ops
 
 FORMATS = ("e4m3", "e5m2")
 
@@ -79,6 +79,29 @@ def test_every_bf16_sigmoid():
     dh[:, 3] = 1.0
     check(ops.swiglu_quantize_backward, dh, z, probs=torch.ones(rows))
     check(ops.swiglu_quantize, z)
+
+
+@pytest.mark.parametrize("clamp", [0.0, 1.3])
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+def test_every_gate_of_whole_tiles(columns, clamp):
+    """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
+    plan = RoutingPlan.from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
+    dh = torch.ones(512, 128, dtype=torch.bfloat16)
+    options = {"plan": plan, "clamp": clamp, "columns": columns}
+    check(ops.swiglu_quantize, z, **options)
+    check(ops.swiglu_quantize_backward, dh, z, probs=torch.rand(512), **options)
+
+
+@pytest.mark.parametrize("columns", ["block", "column"])
+def test_many_tiles(columns):
+    """More tiles than teams of blocks, across experts; blocks of the backward with three tiles."""
+    counts = torch.tensor([2500, 0, 3100, 1, 1903], dtype=torch.int32)
+    plan = RoutingPlan.from_counts(counts, capacity=7600, align=16)
+    z, dh, probs = inputs(plan, 1152)
+    check(ops.swiglu_quantize, z, probs=probs, columns=columns, plan=plan)
+    check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
 def test_infinities_and_nans():

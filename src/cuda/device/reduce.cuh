@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/reduce.h"
+#include "cuda/device/convert.cuh"
 
 namespace fp8moe::cuda {
 
@@ -78,6 +79,15 @@ __device__ __forceinline__ float amax(const float (&v)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) m = fmaxf(m, fabsf(v[i]));
   return m;
+}
+
+// max |x| over 8 packed values of a 16-bit type, NaNs ignored.
+template <typename T>
+__device__ __forceinline__ float packed_amax(const uint4& w) {
+  const uint32_t most =
+      most_packed<T>(most_packed<T>(most_packed<T>(most_packed<T>(0, w.x), w.y), w.z), w.w);
+  const float2 pair = unpack2<T>(most);
+  return fmaxf(pair.x, pair.y);
 }
 
 // max |v weight|: rounding is monotone, so one product does. A NaN weight is ignored as its

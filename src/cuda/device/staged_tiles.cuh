@@ -1,20 +1,25 @@
 // Rows and columns of a matrix computed from 16-bit operands, in one pass, at the speed of memory:
 // full 128x128 tiles, power-of-two scales.
 //
-// Two blocks an SM, each with a contiguous share of the tiles. A tile's operands come to shared
-// memory by cp.async; once they are in registers as f32, the next tile's are asked for, and while
-// they are on their way the columns are encoded, transposed and stored.
+// Two blocks an SM, or two teams of one block where they share a table, each with a contiguous
+// share of the tiles. A tile's operands come to shared memory by cp.async; once they are in
+// registers as f32, the next tile's are asked for, and while they are on their way the columns are
+// encoded, transposed and stored.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/device/tile.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
 
-// Source: kPlanes operands of 16 bits; row(plane, row) points to column 0 of an operand's row;
-// values(packed, v) computes 8 values from 8 of each operand. What is quantized is v times the
-// weight of its row: a power-of-two scale times the weight is one factor, and no rounding is lost
-// by it.
+// Source: kPlanes operands of 16 bits; row(plane, row) points to column 0 of an operand's row,
+// stride() apart; values(table, packed, v) computes 8 values from 8 of each operand. Table: in
+// shared memory, one a block of kTeams teams. What is quantized is v times the weight of its row: a
+// power-of-two scale times the weight is one factor, and no rounding is lost by it. Plain: a type
+// of 16 bits if v is the one operand itself, without weights, whose maxima are then found two at a
+// time; else void.
 template <typename Source>
 struct StagedTiles {
   Source source;
@@ -26,32 +31,47 @@ struct StagedTiles {
   Pow2Scaling scaling;
 };
 
-template <int kPlanes>
+template <typename Source>
+using StagedTile = Tile<16, Source::kTeams>;
+
+template <typename Source>
 struct StagedShared {
-  uint16_t operand[kPlanes][128][128];
-  Tile<16>::Shared codes;
-  Tile<16>::Amax amax;
+  uint16_t operand[Source::kPlanes][128][128];
+  StagedTile<Source>::Shared codes;
+  StagedTile<Source>::Amax amax;
   float weight[128];
+};
+
+// Where values need no table.
+struct NoTable {
+  __device__ __forceinline__ void fill() {}
+};
+
+template <typename Source>
+struct StagedBlock {
+  StagedShared<Source> team[Source::kTeams];
+  typename Source::Table table;
 };
 
 template <typename Source>
 __device__ __forceinline__ void stage_tile(const StagedTiles<Source>& p, TokenBlock b, int tile,
-                                           StagedShared<Source::kPlanes>& shared) {
+                                           StagedShared<Source>& shared) {
+  const int thread = StagedTile<Source>::thread(), first = thread / 16, column = 8 * (thread % 16);
 #pragma unroll
-  for (int pass = 0; pass < 4; ++pass) {
-    const int r = 32 * pass + threadIdx.x / 16, column = 8 * (threadIdx.x % 16);
-    const bool token = r < b.tokens;  // the rest is zero
-    const int64_t row = b.first_row + (token ? r : 0);
+  for (int plane = 0; plane < Source::kPlanes; ++plane) {
+    // Rows past the last token are not read.
+    const uint16_t* from = p.source.row(plane, b.first_row + int64_t{first}) + 128 * tile + column;
 #pragma unroll
-    for (int plane = 0; plane < Source::kPlanes; ++plane)
-      copy_async(&shared.operand[plane][r][column], p.source.row(plane, row) + 128 * tile + column,
-                 token ? 16 : 0);
+    for (int pass = 0; pass < 4; ++pass, from += 32 * p.source.stride()) {
+      const int r = 32 * pass + first;
+      copy_async(&shared.operand[plane][r][column], from, r < b.tokens ? 16 : 0);
+    }
   }
-  if (p.weights != nullptr && threadIdx.x < 128) {
-    if (threadIdx.x < b.tokens)
-      copy_async_word(&shared.weight[threadIdx.x], p.weights + b.first_row + threadIdx.x, 4);
+  if (p.weights != nullptr && thread < 128) {
+    if (thread < b.tokens)
+      copy_async_word(&shared.weight[thread], p.weights + b.first_row + thread, 4);
     else
-      shared.weight[threadIdx.x] = 1.0f;
+      shared.weight[thread] = 1.0f;
   }
 }
 
@@ -60,7 +80,7 @@ template <typename F, typename Source>
 __device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBlock b, int tile,
                                            const float (&v)[4][8], const float (&weight)[4],
                                            const float (&row_most)[4]) {
-  using T = Tile<16>;
+  using T = StagedTile<Source>;
   const TileScale s = p.scaling.template of<F>(lanes_max_each<16>(row_most));
   const int mine = T::row() + T::lane() / 4;
   if (T::lane() % 4 == 0 && mine < b.rows)
@@ -72,49 +92,68 @@ __device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBl
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float scale = __shfl_sync(kFullWarp, s.scale, 4 * j, 16);
-    if (T::row() + j < b.rows) T::store_codes<F>(codes, v[j], scale * weight[j]);
+    if (T::row() + j < b.rows) T::template store_codes<F>(codes, v[j], scale * weight[j]);
     codes += p.rows_to.ld;
   }
 }
 
 template <typename F, ColumnKind kKind, typename Source>
-__global__ __launch_bounds__(512,
-                             2) void staged_tiles(const __grid_constant__ StagedTiles<Source> p) {
-  using T = Tile<16>;
+__global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void staged_tiles(
+    const __grid_constant__ StagedTiles<Source> p) {
+  using T = StagedTile<Source>;
+  constexpr bool kPlain = !std::is_void_v<typename Source::Plain>;
   extern __shared__ __align__(128) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<StagedShared<Source::kPlanes>*>(bytes);
+  auto& of_block = *reinterpret_cast<StagedBlock<Source>*>(bytes);
+  auto& shared = of_block.team[T::team()];
   const int64_t total = int64_t{p.plan.col_offsets[p.plan.experts] / 128} * p.tiles;
-  const int64_t begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
-  if (begin >= end) return;
+  const int teams = Source::kTeams * gridDim.x, team = Source::kTeams * blockIdx.x + T::team();
+  const int64_t begin = total * team / teams, end = total * (team + 1) / teams;
   int block = static_cast<int>(begin / p.tiles), tile = static_cast<int>(begin % p.tiles);
-  TokenBlock b = token_block_of_warp(p.plan, block);
-  if (threadIdx.x < 128) shared.weight[threadIdx.x] = 1.0f;
-  __syncthreads();
-  stage_tile(p, b, tile, shared);
+  TokenBlock b;
+  if (begin < end) b = token_block_of_warp(p.plan, block);
+  if (T::thread() < 128) shared.weight[T::thread()] = 1.0f;
+  T::sync();
+  if (begin < end) stage_tile(p, b, tile, shared);
   copy_commit();
+  of_block.table.fill();
+  if constexpr (Source::kTeams > 1) __syncthreads();
 #pragma unroll 1
-  for (int64_t item = begin; item < end; ++item) {
+  for (int left = static_cast<int>(end - begin); left > 0; --left) {
     copy_wait<0>();
-    __syncthreads();
+    T::sync();
     typename T::Row v[4];
+    uint4 packed[4][Source::kPlanes];
     float weight[4], row_most[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int r = T::row() + j;
-      uint4 packed[Source::kPlanes];
 #pragma unroll
       for (int plane = 0; plane < Source::kPlanes; ++plane)
-        packed[plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
-      p.source.values(packed, v[j]);
-      weight[j] = shared.weight[r];
-      row_most[j] = weighted_amax(v[j], weight[j]);
+        packed[j][plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
+      p.source.values(of_block.table, packed[j], v[j]);
+      weight[j] = 1.0f;
+      if constexpr (kPlain) {
+        row_most[j] = packed_amax<typename Source::Plain>(packed[j][0]);
+      } else if constexpr (kKind == ColumnKind::block) {  // the scales take the weights in
+        weight[j] = shared.weight[r];
+        row_most[j] = weighted_amax(v[j], weight[j]);
+      } else {  // each column has its scale: once a value is less than once a scale
+        const float w = shared.weight[r];
+#pragma unroll
+        for (float& x : v[j]) x *= w;
+        row_most[j] = amax(v[j]);
+      }
     }
     store_rows<F>(p, b, tile, v, weight, row_most);
     const float most = fmaxf(fmaxf(row_most[0], row_most[1]), fmaxf(row_most[2], row_most[3]));
-    T::columns_amax<kKind>(v, weight, most, shared.amax);
-    __syncthreads();  // the maxima are there, the operands in registers
+    if constexpr (kPlain && kKind == ColumnKind::column)
+      T::template columns_amax_packed<typename Source::Plain>(
+          {packed[0][0], packed[1][0], packed[2][0], packed[3][0]}, shared.amax);
+    else
+      T::template columns_amax<kKind>(v, weight, most, shared.amax);
+    T::sync();  // the maxima are there, the operands in registers
     const int done_block = block, done_tile = tile;
-    if (item + 1 < end) {
+    if (left > 1) {
       if (++tile == p.tiles) {
         tile = 0;
         b = token_block_of_warp(p.plan, ++block);
@@ -122,9 +161,9 @@ __global__ __launch_bounds__(512,
       stage_tile(p, b, tile, shared);
     }
     copy_commit();
-    T::columns_encode<F, kKind>(p.columns_to, done_tile, done_block, p.columns, v, weight,
-                                shared.amax, p.scaling, shared.codes);
-    __syncthreads();
+    T::template columns_encode<F, kKind>(p.columns_to, done_tile, done_block, p.columns, v, weight,
+                                         shared.amax, p.scaling, shared.codes);
+    T::sync();
     T::columns_store(p.columns_to, done_tile, done_block, p.columns, shared.codes);
   }
 }
@@ -147,8 +186,8 @@ void launch_staged_tiles(const char* op, Device device, const Source& source, co
   launch(op,
          kind_of(columns_to) == ColumnKind::block ? staged_tiles<F, ColumnKind::block, Source>
                                                   : staged_tiles<F, ColumnKind::column, Source>,
-         persistent_grid(device, items, 2), 512, sizeof(StagedShared<Source::kPlanes>), stream,
-         params);
+         persistent_grid(device, cdiv(items, Source::kTeams), 2 / Source::kTeams),
+         512 * Source::kTeams, sizeof(StagedBlock<Source>), stream, params);
 }
 
 }  // namespace fp8moe::cuda

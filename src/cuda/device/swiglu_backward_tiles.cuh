@@ -53,10 +53,11 @@ __device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b
   }
 }
 
-// Dgate, dup, h of this thread's rows of a tile, without prob, which their scales take in. The rows
+// Dgate, dup, h of this thread's rows of a tile, without prob, which their scales take in (where
+// each column has its scale, kMultiplied, with it, and prob is 1). The rows
 // of dz go out, the sums of dprob to tile_sum. Lane l of a group finds the scale of row l / 2 % 4,
 // of dgate where l < 8, else of dup.
-template <typename F, bool kClamp>
+template <typename F, bool kClamp, bool kMultiplied>
 __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBlock b, int tile,
                                               const BackwardTilesShared::Stage& stage,
                                               const float (&probs)[128], float (&v)[3][4][8],
@@ -80,6 +81,13 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
       const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
       v[0][j][i] = grad.dgate, v[1][j][i] = grad.dup, term[i] = grad.dprob;
       v[2][j][i] = swiglu(in, sigmoid, 1.0f);
+    }
+    if constexpr (kMultiplied) {
+#pragma unroll
+      for (int o = 0; o < 3; ++o)
+#pragma unroll
+        for (float& x : v[o][j]) x *= prob[j];
+      prob[j] = 1.0f;
     }
     row_most[j] = weighted_amax(v[0][j], prob[j]);
     row_most[4 + j] = weighted_amax(v[1][j], prob[j]);
@@ -141,8 +149,8 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     copy_wait<1>();
     __syncthreads();
     float v[3][4][8], prob[4], most[3];
-    tile_gradient<F, kClamp>(p, b, tile, stage, shared.prob, v, prob, most,
-                             shared.tile_sums[tile - first]);
+    tile_gradient<F, kClamp, kKind == ColumnKind::column>(p, b, tile, stage, shared.prob, v, prob,
+                                                          most, shared.tile_sums[tile - first]);
     const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
     const int tiles[3] = {tile, p.tiles + tile, tile};
     const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};

@@ -4,91 +4,19 @@
 // kLanes lanes (8 or 16) share a row; the block has 32 kLanes threads. Thread t holds rows
 // 4 (t / kLanes) + j, j < 4, at the 8 columns from 64 half + 8 (t % kLanes) on, half < 16 / kLanes.
 // A warp's access is then 64 to 256 consecutive bytes of each row, and a thread's 4 rows are 4
-// consecutive bytes of a transposed row.
+// consecutive bytes of a transposed row. kTeams > 1: so many teams of so many threads share a
+// block, a tile each.
 #pragma once
 
-#include "common/scale.h"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/memory.cuh"
+#include "cuda/device/outputs.cuh"
 #include "cuda/device/plan.cuh"
 #include "cuda/device/reduce.cuh"
-#include "fp8moe/ops.h"
 
 namespace fp8moe::cuda {
 
-constexpr float kMaxFloat = 0x1.fffffep127f;
-
-// How a tile's scale follows from its amax: either rule, or only powers of two (no division).
-struct Scaling {
-  bool pow2;
-  float eps;
-  float overflow;  // the largest finite value of what is quantized
-
-  template <typename F>
-  __device__ __forceinline__ TileScale of(float amax) const {
-    return tile_scale(amax, F::kMax, pow2, eps, overflow);
-  }
-};
-struct Pow2Scaling {
-  float eps;
-
-  template <typename F>
-  __device__ __forceinline__ TileScale of(float amax) const {
-    return pow2_scale(amax, F::kMax, eps);
-  }
-};
-
-// Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.
-enum class ColumnKind { none, block, column };
-
-// Rows out, [M, C]; data == nullptr: none. Scale of tile t of row r: scale[r scale_row + t
-// scale_tile].
-struct RowsOut {
-  uint8_t* data = nullptr;
-  float* scale = nullptr;
-  int64_t ld = 0;
-  int64_t scale_row = 0;
-  int64_t scale_tile = 0;
-};
-
-inline RowsOut rows_out(const Fp8Tensor& t) {
-  if (!t.defined()) return {};
-  const int64_t m = t.data.shape[0], k = t.data.shape[1];
-  const bool row = t.layout == ScaleLayout::row;
-  return {.data = t.data.as<uint8_t>(),
-          .scale = t.scale_inv.as<float>(),
-          .ld = k,
-          .scale_row = row ? cdiv(k, kTile) : 1,
-          .scale_tile = row ? 1 : pad4(m)};
-}
-
-// Columns out, [C, Kcap]; data == nullptr: none. Scale of column c of tile t, block b:
-// scale[t scale_tile + b scale_block], and c % 128 words on where each column has its own.
-struct ColumnsOut {
-  uint8_t* data = nullptr;
-  float* scale = nullptr;
-  int64_t ld = 0;
-  int64_t scale_tile = 0;
-  int64_t scale_block = 0;
-};
-
-inline ColumnKind kind_of(const Fp8Tensor& columns) {
-  if (!columns.defined()) return ColumnKind::none;
-  return columns.layout == ScaleLayout::block ? ColumnKind::block : ColumnKind::column;
-}
-
-inline ColumnsOut columns_out(const Fp8Tensor& t) {
-  if (!t.defined()) return {};
-  const int64_t c = t.data.shape[0], ld = t.data.shape[1];
-  const bool block = t.layout == ScaleLayout::block;
-  return {.data = t.data.as<uint8_t>(),
-          .scale = t.scale_inv.as<float>(),
-          .ld = ld,
-          .scale_tile = block ? ld / kTile : kTile,
-          .scale_block = block ? 1 : pad4(c)};
-}
-
-template <int kLanes>
+template <int kLanes, int kTeams = 1>
 struct Tile {
   static constexpr int kThreads = 32 * kLanes;
   static constexpr int kWarps = kLanes;
@@ -97,8 +25,8 @@ struct Tile {
   using Row = float[kValues];
 
   struct Shared {
-    // Codes of column c: tokens 4 g ... 4 g + 3 are word g ^ swizzle(c). Writes have no bank
-    // conflicts, and 4 aligned words stay together for the reads.
+    // Codes of column c: tokens 4 g ... 4 g + 3 are word g ^ (4 (c / 8 % 8) + 2 (c / 64)). Writes
+    // have no bank conflicts, and 4 aligned words stay together for the reads, or swap by twos.
     alignas(16) uint32_t codes[128][32];
   };
   struct Amax {
@@ -106,13 +34,24 @@ struct Tile {
     float scale[128];       // at place(column)
   };
 
-  // This thread's place.
-  static __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
-  static __device__ __forceinline__ int group() { return threadIdx.x / kLanes; }
+  // This thread's place; barriers are of the team.
+  static __device__ __forceinline__ int team() { return kTeams == 1 ? 0 : threadIdx.x / kThreads; }
+  static __device__ __forceinline__ int thread() {
+    return kTeams == 1 ? threadIdx.x : threadIdx.x % kThreads;
+  }
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kTeams == 1)
+      __syncthreads();
+    else
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + team()), "n"(kThreads) : "memory");
+  }
+  static __device__ __forceinline__ int lane() { return thread() % kLanes; }
+  static __device__ __forceinline__ int group() { return thread() / kLanes; }
   static __device__ __forceinline__ int row() { return 4 * group(); }
   static __device__ __forceinline__ int column(int half) { return 64 * half + 8 * lane(); }
-  static __device__ __forceinline__ int swizzle(int column) {
-    return 4 * (column >> 3 & 7) + 2 * (column >> 6);
+  // Of the columns from column(half) on.
+  static __device__ __forceinline__ int swizzle(int half) {
+    return 4 * (lane() % 8) + 2 * (half + lane() / 8);
   }
 
   // Column `at` among words that the lanes of a group read side by side: its value's index comes
@@ -167,7 +106,7 @@ struct Tile {
   template <ColumnKind kKind>
   static __device__ __forceinline__ void columns_amax(const Row (&v)[4], const float (&weight)[4],
                                                       float tile_amax, Amax& shared) {
-    const int warp = threadIdx.x / 32, warp_lane = threadIdx.x % 32;
+    const int warp = thread() / 32, warp_lane = thread() % 32;
     if constexpr (kKind == ColumnKind::block) {
       const float m = warp_max(tile_amax);
       if (warp_lane == 0) shared.of[0][warp] = m;
@@ -184,6 +123,25 @@ struct Tile {
     }
   }
 
+  // The same of columns by packed words of the 16-bit type S, rows j, without weights.
+  template <typename S>
+  static __device__ __forceinline__ void columns_amax_packed(const uint4 (&rows)[4], Amax& shared) {
+    static_assert(kLanes == 16 && kValues == 8);
+    const int warp = thread() / 32, warp_lane = thread() % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t m = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) m = most_packed<S>(m, (&rows[j].x)[i]);
+      m = most_packed<S>(m, __shfl_xor_sync(kFullWarp, m, 16));
+      const float2 pair = unpack2<S>(m);
+      if (warp_lane < kLanes) {
+        shared.of[warp][2 * i * kLanes + lane()] = pair.x;
+        shared.of[warp][(2 * i + 1) * kLanes + lane()] = pair.y;
+      }
+    }
+  }
+
   template <typename F, ColumnKind kKind, typename Rule>
   static __device__ __forceinline__ void columns_encode(const ColumnsOut& out, int tile, int block,
                                                         int columns, const Row (&v)[4],
@@ -192,7 +150,7 @@ struct Tile {
     float* to = out.scale + tile * out.scale_tile + block * out.scale_block;
     float scale = 0.0f;
     if constexpr (kKind == ColumnKind::column) {
-      const int at = threadIdx.x;
+      const int at = thread();
       if (at < 128) {
         float m = 0.0f;
 #pragma unroll
@@ -201,19 +159,22 @@ struct Tile {
         shared.scale[place(at)] = s.scale;
         if (128 * tile + at < columns) to[at] = s.scale_inv;
       }
-      __syncthreads();
+      sync();
     } else {
-      const TileScale s = rule.template of<F>(warp_max(shared.of[0][threadIdx.x % kWarps]));
+      const TileScale s = rule.template of<F>(warp_max(shared.of[0][thread() % kWarps]));
       scale = s.scale;
-      if (threadIdx.x == 0) to[0] = s.scale_inv;
+      if (thread() == 0) to[0] = s.scale_inv;
     }
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int at = column(i / 8) + i % 8;
-      if constexpr (kKind == ColumnKind::column) scale = shared.scale[i * kLanes + lane()];
-      codes.codes[at][group() ^ swizzle(at)] =
-          fp8_encode4<F>(v[0][i] * (scale * weight[0]), v[1][i] * (scale * weight[1]),
-                         v[2][i] * (scale * weight[2]), v[3][i] * (scale * weight[3]));
+    for (int half = 0; half < kHalves; ++half) {
+      // Eight neighbouring columns have one swizzle: one address, written as such.
+      uint32_t* word = &codes.codes[column(half)][group() ^ swizzle(half)];
+#pragma unroll
+      for (int i = 8 * half; i < 8 * half + 8; ++i, word += 32) {
+        if constexpr (kKind == ColumnKind::column) scale = shared.scale[i * kLanes + lane()];
+        *word = fp8_encode4<F>(v[0][i] * (scale * weight[0]), v[1][i] * (scale * weight[1]),
+                               v[2][i] * (scale * weight[2]), v[3][i] * (scale * weight[3]));
+      }
     }
   }
 
@@ -222,10 +183,10 @@ struct Tile {
                                                        int columns, const Shared& codes) {
 #pragma unroll
     for (int first = 0; first < 128; first += kThreads / 8) {
-      const int at = first + threadIdx.x / 8, chunk = threadIdx.x % 8;
-      const int swizzled = swizzle(at);
-      uint4 w = *reinterpret_cast<const uint4*>(&codes.codes[at][4 * chunk ^ (swizzled & ~3)]);
-      if (swizzled & 2) w = {w.z, w.w, w.x, w.y};
+      const int at = first + thread() / 8, chunk = thread() % 8;
+      const int swizzled = 4 * (at >> 3 & 7);  // and 2 from column 64 on, where words are swapped
+      uint4 w = *reinterpret_cast<const uint4*>(&codes.codes[at][4 * chunk ^ swizzled]);
+      if (first >= 64) w = {w.z, w.w, w.x, w.y};
       if (128 * tile + at < columns)
         store(out.data + (128 * int64_t{tile} + at) * out.ld + 128 * int64_t{block} + 16 * chunk,
               w);

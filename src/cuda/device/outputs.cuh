@@ -1,0 +1,81 @@
+// Where a kernel's quantized rows and columns go, and how a tile's scale follows from its amax.
+#pragma once
+
+#include "common/scale.h"
+#include "fp8moe/ops.h"
+
+namespace fp8moe::cuda {
+
+constexpr float kMaxFloat = 0x1.fffffep127f;
+
+// How a tile's scale follows from its amax: either rule, or only powers of two (no division).
+struct Scaling {
+  bool pow2;
+  float eps;
+  float overflow;  // the largest finite value of what is quantized
+
+  template <typename F>
+  __device__ __forceinline__ TileScale of(float amax) const {
+    return tile_scale(amax, F::kMax, pow2, eps, overflow);
+  }
+};
+struct Pow2Scaling {
+  float eps;
+
+  template <typename F>
+  __device__ __forceinline__ TileScale of(float amax) const {
+    return pow2_scale(amax, F::kMax, eps);
+  }
+};
+
+// Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.
+enum class ColumnKind { none, block, column };
+
+// Rows out, [M, C]; data == nullptr: none. Scale of tile t of row r: scale[r scale_row + t
+// scale_tile].
+struct RowsOut {
+  uint8_t* data = nullptr;
+  float* scale = nullptr;
+  int64_t ld = 0;
+  int64_t scale_row = 0;
+  int64_t scale_tile = 0;
+};
+
+inline RowsOut rows_out(const Fp8Tensor& t) {
+  if (!t.defined()) return {};
+  const int64_t m = t.data.shape[0], k = t.data.shape[1];
+  const bool row = t.layout == ScaleLayout::row;
+  return {.data = t.data.as<uint8_t>(),
+          .scale = t.scale_inv.as<float>(),
+          .ld = k,
+          .scale_row = row ? cdiv(k, kTile) : 1,
+          .scale_tile = row ? 1 : pad4(m)};
+}
+
+// Columns out, [C, Kcap]; data == nullptr: none. Scale of column c of tile t, block b:
+// scale[t scale_tile + b scale_block], and c % 128 words on where each column has its own.
+struct ColumnsOut {
+  uint8_t* data = nullptr;
+  float* scale = nullptr;
+  int64_t ld = 0;
+  int64_t scale_tile = 0;
+  int64_t scale_block = 0;
+};
+
+inline ColumnKind kind_of(const Fp8Tensor& columns) {
+  if (!columns.defined()) return ColumnKind::none;
+  return columns.layout == ScaleLayout::block ? ColumnKind::block : ColumnKind::column;
+}
+
+inline ColumnsOut columns_out(const Fp8Tensor& t) {
+  if (!t.defined()) return {};
+  const int64_t c = t.data.shape[0], ld = t.data.shape[1];
+  const bool block = t.layout == ScaleLayout::block;
+  return {.data = t.data.as<uint8_t>(),
+          .scale = t.scale_inv.as<float>(),
+          .ld = ld,
+          .scale_tile = block ? ld / kTile : kTile,
+          .scale_block = block ? 1 : pad4(c)};
+}
+
+}  // namespace fp8moe::cuda
