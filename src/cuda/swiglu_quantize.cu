@@ -83,7 +83,7 @@ template <bool kClamp>
 struct StagedHidden {
   static constexpr int kPlanes = 2, kTeams = 2;
   using Plain = void;
-  using Table = SigmoidTable;
+  using Table = SigmoidTable<>;
   const uint16_t* z;
   int intermediate;
   float clamp, sigmoid_of_clamp;

@@ -71,9 +71,11 @@ void launch_rows(SwigluBackward p, cudaStream_t stream) {
 
 // Blocks a cluster of backward_tiles: more of them split a token block finer, fewer keep more tiles
 // in the pipeline of each. 0: the sums of that many tiles do not fit.
+template <typename Sigmoids>
 int cluster_size(const SwigluBackward& p, const DeviceInfo& device) {
   for (int ranks = p.tiles >= 8 ? 4 : p.tiles >= 2 ? 2 : 1; ranks <= 8; ranks *= 2)
-    if (backward_tiles_bytes(cdiv(p.tiles, ranks)) <= static_cast<size_t>(device.shared_per_block))
+    if (backward_tiles_bytes<Sigmoids>(cdiv(p.tiles, ranks)) <=
+        static_cast<size_t>(device.shared_per_block))
       return ranks;
   return 0;
 }
@@ -86,17 +88,18 @@ bool usual_columns(const Fp8Tensor& dz, const Fp8Tensor& dz_columns, const Fp8Te
          (!h_columns.defined() || h_columns.data.dtype == DType::e4m3);
 }
 
-template <typename F>
+template <typename F, typename Sigmoids>
 void launch_tiles(const SwigluBackward& p, int ranks, const Fp8Tensor& dz_columns,
                   const Fp8Tensor& h_columns, int64_t blocks, cudaStream_t stream) {
   const int64_t tiles = cdiv(p.tiles, ranks);
   const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns),
                                     static_cast<int>(tiles)};
   const auto go = [&]<ColumnKind kKind>() {
-    launch_clusters(
-        kOp, p.clamp > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>,
-        static_cast<unsigned>(blocks * ranks), 512, ranks, backward_tiles_bytes(tiles), stream, p,
-        to);
+    launch_clusters(kOp,
+                    p.clamp > 0.0f ? backward_tiles<F, kKind, true, Sigmoids>
+                                   : backward_tiles<F, kKind, false, Sigmoids>,
+                    static_cast<unsigned>(blocks * ranks), 512, ranks,
+                    backward_tiles_bytes<Sigmoids>(tiles), stream, p, to);
   };
   const ColumnKind kind = kind_of(dz_columns.defined() ? dz_columns : h_columns);
   kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()
@@ -117,6 +120,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
                                  .dh = dh.as<uint16_t>(),
                                  .probs = probs.as<float>(),
                                  .clamp = clamp,
+                                 .sigmoid_of_clamp = pinned_sigmoid(clamp),
                                  .rows = static_cast<int>(rows),
                                  .intermediate = static_cast<int>(intermediate),
                                  .tiles = static_cast<int>(intermediate / kTile),
@@ -130,14 +134,19 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   if (one_pass && !columns)
     return dispatch_fp8(dz.data.dtype,
                         [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
-  const int ranks = one_pass && usual_columns(dz, dz_columns, h_columns)
-                        ? cluster_size(params, device_info(dh.device))
-                        : 0;
-  if (ranks > 0)
-    return dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-      launch_tiles<F>(params, ranks, dz_columns, h_columns, plan.columns() / kTile,
-                      stream_of(stream));
-    });
+  if (one_pass && usual_columns(dz, dz_columns, h_columns)) {
+    const DeviceInfo& device = device_info(dh.device);
+    const auto go = [&]<typename Sigmoids>(int ranks) {
+      dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+        launch_tiles<F, Sigmoids>(params, ranks, dz_columns, h_columns, plan.columns() / kTile,
+                                  stream_of(stream));
+      });
+    };
+    if (const int ranks = cluster_size<SigmoidTable<14>>(params, device))
+      return go.template operator()<SigmoidTable<14>>(ranks);
+    if (const int ranks = cluster_size<PinnedSigmoids>(params, device))
+      return go.template operator()<PinnedSigmoids>(ranks);
+  }
   const GradSource source = {.z = pre_activation(z, z_q),
                              .dh = {dh.data, dh.dtype},
                              .probs = probs.as<float>(),

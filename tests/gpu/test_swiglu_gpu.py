@@ -104,6 +104,19 @@ def test_many_tiles(columns):
     check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
+@pytest.mark.parametrize("clamp", [0.0, 1.3])
+@pytest.mark.parametrize("columns", ["block", "column"])
+@pytest.mark.parametrize("intermediate", [6144, 6272, 69760])
+def test_large_intermediate(intermediate, columns, clamp):
+    """Backward: the last I whose sums of dprob fit beside the sigmoid's table, the first without
+    the table, and the first of more than one pass (where shared memory is the H200's)."""
+    counts = torch.tensor([3, 0, 17], dtype=torch.int32)
+    plan = RoutingPlan.from_counts(counts, capacity=32, align=1)
+    z, dh, probs = inputs(plan, intermediate)
+    options = {"probs": probs, "columns": columns, "plan": plan, "clamp": clamp}
+    check(ops.swiglu_quantize_backward, dh, z, **options)
+
+
 def test_infinities_and_nans():
     z = awkward(200, 512)
     values = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 1e-40])

@@ -4,15 +4,29 @@
 #include <cstdint>
 
 #include "common/swiglu.h"
+#include "cuda/device/convert.cuh"
 
 namespace fp8moe::cuda {
 
+// The same interface without a table.
+struct PinnedSigmoids {
+  __device__ __forceinline__ void fill() {}
+  __device__ __forceinline__ void eight(const uint4& gates, float (&sigmoid)[8]) const {
+    unpack<Bf16>(&gates.x, sigmoid);
+#pragma unroll
+    for (float& x : sigmoid) x = pinned_sigmoid(x);
+  }
+};
+
 // Below kLow the sigmoid is that of 0, from kHigh on it is constant: 3,824 magnitudes of either
-// sign. Negative gates lie at byte 32768, where the sign's bit of a 16-bit address puts them.
+// sign. Negative gates lie where the sign's bit of a 16-bit byte address puts them: bit 15 where it
+// is (48,064 bytes with a hole), or 14 by one more shift for two gates (31,680 bytes).
+template <int kSignBit = 15>
 struct SigmoidTable {
+  static_assert(kSignBit == 14 || kSignBit == 15);
   static constexpr uint32_t kLow = 0x33C0, kHigh = 0x42AF;  // 2^-24 1.5 and 87.5 as bf16
   static constexpr int kMagnitudes = kHigh - kLow + 1;
-  static constexpr int kNegative = 32768 / sizeof(float);
+  static constexpr int kNegative = (1 << kSignBit) / sizeof(float);
   float of[kNegative + kMagnitudes];
 
   // By the whole block; the caller synchronizes.
@@ -29,7 +43,8 @@ struct SigmoidTable {
   __device__ __forceinline__ float2 two(uint32_t gates) const {
     const uint32_t m = __viaddmin_s16x2_relu(gates & 0x7FFF7FFFu, 0x10001u * (0x10000u - kLow),
                                              0x10001u * (kHigh - kLow));
-    const uint32_t at = m << 2 | (gates & 0x80008000u);
+    const uint32_t sign = gates >> (15 - kSignBit) & 0x10001u << kSignBit;
+    const uint32_t at = m << 2 | sign;
     const auto* bytes = reinterpret_cast<const unsigned char*>(of);
     return {*reinterpret_cast<const float*>(bytes + (at & 0xFFFFu)),
             *reinterpret_cast<const float*>(bytes + (at >> 16))};

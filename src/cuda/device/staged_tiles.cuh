@@ -161,7 +161,12 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
       stage_tile(p, b, tile, shared);
     }
     copy_commit();
-    T::template columns_encode<F, kKind>(p.columns_to, done_tile, done_block, p.columns, v, weight,
+    if constexpr (kKind == ColumnKind::column) {
+      T::template columns_scales<F>(p.columns_to, done_tile, done_block, p.columns, shared.amax,
+                                    p.scaling);
+      T::sync();
+    }
+    T::template columns_encode<F, kKind>(p.columns_to, done_tile, done_block, v, weight,
                                          shared.amax, p.scaling, shared.codes);
     T::sync();
     T::columns_store(p.columns_to, done_tile, done_block, p.columns, shared.codes);

@@ -10,7 +10,7 @@ struct SwigluBackward {
   const uint16_t* z;   // [R, 2I] bf16
   const uint16_t* dh;  // [R, I] bf16
   const float* probs;  // [R] or nullptr: 1
-  float clamp;
+  float clamp, sigmoid_of_clamp;
   int rows, intermediate, tiles;  // tiles: I / 128
   PlanView plan;
   RowsOut dz;     // [R, 2I]

@@ -2,27 +2,40 @@
 // power-of-two scales.
 //
 // A cluster takes a block of 128 tokens, its blocks a range of the tiles each. A tile's operands
-// come to shared memory by cp.async two tiles ahead; dgate, dup and h are then held as f32 (96
-// registers a thread) until the maxima of the tile are known, so every output is a single
-// quantization. The sums of dprob meet over distributed shared memory, to be added in order.
+// come to shared memory by cp.async while the tile before is computed; dgate, dup and h are then
+// held as f32 (96 registers a thread) until the maxima of the tile are known, so every output is a
+// single quantization. The sums of dprob meet over distributed shared memory, to be added in order:
+// they are all that grows with I, and take the place of the sigmoid's table where I is large.
 #pragma once
 
 #include <cooperative_groups.h>
 
+#include "cuda/device/sigmoid_table.cuh"
 #include "cuda/device/swiglu_backward.cuh"
 
 namespace fp8moe::cuda {
 
-struct BackwardTilesShared {
+union BackwardStage {
   using T = Tile<16>;
-  union Stage {
-    struct {
-      uint16_t gate[128][128], up[128][128], dh[128][128];
-    };
-    T::Shared codes[3];  // of dgate, dup, h, once the operands are in registers
+  struct {
+    uint16_t gate[128][128], up[128][128], dh[128][128];
   };
-  Stage stage[2];
-  T::Amax amax[3];
+  struct {  // of dgate, dup, h, once the operands are in registers
+    // A warp's maxima take the place of the gates that only it has read, so no barrier is needed
+    // before they are written.
+    float maxima[T::kWarps][4][128];
+    T::Shared codes[3];
+    float scale[3][128];
+  };
+};
+static_assert(sizeof(BackwardStage) == 3 * 128 * 128 * sizeof(uint16_t));
+
+// Sigmoids: SigmoidTable<14>, or PinnedSigmoids.
+template <typename Sigmoids>
+struct BackwardTilesShared {
+  BackwardStage stage[2];
+  Sigmoids sigmoids;
+  float most[3][BackwardStage::T::kWarps];
   float prob[128];
   float tile_sums[1][128];  // [tiles of this block][128]
 };
@@ -34,13 +47,14 @@ struct SwigluBackwardColumns {
 };
 
 // Bytes of shared memory for so many tiles a block.
+template <typename Sigmoids>
 constexpr size_t backward_tiles_bytes(int64_t tiles_per_block) {
-  return sizeof(BackwardTilesShared) +
+  return sizeof(BackwardTilesShared<Sigmoids>) +
          static_cast<size_t>(tiles_per_block - 1) * 128 * sizeof(float);
 }
 
 __device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b, int tile,
-                                           BackwardTilesShared::Stage& stage) {
+                                           BackwardStage& stage) {
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
     const int r = 32 * pass + threadIdx.x / 16, column = 8 * (threadIdx.x % 16);
@@ -54,12 +68,12 @@ __device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b
 }
 
 // Dgate, dup, h of this thread's rows of a tile, without prob, which their scales take in (where
-// each column has its scale, kMultiplied, with it, and prob is 1). The rows
-// of dz go out, the sums of dprob to tile_sum. Lane l of a group finds the scale of row l / 2 % 4,
-// of dgate where l < 8, else of dup.
-template <typename F, bool kClamp, bool kMultiplied>
+// each column has its scale, kMultiplied, with it, and prob is 1). The rows of dz go out, the sums
+// of dprob to tile_sum. Lane l of a group finds the scale of row l / 2 % 4, of dgate where l < 8,
+// else of dup.
+template <typename F, bool kClamp, bool kMultiplied, typename Sigmoids>
 __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBlock b, int tile,
-                                              const BackwardTilesShared::Stage& stage,
+                                              const BackwardStage& stage, const Sigmoids& sigmoids,
                                               const float (&probs)[128], float (&v)[3][4][8],
                                               float (&prob)[4], float (&most)[3], float* tile_sum) {
   using T = Tile<16>;
@@ -69,15 +83,16 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
   for (int j = 0; j < 4; ++j) {
     const int r = T::row() + j, column = T::column(0);
     prob[j] = probs[r];
-    float gate[8], up[8], dh[8], term[8];
+    float gate[8], up[8], dh[8], of_gate[8], term[8];
     const uint4 g = *reinterpret_cast<const uint4*>(&stage.gate[r][column]);
     const uint4 u = *reinterpret_cast<const uint4*>(&stage.up[r][column]);
     const uint4 d = *reinterpret_cast<const uint4*>(&stage.dh[r][column]);
     unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
+    sigmoids.eight(g, of_gate);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
-      const float sigmoid = pinned_sigmoid(in.gate);
+      const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_clamp : of_gate[i];
       const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
       v[0][j][i] = grad.dgate, v[1][j][i] = grad.dup, term[i] = grad.dprob;
       v[2][j][i] = swiglu(in, sigmoid, 1.0f);
@@ -93,6 +108,7 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
     row_most[4 + j] = weighted_amax(v[1][j], prob[j]);
     most[2] = fmaxf(most[2], weighted_amax(v[2][j], prob[j]));
     sum[j] = tree_sum<8>(term);
+    __syncwarp();  // no read of the next row before: fewer registers
   }
 #pragma unroll
   for (int o = 0; o < 2; ++o)
@@ -121,13 +137,13 @@ __device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBloc
   }
 }
 
-template <typename F, ColumnKind kKind, bool kClamp>
+template <typename F, ColumnKind kKind, bool kClamp, typename Sigmoids>
 __global__ __launch_bounds__(512, 1) void backward_tiles(
     const __grid_constant__ SwigluBackward p, const __grid_constant__ SwigluBackwardColumns to) {
   namespace cg = cooperative_groups;
   using T = Tile<16>;
   extern __shared__ __align__(128) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
+  auto& shared = *reinterpret_cast<BackwardTilesShared<Sigmoids>*>(bytes);
   const cg::cluster_group cluster = cg::this_cluster();
   const int block = blockIdx.x / cluster.num_blocks();
   const TokenBlock b = token_block_of_warp(p.plan, block);
@@ -139,41 +155,52 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     shared.prob[threadIdx.x] = p.probs != nullptr && threadIdx.x < b.tokens
                                    ? p.probs[b.first_row + int64_t{threadIdx.x}]
                                    : 1.0f;
-  for (int ahead = 0; ahead < 2; ++ahead) {
-    if (first + ahead < last) load_stage(p, b, first + ahead, shared.stage[ahead]);
-    copy_commit();
-  }
+  if (first < last) load_stage(p, b, first, shared.stage[0]);
+  copy_commit();
+  shared.sigmoids.fill();
 #pragma unroll 1
   for (int tile = first; tile < last; ++tile) {
     auto& stage = shared.stage[(tile - first) % 2];
-    copy_wait<1>();
-    __syncthreads();
+    copy_wait<0>();
+    __syncthreads();  // the tile is there, the last one's codes are out
+    if (tile + 1 < last) load_stage(p, b, tile + 1, shared.stage[(tile + 1 - first) % 2]);
+    copy_commit();
     float v[3][4][8], prob[4], most[3];
-    tile_gradient<F, kClamp, kKind == ColumnKind::column>(p, b, tile, stage, shared.prob, v, prob,
-                                                          most, shared.tile_sums[tile - first]);
+    tile_gradient<F, kClamp, kKind == ColumnKind::column>(p, b, tile, stage, shared.sigmoids,
+                                                          shared.prob, v, prob, most,
+                                                          shared.tile_sums[tile - first]);
     const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
     const int tiles[3] = {tile, p.tiles + tile, tile};
     const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
+    const auto maxima = [&](int o) {
+      return T::Maxima{stage.maxima[0][o], 512, shared.most[o], stage.scale[o]};
+    };
 #pragma unroll
     for (int o = 0; o < 3; ++o)
-      if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], prob, most[o], shared.amax[o]);
+      if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
     __syncthreads();  // the maxima are there, the operands in registers
+    if constexpr (kKind == ColumnKind::column) {
+#pragma unroll
+      for (int o = 0; o < 2; ++o)
+        if (outs[o].data != nullptr)
+          T::columns_scales<F>(outs[o], tiles[o], block, columns[o], maxima(o), p.scaling, o);
+      if (to.h.data != nullptr)
+        T::columns_scales<E4M3>(to.h, tile, block, p.intermediate, maxima(2), p.scaling, 2);
+      __syncthreads();
+    }
 #pragma unroll
     for (int o = 0; o < 2; ++o)
       if (outs[o].data != nullptr)
-        T::columns_encode<F, kKind>(outs[o], tiles[o], block, columns[o], v[o], prob,
-                                    shared.amax[o], p.scaling, stage.codes[o]);
+        T::columns_encode<F, kKind>(outs[o], tiles[o], block, v[o], prob, maxima(o), p.scaling,
+                                    stage.codes[o]);
     if (to.h.data != nullptr)
-      T::columns_encode<E4M3, kKind>(to.h, tile, block, p.intermediate, v[2], prob, shared.amax[2],
-                                     p.scaling, stage.codes[2]);
+      T::columns_encode<E4M3, kKind>(to.h, tile, block, v[2], prob, maxima(2), p.scaling,
+                                     stage.codes[2]);
     __syncthreads();
 #pragma unroll
     for (int o = 0; o < 3; ++o)
       if (outs[o].data != nullptr)
         T::columns_store(outs[o], tiles[o], block, columns[o], stage.codes[o]);
-    __syncthreads();
-    if (tile + 2 < last) load_stage(p, b, tile + 2, stage);
-    copy_commit();
   }
   if (p.dprobs == nullptr) return;
   cluster.sync();

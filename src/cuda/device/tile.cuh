@@ -29,9 +29,17 @@ struct Tile {
     // have no bank conflicts, and 4 aligned words stay together for the reads, or swap by twos.
     alignas(16) uint32_t codes[128][32];
   };
+  // Maxima by warp and place(column), or by warp, and scales by place(column): here or elsewhere.
+  struct Maxima {
+    float* columns;  // of warp w from w * stride on
+    int stride;
+    float* warps;
+    float* scale;
+  };
   struct Amax {
-    float of[kWarps][128];  // [warp][place(column)], or [0][warp] of all the warp holds
-    float scale[128];       // at place(column)
+    float of[kWarps][128];
+    float scale[128];
+    __device__ __forceinline__ operator Maxima() { return {of[0], 128, of[0], scale}; }
   };
 
   // This thread's place; barriers are of the team.
@@ -105,11 +113,11 @@ struct Tile {
   // the weights of their rows, zero past the block's tokens.
   template <ColumnKind kKind>
   static __device__ __forceinline__ void columns_amax(const Row (&v)[4], const float (&weight)[4],
-                                                      float tile_amax, Amax& shared) {
+                                                      float tile_amax, const Maxima& shared) {
     const int warp = thread() / 32, warp_lane = thread() % 32;
     if constexpr (kKind == ColumnKind::block) {
       const float m = warp_max(tile_amax);
-      if (warp_lane == 0) shared.of[0][warp] = m;
+      if (warp_lane == 0) shared.warps[warp] = m;
     } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -118,7 +126,7 @@ struct Tile {
 #pragma unroll
         for (int step = kLanes; step < 32; step *= 2)
           m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
-        if (warp_lane < kLanes) shared.of[warp][i * kLanes + lane()] = m;
+        if (warp_lane < kLanes) shared.columns[warp * shared.stride + i * kLanes + lane()] = m;
       }
     }
   }
@@ -142,28 +150,32 @@ struct Tile {
     }
   }
 
+  // Only for a scale a column, before columns_encode and another barrier: by threads 128 `part` on.
+  template <typename F, typename Rule>
+  static __device__ __forceinline__ void columns_scales(const ColumnsOut& out, int tile, int block,
+                                                        int columns, const Maxima& shared,
+                                                        const Rule& rule, int part = 0) {
+    const int at = thread() - 128 * part;
+    if (at < 0 || at >= 128) return;
+    float m = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.columns[w * shared.stride + place(at)]);
+    const TileScale s = rule.template of<F>(m);
+    shared.scale[place(at)] = s.scale;
+    if (128 * tile + at < columns)
+      out.scale[tile * out.scale_tile + block * out.scale_block + at] = s.scale_inv;
+  }
+
   template <typename F, ColumnKind kKind, typename Rule>
   static __device__ __forceinline__ void columns_encode(const ColumnsOut& out, int tile, int block,
-                                                        int columns, const Row (&v)[4],
-                                                        const float (&weight)[4], Amax& shared,
-                                                        const Rule& rule, Shared& codes) {
-    float* to = out.scale + tile * out.scale_tile + block * out.scale_block;
+                                                        const Row (&v)[4], const float (&weight)[4],
+                                                        const Maxima& shared, const Rule& rule,
+                                                        Shared& codes) {
     float scale = 0.0f;
-    if constexpr (kKind == ColumnKind::column) {
-      const int at = thread();
-      if (at < 128) {
-        float m = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.of[w][place(at)]);
-        const TileScale s = rule.template of<F>(m);
-        shared.scale[place(at)] = s.scale;
-        if (128 * tile + at < columns) to[at] = s.scale_inv;
-      }
-      sync();
-    } else {
-      const TileScale s = rule.template of<F>(warp_max(shared.of[0][thread() % kWarps]));
+    if constexpr (kKind == ColumnKind::block) {
+      const TileScale s = rule.template of<F>(warp_max(shared.warps[thread() % kWarps]));
       scale = s.scale;
-      if (thread() == 0) to[0] = s.scale_inv;
+      if (thread() == 0) out.scale[tile * out.scale_tile + block * out.scale_block] = s.scale_inv;
     }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -234,8 +246,11 @@ __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock r
     const float unit[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     T::template columns_amax<kKind>(v, unit, tile_amax, maxima);
     __syncthreads();
-    T::template columns_encode<F, kKind>(columns_to, tile, block, columns, v, unit, maxima, scaling,
-                                         codes);
+    if constexpr (kKind == ColumnKind::column) {
+      T::template columns_scales<F>(columns_to, tile, block, columns, maxima, scaling);
+      __syncthreads();
+    }
+    T::template columns_encode<F, kKind>(columns_to, tile, block, v, unit, maxima, scaling, codes);
     __syncthreads();
     T::columns_store(columns_to, tile, block, columns, codes);
   }
