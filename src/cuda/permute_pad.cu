@@ -1,8 +1,11 @@
 // permute_pad: one launch of equal warps. Each brings a few tokens, or a piece of one, to shared
 // memory once and sends them to all their rows, whole rows at a time: DRAM likes long writes.
-// Meanwhile it writes probs, scales and the zeros of padding for its share of the destination rows,
-// 8 or more in a row, so that a gemm-layout scale row gets whole sectors however the rows are
-// gathered.
+// Meanwhile it writes probs, scales and padding of eight neighbouring destination rows, so that a
+// gemm-layout scale row gets whole sectors however the rows are gathered. What a warp runs before
+// its first write is short: a cold launch waits for its instructions too.
+//
+// A warp is a block, or shares one with others where that brings all of x into shared memory at
+// once: what a block reserves and the count of blocks leave less of an SM to blocks of a warp.
 #include "core/backends.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/memory.cuh"
@@ -13,18 +16,17 @@
 namespace fp8moe::cuda {
 namespace {
 
-constexpr int64_t kThreads = 32;
-constexpr int64_t kTokensBytes = 8192;  // tokens of a block, where rows are shorter
+constexpr int kMaxWarps = 32;           // of a block
+constexpr int64_t kTokensBytes = 8192;  // tokens of a warp, where rows are shorter
 constexpr int64_t kPieceBytes = 32768;  // of a longer row
-constexpr int64_t kSectorRows = 8;      // whose scales are 32 bytes
-constexpr int kBatch = 14;              // scales of a lane in flight
-constexpr int kBlocksPerSm = 28;        // 8 KiB each: registers must not be what bounds them
+constexpr int kGroupRows = 8;           // whose scales are 32 bytes
+constexpr int kBatch = 20;              // scales of a lane in flight
 
 // Tile j of row r: data[r * row + j * tile].
 struct Scales {
   float* data = nullptr;
   int64_t row = 0;
-  int64_t tile = 0;
+  int tile = 0;
   int tiles = 0;
 };
 
@@ -33,7 +35,7 @@ Scales scales_of(const Fp8Tensor& t) {
   const bool row = t.layout == ScaleLayout::row;
   return {.data = t.scale_inv.as<float>(),
           .row = row ? t.scale_inv.stride() : 1,
-          .tile = row ? 1 : t.scale_inv.shape[1],
+          .tile = row ? 1 : static_cast<int>(t.scale_inv.shape[1]),
           .tiles = static_cast<int>(t.scale_inv.shape[row ? 1 : 0])};
 }
 
@@ -48,11 +50,10 @@ struct Params {
   int64_t tokens;
   int slots;
   int row_bytes;
-  int tokens_a_block;  // more than one: whole rows, dense in x
-  int pieces;          // of a row
-  int piece_bytes;
-  int64_t max_rows;      // R
-  int rows_a_block;      // of the destination
+  int tokens_a_warp;     // more than one: whole rows, dense in x
+  int piece_bytes;       // of a row
+  int max_rows;          // R
+  int groups;            // of kGroupRows destination rows
   bool zero_unweighted;  // rows of prob 0 are written as padding is
   int x_stride;
 };
@@ -63,128 +64,145 @@ __device__ __forceinline__ int row_with_data(const Params& p, int64_t i) {
   return p.zero_unweighted && __ldg(p.probs + i) == 0.0f ? -1 : row;
 }
 
-// The share of the destination rows a warp writes, 32 of them at a time, lane r holding row first +
-// r.
-struct Rows {
-  int64_t first;
-  int count;  // none if not positive
+// kWide neighbouring scales of a row that a lane reads at once.
+template <int kWide>
+__device__ __forceinline__ void read_scales(const float* from, float* value) {
+  if constexpr (kWide == 4) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(from));
+    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
+  } else {
+    value[0] = __ldg(from);
+  }
+}
+
+// A lane's row of a group: four lanes share it, each every fourth kWide of its scales.
+struct Row {
+  int at;
   int token;  // -1: data and scales are zero
   float prob;
+  bool inside;  // below the last row of the last expert
 };
 
 // Reads run ahead of knowing how many rows there are: what lies past the last is not used.
-__device__ __forceinline__ Rows read_rows(const Params& p, int64_t first, int64_t last) {
-  const int lane = threadIdx.x;
-  const int64_t row = first + lane;
-  const int rows = __ldg(p.plan.row_offsets + p.plan.experts);
-  int token = 0, slot = 0;
-  if (row < min(last, p.max_rows)) {
-    token = __ldg(p.plan.token_of_row + row);
-    if (p.probs != nullptr) slot = __ldg(p.plan.slot_of_row + row);
+__device__ __forceinline__ Row read_row(const Params& p, int at) {
+  int token = -1, slot = 0;
+  if (at < p.max_rows) {
+    token = __ldg(p.plan.token_of_row + at);
+    if (p.probs != nullptr) slot = __ldg(p.plan.slot_of_row + at);
   }
-  const int count = static_cast<int>(min(int64_t{32}, min(last, int64_t{rows}) - first));
-  if (lane >= count) token = 0;
+  const bool inside = at < __ldg(p.plan.row_offsets + p.plan.experts);
   float prob = 0.0f;
-  if (p.probs != nullptr && lane < count && token >= 0)
+  if (p.probs != nullptr && inside && token >= 0)
     prob = __ldg(p.probs + token * int64_t{p.slots} + slot);
-  if (p.zero_unweighted && lane < count && prob == 0.0f) token = -1;
-  return {.first = first, .count = count, .token = token, .prob = prob};
+  if (p.zero_unweighted && prob == 0.0f) token = -1;
+  return {.at = at, .token = token, .prob = prob, .inside = inside};
 }
 
-// Scale `i` of rows.count x tiles: lanes run along the contiguous dimension of what is written.
-struct ScaleAt {
-  int row;
-  int tile;
-  bool inside;
-};
-__device__ __forceinline__ ScaleAt scale_at(const Params& p, const Rows& rows, int i) {
-  const int tiles = p.x_scale.tiles;
-  const bool by_row = p.y_scale.tile == 1;
-  return {.row = by_row ? i / tiles : i % max(rows.count, 1),
-          .tile = by_row ? i % tiles : i / max(rows.count, 1),
-          .inside = i < rows.count * tiles};
-}
-
-// A batch of scales from index `base` on.
-__device__ __forceinline__ void read_scales(const Params& p, const Rows& rows, int base,
-                                            float (&value)[kBatch]) {
-#pragma unroll
-  for (int k = 0; k < kBatch; ++k) {
-    const ScaleAt at = scale_at(p, rows, base + 32 * k + static_cast<int>(threadIdx.x));
-    const int token = __shfl_sync(kFullWarp, rows.token, at.row & 31);
-    value[k] = at.inside && token >= 0
-                   ? __ldg(p.x_scale.data + token * p.x_scale.row + at.tile * p.x_scale.tile)
-                   : 0.0f;
-  }
-}
-__device__ __forceinline__ void write_scales(const Params& p, const Rows& rows, int base,
-                                             const float (&value)[kBatch]) {
-#pragma unroll
-  for (int k = 0; k < kBatch; ++k) {
-    const ScaleAt at = scale_at(p, rows, base + 32 * k + static_cast<int>(threadIdx.x));
-    if (at.inside)
-      p.y_scale.data[(rows.first + at.row) * p.y_scale.row + at.tile * p.y_scale.tile] = value[k];
-  }
-}
-
-// Probs, scales (the first batch of which was read) and the zeros of padding.
-__device__ __forceinline__ void write_rows(const Params& p, const Rows& rows,
-                                           float (&value)[kBatch]) {
-  const int lane = threadIdx.x;
-  if (p.probs != nullptr && lane < rows.count) p.permuted_probs[rows.first + lane] = rows.prob;
-  if (p.x_scale.data != nullptr) {
-    write_scales(p, rows, 0, value);
-    for (int base = 32 * kBatch; base < rows.count * p.x_scale.tiles; base += 32 * kBatch) {
-      read_scales(p, rows, base, value);
-      write_scales(p, rows, base, value);
-    }
-  }
-  unsigned padding = __ballot_sync(kFullWarp, rows.token < 0);
-  for (; padding != 0; padding &= padding - 1) {
-    char* to = p.y + (rows.first + __ffs(padding) - 1) * p.row_bytes;
-    for (int at = lane * 16; at < p.row_bytes; at += 32 * 16)
-      store_streaming(to + at, uint4{0, 0, 0, 0});
-  }
-}
-
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    permute(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char shared[];
-  __shared__ alignas(8) uint64_t arrived;
-  const int lane = threadIdx.x;
-  const int64_t token = int64_t{blockIdx.x} / p.pieces * p.tokens_a_block;
-  const int first_byte = static_cast<int>(blockIdx.x % p.pieces) * p.piece_bytes;
-  const int tokens = static_cast<int>(min(int64_t{p.tokens_a_block}, p.tokens - token));
+// kWide: 0 without scales, 4 where those of a row lie together, else 1.
+template <int kWide>
+__global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char of_block[];  // tokens of each warp, barriers
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int unit = blockIdx.x * warps + warp, units = gridDim.x * warps;
+  const int warp_bytes = p.tokens_a_warp * p.piece_bytes;
+  char* shared = of_block + warp * warp_bytes;
+  uint64_t& arrived = reinterpret_cast<uint64_t*>(of_block + warps * warp_bytes)[warp];
+  const int64_t token = int64_t{unit} * p.tokens_a_warp;
+  const int first_byte = static_cast<int>(blockIdx.y) * p.piece_bytes;
+  // The last warps may have none.
+  const int tokens =
+      static_cast<int>(max(int64_t{0}, min(int64_t{p.tokens_a_warp}, p.tokens - token)));
   const int bytes = tokens > 1 ? p.row_bytes : min(p.piece_bytes, p.row_bytes - first_byte);
   if (lane == 0) {
     start_barrier(&arrived);
     arrive_expecting(&arrived, tokens * bytes);
-    if (bytes > 0)
+    if (tokens * bytes > 0)
       bulk_load(shared, p.x + token * p.x_stride + first_byte, tokens * bytes, &arrived);
   }
-  // Everything is read before the first write: under a stream of writes a read takes long.
   const int assignments = tokens * p.slots;
-  int row = lane < assignments ? row_with_data(p, token * p.slots + lane) : -1;
-  const int64_t begin = int64_t{blockIdx.x} * p.rows_a_block, end = begin + p.rows_a_block;
-  Rows rows = read_rows(p, begin, end);
-  float value[kBatch];
-  if (p.x_scale.data != nullptr) read_scales(p, rows, 0, value);
-  __syncwarp();
-  wait_barrier(&arrived);
-  for (int i = lane; i < assignments; i += 32) {
-    if (i >= 32) row = row_with_data(p, token * p.slots + i);
-    if (row >= 0 && bytes > 0)
-      bulk_store(p.y + row * int64_t{p.row_bytes} + first_byte, shared + i / p.slots * bytes,
-                 bytes);
-  }
-  __syncwarp();
-  write_rows(p, rows, value);
-  for (int64_t first = begin + 32; first < end; first += 32) {
-    rows = read_rows(p, first, end);
-    if (p.x_scale.data != nullptr) read_scales(p, rows, 0, value);
-    write_rows(p, rows, value);
+  int to = lane < assignments ? row_with_data(p, token * p.slots + lane) : -1;
+  const char* from_shared = shared + (tokens > 1 ? lane / p.slots * bytes : 0);
+
+  // Lanes run along the contiguous dimension of the scales that are written.
+  const bool by_row = kWide > 0 && p.y_scale.tile == 1;
+  const int within = by_row ? lane / 4 : lane % kGroupRows;
+  const int part = by_row ? lane % 4 : lane / kGroupRows;
+  bool moved = false, zeroed = false;
+#pragma unroll 1
+  for (int group = blockIdx.y * units + unit; group < p.groups || !moved;
+       group += units * gridDim.y) {
+    const Row row = read_row(p, group * kGroupRows + within);
+    int first = part * kWide;  // tile
+#pragma unroll 1
+    do {
+      float value[kBatch] = {};
+      if constexpr (kWide > 0) {
+        const float* from =
+            p.x_scale.data + max(row.token, 0) * p.x_scale.row + int64_t{first} * p.x_scale.tile;
+        const int left = row.inside && row.token >= 0 ? p.x_scale.tiles - first : 0;
+#pragma unroll
+        for (int k = 0; k < kBatch; k += kWide)
+          if (4 * k < left)
+            read_scales<kWide>(from + (kWide == 4 ? 4 * k : int64_t{4 * k} * p.x_scale.tile),
+                               value + k);
+      }
+      // Everything is read before the first write: under a stream of writes a read takes long.
+      if (!moved) {
+        moved = true;
+        __syncwarp();
+        wait_barrier(&arrived);
+#pragma unroll 1
+        for (int i = lane; i < assignments; i += 32) {
+          if (i >= 32) to = row_with_data(p, token * p.slots + i);
+          if (to >= 0 && bytes > 0)
+            bulk_store(p.y + to * int64_t{p.row_bytes} + first_byte, from_shared, bytes);
+        }
+        __syncwarp();
+      }
+      if constexpr (kWide > 0) {
+        float* to_scale = p.y_scale.data + row.at * p.y_scale.row + int64_t{first} * p.y_scale.tile;
+        const int left = row.inside ? p.x_scale.tiles - first : 0;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int tile = k / kWide * 4 * kWide + k % kWide;
+          if (tile < left) to_scale[int64_t{tile} * p.y_scale.tile] = value[k];
+        }
+      }
+      first += 4 * kBatch;
+    } while (kWide > 0 && first - part * kWide < p.x_scale.tiles);
+    if (p.probs != nullptr && row.inside && part == 0) p.permuted_probs[row.at] = row.prob;
+    const unsigned padding = __ballot_sync(kFullWarp, row.inside && row.token < 0 && part == 0);
+    if (padding != 0) {
+      // The tokens are on their way; their place in shared memory serves the zeros, whole rows too.
+      if (!zeroed) {
+        bulk_wait_read();
+        __syncwarp();
+#pragma unroll 1
+        for (int i = lane * 16; i < p.piece_bytes; i += 32 * 16)
+          *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+        bulk_fence();
+        __syncwarp();
+        zeroed = true;
+      }
+      if ((padding >> lane & 1) != 0) {
+#pragma unroll 1
+        for (int i = 0; i < p.row_bytes; i += p.piece_bytes)
+          bulk_store(p.y + row.at * int64_t{p.row_bytes} + i, shared,
+                     min(p.piece_bytes, p.row_bytes - i));
+      }
+    }
   }
   bulk_wait_read();
+}
+
+// Warps a block, of `units` warps with so many bytes each: as many as bring all of x into the SMs
+// in one wave, else one. Not where more than a quarter of the rows may be padding: the warps of a
+// block have neighbouring rows to pad, and SMs would get unequal shares.
+int64_t warps_a_block(const RoutingPlan& plan, int64_t units, int64_t bytes,
+                      const DeviceInfo& device) {
+  const int64_t warps = cdiv(units, device.sm_count);
+  const bool fits = warps <= kMaxWarps && warps * bytes <= device.shared_per_block;
+  return fits && 4 * plan.rows() <= 5 * plan.tokens * plan.slots ? warps : 1;
 }
 
 }  // namespace
@@ -203,34 +221,46 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
   const int64_t x_stride = x.data.stride() * size_of(x.data.dtype);
   // Short rows: 8 KiB of them by one load, while a lane an assignment suffices.
-  const int64_t tokens_a_block =
+  const int64_t tokens_a_warp =
       x_stride != row_bytes
           ? 1
-          : std::max<int64_t>(1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16),
-                                          kThreads / plan.slots));
+          : std::max<int64_t>(
+                1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16), 32 / plan.slots));
   const int64_t pieces = std::max<int64_t>(1, cdiv(row_bytes, kPieceBytes));
   const int64_t piece_bytes = round_up(cdiv(row_bytes, pieces), 16);
-  const int64_t blocks = cdiv(plan.tokens, tokens_a_block) * pieces;
-  const Params params{
-      .x = x.data.as<const char>(),
-      .y = y.data.as<char>(),
-      .x_scale = scales_of(x),
-      .y_scale = scales_of(y),
-      .probs = probs.as<const float>(),
-      .permuted_probs = permuted_probs.as<float>(),
-      .plan = view_of(plan),
-      .tokens = plan.tokens,
-      .slots = static_cast<int>(plan.slots),
-      .row_bytes = static_cast<int>(row_bytes),
-      .tokens_a_block = static_cast<int>(tokens_a_block),
-      .pieces = static_cast<int>(pieces),
-      .piece_bytes = static_cast<int>(piece_bytes),
-      .max_rows = plan.rows(),
-      .rows_a_block = static_cast<int>(round_up(cdiv(plan.rows(), blocks), kSectorRows)),
-      .zero_unweighted = zero_unweighted,
-      .x_stride = static_cast<int>(x_stride)};
-  launch("permute_pad", permute, static_cast<unsigned>(blocks), kThreads,
-         static_cast<size_t>(tokens_a_block * piece_bytes), stream_of(stream), params);
+  const int64_t units = cdiv(plan.tokens, tokens_a_warp);
+  const int64_t warp_bytes = tokens_a_warp * piece_bytes + int64_t{sizeof(uint64_t)};
+  const int64_t warps =
+      pieces > 1 ? 1 : warps_a_block(plan, units, warp_bytes, device_info(y.data.device));
+  const dim3 grid(static_cast<unsigned>(cdiv(units, warps)), static_cast<unsigned>(pieces));
+  const Params params{.x = x.data.as<const char>(),
+                      .y = y.data.as<char>(),
+                      .x_scale = scales_of(x),
+                      .y_scale = scales_of(y),
+                      .probs = probs.as<const float>(),
+                      .permuted_probs = permuted_probs.as<float>(),
+                      .plan = view_of(plan),
+                      .tokens = plan.tokens,
+                      .slots = static_cast<int>(plan.slots),
+                      .row_bytes = static_cast<int>(row_bytes),
+                      .tokens_a_warp = static_cast<int>(tokens_a_warp),
+                      .piece_bytes = static_cast<int>(piece_bytes),
+                      .max_rows = static_cast<int>(plan.rows()),
+                      .groups = static_cast<int>(cdiv(plan.rows(), kGroupRows)),
+                      .zero_unweighted = zero_unweighted,
+                      .x_stride = static_cast<int>(x_stride)};
+  const auto run = [&](auto kernel) {
+    launch("permute_pad", kernel, grid, static_cast<unsigned>(32 * warps),
+           static_cast<size_t>(warps * warp_bytes), stream_of(stream), params);
+  };
+  const Scales& scales = params.x_scale;
+  if (scales.data == nullptr)
+    run(permute<0>);
+  else if (scales.tile == 1 && scales.tiles % 4 == 0 && scales.row % 4 == 0 &&
+           reinterpret_cast<uintptr_t>(scales.data) % 16 == 0)
+    run(permute<4>);
+  else
+    run(permute<1>);
 }
 
 }  // namespace fp8moe::cuda

@@ -90,6 +90,17 @@ def test_model_sizes(align: int) -> None:
     check(ops.permute_pad, plan, ops.quantize(awkward(512, 7168)), torch.rand(512, 8))
 
 
+@pytest.mark.parametrize("align", [1, 16, 128])
+def test_blocks_of_many_warps(align: int) -> None:
+    """FP8 rows that all fit in the shared memory of 132 SMs at once, 32 a block; align 128 pads too
+    much for that."""
+    _, plan = plan_of("random", tokens=4090, experts=32, slots=2, align=align)
+    q = ops.quantize(awkward(4090, 7168))
+    check(ops.permute_pad, plan, q, torch.rand(4090, 2))
+    check(ops.permute_pad, plan, q, scale_layout="row")
+    check(ops.unpermute_unpad_backward, plan, q)
+
+
 def test_infinities_and_nans() -> None:
     _, plan = plan_of("random", tokens=100, experts=4, slots=2, align=16)
     for dtype in DTYPES:
