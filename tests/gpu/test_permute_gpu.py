@@ -101,6 +101,16 @@ def test_blocks_of_many_warps(align: int) -> None:
     check(ops.unpermute_unpad_backward, plan, q)
 
 
+def test_rows_in_pieces() -> None:
+    """Rows of more than 32 KiB, and their padding, move a piece at a time."""
+    for align in (1, 16):
+        _, plan = plan_of("dropped", tokens=37, experts=3, slots=2, align=align)
+        for width in (8208, 20000):
+            check(ops.permute_pad, plan, awkward(37, width, dtype=torch.float32), torch.rand(37, 2))
+            q = ops.quantize(awkward(37, 4 * width))
+            check(ops.permute_pad, plan, q, scale_layout="row")
+
+
 def test_infinities_and_nans() -> None:
     _, plan = plan_of("random", tokens=100, experts=4, slots=2, align=16)
     for dtype in DTYPES:
