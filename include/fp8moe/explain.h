@@ -1,4 +1,4 @@
-// Which kernel a grouped GEMM of given sizes runs on CUDA, and how well its tiles fit. No device is
+// Which kernel a grouped GEMM of given sizes and bf16 output runs on CUDA, and how well its tiles fit. No device is
 // asked; a build without the CUDA backend answers, too.
 #pragma once
 
@@ -14,7 +14,6 @@ enum class GemmPass { fprop, dgrad, wgrad };
 struct GemmChoice {
   int tile_m, tile_n;  // of the output, what a CTA works on at a time
   int stages;          // of the ring in shared memory
-  int cluster;         // CTAs that load for each other
   int shared_bytes;    // of a CTA
   int64_t tiles;       // of all experts
   double waves;        // tiles / SMs

@@ -331,7 +331,6 @@ NB_MODULE(_C, m) {
         nb::typed<nb::dict, nb::str, nb::any> d;
         d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
         d["stages"] = c.stages;
-        d["cluster"] = c.cluster;
         d["shared_bytes"] = c.shared_bytes;
         d["tiles"] = c.tiles;
         d["waves"] = c.waves;

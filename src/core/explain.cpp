@@ -12,15 +12,13 @@ using cuda::gemm::Kind;
 
 template <Kind kKind, int TileN>
 void describe_stage(GemmChoice& choice) {
-  using S = cuda::gemm::Stage<kKind, TileN>;
-  choice.stages = S::kStages;
-  choice.shared_bytes = S::kBytes;
+  choice.shared_bytes = cuda::gemm::Stage<kKind, TileN>::kBytes;
 }
 
 template <Kind kKind>
 GemmChoice describe(const cuda::gemm::Config& config) {
   GemmChoice choice{
-      .tile_m = cuda::gemm::kTileM, .tile_n = config.tile_n, .cluster = config.cluster};
+      .tile_m = cuda::gemm::kTileM, .tile_n = config.tile_n, .stages = cuda::gemm::kStages};
   if (config.tile_n == 128)
     describe_stage<kKind, 128>(choice);
   else
@@ -42,7 +40,8 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   if (pass == GemmPass::dgrad) std::swap(n, k);
   // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
   const int64_t columns = tokens ? k : n;
-  const auto config = cuda::gemm::choose_config(columns);
+  const Kind kind = tokens ? Kind::tokens_block : Kind::rows;
+  const auto config = cuda::gemm::choose_config(kind, columns, true);
   GemmChoice choice = tokens ? describe<Kind::tokens_block>(config) : describe<Kind::rows>(config);
 
   // A warpgroup multiplies 64 rows; one that has none is idle, not wasted.

@@ -13,6 +13,9 @@ enum class Kind : int {
   tokens_column,  // the same, both scaled 1x128 along the contracted dimension
 };
 
+// The types of D that an instance can write.
+enum class Output : int { bf16, f32, either };
+
 inline constexpr int kTileM = 128;
 inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
 // TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
@@ -22,8 +25,6 @@ inline constexpr int kMaxExperts = 1024;
 
 struct Config {
   int tile_n = 192;  // columns of a tile of D: 128 or 192; its rows are kTileM = 128
-  int cluster =
-      1;  // CTAs that load for each other; pairs were measured and are slower (docs/notes)
 };
 
 // Columns computed for n columns of D, tiles being whole.
@@ -32,10 +33,10 @@ constexpr int64_t padded_columns(int64_t n, int tile_n) {
 }
 
 // A tile of 192 columns runs at about 1.1 times the rate of one of 128 (docs/notes); the narrow one
-// pays where it leaves out more than that.
-constexpr Config choose_config(int64_t n) {
+// pays where it leaves out more than that. f32 rows are rare and have no wide instance.
+constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
   const bool narrow = 10 * padded_columns(n, 192) > 11 * padded_columns(n, 128);
-  return {.tile_n = narrow ? 128 : 192};
+  return {.tile_n = narrow || (kind == Kind::rows && !bf16) ? 128 : 192};
 }
 
 }  // namespace fp8moe::cuda::gemm

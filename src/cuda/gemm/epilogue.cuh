@@ -1,139 +1,162 @@
-// Sums in wgmma's register layout to global memory, without shared memory: B's rows are loaded in
-// an order that leaves a lane four adjacent columns, so every store of a quad writes whole 32-byte
-// sectors, and any row may be left out.
+// Sums in wgmma's register layout to D, through shared memory and TMA. A warp stores its own 16
+// rows, and so waits for no other.
 #pragma once
 
 #include <cuda_bf16.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include "cuda/gemm/params.h"
+#include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
 
-__device__ __forceinline__ uint2 round_bf16(float4 v) {
-  const __nv_bfloat162 low = __floats2bfloat162_rn(v.x, v.y),
-                       high = __floats2bfloat162_rn(v.z, v.w);
-  return make_uint2(reinterpret_cast<const uint32_t&>(low),
-                    reinterpret_cast<const uint32_t&>(high));
-}
-
-// v, in other registers. A vector store wants its operand in four adjacent registers; if those were
-// the sums themselves, each would lie in the register bank of its part, and every multiply-add of
-// the promotion would take two cycles. threadIdx.y is 0, which the compiler does not know.
-__device__ __forceinline__ float4 elsewhere(float4 v) {
-  const auto other = [](float x) { return __uint_as_float(__float_as_uint(x) ^ threadIdx.y); };
-  return make_float4(other(v.x), other(v.y), other(v.z), other(v.w));
-}
-
-__device__ __forceinline__ void put(float* to, float4 v) {
-  __stcs(reinterpret_cast<float4*>(to), elsewhere(v));
-}
-
-__device__ __forceinline__ void put(__nv_bfloat16* to, float4 v) {
-  __stcs(reinterpret_cast<uint2*>(to), round_bf16(v));
-}
-
-// Each element has one writer, so reductions are as deterministic as read, add, write, and faster.
-__device__ __forceinline__ void add(float* to, float4 sum) {
-  const float4 v = elsewhere(sum);
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-}
-
-// Rounds the product to bf16 first, then the sum: what adding two bf16 tensors gives.
-__device__ __forceinline__ void add(__nv_bfloat16* to, float4 v) {
-  const uint2 rounded = round_bf16(v);
-  asm volatile("red.relaxed.gpu.global.add.noftz.v2.bf16x2 [%0], {%1, %2};" ::"l"(to),
-               "r"(rounded.x), "r"(rounded.y)
-               : "memory");
-}
-
 // Where a warpgroup's [64, N] part of a tile goes in D.
 struct Destination {
-  int64_t element = 0;  // of row 0, column 0 of the part
-  int rows = 0;         // rows to write
-  int columns = 0;      // columns to write, a multiple of 16
+  int row = 0, column = 0, expert = 0;  // of the part's first element
+  int rows = 0;                         // rows to write
+  int columns = 0;                      // columns to write, a multiple of 16
+
+  __device__ int64_t element(const Params& params) const {
+    return (int64_t{expert} * params.m + row) * params.n + column;
+  }
 };
 
-// A thread of a warpgroup holds, of a [64, N] part: sum[8 g + 0, 1, 4, 5] at row r, columns
-// 16 g + 4 q + 0..3, and sum[8 g + 2, 3, 6, 7] at row r + 8, with r = 16 warp + lane / 4, q = lane
-// % 4.
-template <bool Add, typename D, int N>
-__device__ __forceinline__ void write(const float (&sum)[N / 2], const Params& params,
-                                      const Destination& to) {
-  const int lane = threadIdx.x % 32, q = lane % 4;
-  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  D* d = static_cast<D*>(params.d) + to.element + int64_t{row} * params.n + 4 * q;
+// A slab lies under TMA's 128-byte swizzle: the 16 bytes w of row r at w ^ r % 8. D is not read
+// again while L2 holds it, hence the hint. One thread.
+__device__ __forceinline__ void send_slab(const CUtensorMap& d, const uint8_t* slab, int column,
+                                          int row, int expert, bool add) {
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+  const uint32_t from = cute::cast_smem_ptr_to_uint(slab);
+  if (add)
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group.L2::cache_hint "
+        "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&d),
+        "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kHint)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint "
+        "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&d),
+        "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kHint)
+        : "memory");
+}
+
+// Sends a warp's slabs [First, Last) of a tile's rows, of Columns columns each; the first one lies
+// at `slabs`. Row by row where an expert's rows end within them: TMA would write the next expert's.
+// Rows past those of tokens_* lie outside of D, and TMA leaves them out.
+template <Kind kKind, int Columns, int First, int Last>
+__device__ __forceinline__ void send(const Params& params, const Destination& to, int warp,
+                                     const uint8_t* slabs) {
+  const int row = to.row + kSlabRows * warp, rows = to.rows - kSlabRows * warp;
+  if (kKind != Kind::rows || rows >= kSlabRows) {
+    if (rows > 0 && cute::elect_one_sync()) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half < to.rows) {
-#pragma unroll
-      for (int g = 0; g < N / 16; ++g) {
-        const float* s = &sum[8 * g + 2 * half];
-        if (16 * g < to.columns) {
-          if constexpr (Add)
-            add(d + 16 * g, make_float4(s[0], s[1], s[4], s[5]));
-          else
-            put(d + 16 * g, make_float4(s[0], s[1], s[4], s[5]));
-        }
-      }
+      for (int s = First; s < Last; ++s)
+        if (s * Columns < to.columns)
+          send_slab(params.d_map, slabs + (s - First) * kSlabBytes, to.column + s * Columns, row,
+                    to.expert, kKind != Kind::rows && params.add);
     }
-    d += int64_t{8} * params.n;
+  } else {
+    constexpr int kBytes = 128 / Columns;  // of an element
+    const int lane = threadIdx.x % 32, word = lane % 8;
+    auto* d = static_cast<uint8_t*>(params.d) + (int64_t{row} * params.n + to.column) * kBytes +
+              16 * word;
+    for (int s = First; s < Last; ++s) {
+      if (s * Columns + 16 / kBytes * word >= to.columns) break;
+      for (int r = lane / 8; r < rows; r += 4)
+        __stcs(reinterpret_cast<uint4*>(d + int64_t{r} * params.n * kBytes + 128 * s),
+               *reinterpret_cast<const uint4*>(slabs + (s - First) * kSlabBytes + 128 * r +
+                                               16 * (word ^ r % 8)));
+    }
   }
 }
 
+// Waits until at most Pending of the warp's earlier stores still read their slabs.
+template <int Pending>
+__device__ __forceinline__ void await_slabs() {
+  cute::tma_store_wait<Pending>();
+  __syncwarp();
+}
+
+__device__ __forceinline__ void slabs_written() {
+  cute::tma_store_fence();
+  __syncwarp();
+}
+
+__device__ __forceinline__ uint32_t round_bf16(float x, float y) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
+  return reinterpret_cast<const uint32_t&>(v);
+}
+
+// A thread of a warpgroup holds, of a [64, N] part: sum[4 g + 0, 1] at row r, columns 8 g + 2 q +
+// 0, 1, and sum[4 g + 2, 3] at row r + 8, with r = 16 warp + lane / 4, q = lane % 4.
 template <Kind kKind, int N>
-__device__ __forceinline__ void store(const float (&sum)[N / 2], const Params& params,
-                                      const Destination& to) {
-  const Output output = params.output;
-  if (params.column_group == 32) {
-    write_eights<N>(sum, params, to);
-  } else if (output == Output::store_bf16) {
-    write<false, __nv_bfloat16, N>(sum, params, to);
-  } else if (output == Output::store_f32) {
-    write<false, float, N>(sum, params, to);
-  } else if constexpr (kKind != Kind::rows) {
-    if (output == Output::add_f32)
-      write<true, float, N>(sum, params, to);
-    else
-      write<true, __nv_bfloat16, N>(sum, params, to);
+__device__ __forceinline__ void store_bf16(const float (&sum)[N / 2], const Params& params,
+                                           const Destination& to, int warp, uint8_t* slabs) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t mine = cute::cast_smem_ptr_to_uint(slabs) + lane % 16 * 128;
+  const uint32_t word = (lane / 16 ^ lane % 8) * 16;
+  await_slabs<0>();
+#pragma unroll
+  for (int g = 0; g < N / 16; ++g) {
+    const float* s = &sum[8 * g];
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     mine + g / 4 * kSlabBytes + (word ^ g % 4 * 32)),
+                 "r"(round_bf16(s[0], s[1])), "r"(round_bf16(s[2], s[3])),
+                 "r"(round_bf16(s[4], s[5])), "r"(round_bf16(s[6], s[7]))
+                 : "memory");
+  }
+  slabs_written();
+  send<kKind, 64, 0, N / 64>(params, to, warp, slabs);
+  cute::tma_store_arrive();
+}
+
+// Slab S of 32 columns and those after it. A vector store would want its operands in adjacent
+// registers; each sum would then lie in the register bank of its part, and every multiply-add of
+// the promotion take two cycles. So two words, the second one first in odd rows: no bank conflict.
+template <Kind kKind, int N, int S = 0>
+__device__ __forceinline__ void store_f32(const float (&sum)[N / 2], const Params& params,
+                                          const Destination& to, int warp, uint8_t* slabs) {
+  if constexpr (S < N / 32) {
+    const uint32_t lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
+    uint8_t* slab = slabs + S % kSlabs * kSlabBytes;
+    const uint32_t mine = cute::cast_smem_ptr_to_uint(slab) + r * 128 + q % 2 * 8 + r % 2 * 4;
+    const uint32_t word = (q / 2 ^ r) * 16;
+    await_slabs<kSlabs - 1>();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int lower = i % 2;
+      const float* s = &sum[4 * (4 * S + i / 2) + 2 * lower];
+      const uint32_t at = mine + lower * 1024 + (word ^ i / 2 * 32);
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(r % 2 ? s[1] : s[0]) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at ^ 4), "f"(r % 2 ? s[0] : s[1]) : "memory");
+    }
+    slabs_written();
+    send<kKind, 32, S, S + 1>(params, to, warp, slab);
+    cute::tma_store_arrive();
+    store_f32<kKind, N, S + 1>(sum, params, to, warp, slabs);
   }
 }
 
-// bf16 where B was loaded by groups of 32: the thread's sum[16 g + 4 j + 0, 1], j < 4, are columns
-// 32 g + 8 q + 2 j + 0, 1 of row r, and those two further on of row r + 8.
-template <int N>
-__device__ __forceinline__ void write_eights(const float (&sum)[N / 2], const Params& params,
-                                             const Destination& to) {
-  const int lane = threadIdx.x % 32, q = lane % 4;
-  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  auto* d = static_cast<__nv_bfloat16*>(params.d) + to.element + int64_t{row} * params.n + 8 * q;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half < to.rows) {
-#pragma unroll
-      for (int g = 0; g < N / 32; ++g) {
-        const float* s = &sum[16 * g + 2 * half];
-        if (32 * g < to.columns) {
-          const uint2 low = round_bf16(make_float4(s[0], s[1], s[4], s[5]));
-          const uint2 high = round_bf16(make_float4(s[8], s[9], s[12], s[13]));
-          __stcs(reinterpret_cast<uint4*>(d + 32 * g), make_uint4(low.x, low.y, high.x, high.y));
-        }
-      }
-    }
-    d += int64_t{8} * params.n;
-  }
+template <Kind kKind, int N, Output kOutput>
+__device__ __forceinline__ void store(const float (&sum)[N / 2], const Params& params,
+                                      const Destination& to, int warp, uint8_t* slabs) {
+  if (kOutput == Output::bf16 || (kOutput == Output::either && params.bf16))
+    store_bf16<kKind, N>(sum, params, to, warp, slabs);
+  else
+    store_f32<kKind, N>(sum, params, to, warp, slabs);
 }
 
 // Zeros, for an expert without tokens. One warpgroup.
-template <int N>
-__device__ void store_zeros(const Params& params, const Destination& to) {
-  const int bytes = params.output == Output::store_bf16 ? 2 : 4;
+__device__ inline void store_zeros(const Params& params, const Destination& to) {
+  const int bytes = params.bf16 ? 2 : 4;
   const int per_row = to.columns * bytes / 16;  // 16-byte words
   for (int i = threadIdx.x % 128; i < 64 * per_row; i += 128) {
     const int row = i / per_row, word = i - row * per_row;
     if (row >= to.rows) break;
-    const int64_t at = (to.element + int64_t{row} * params.n) * bytes + 16 * word;
+    const int64_t at = (to.element(params) + int64_t{row} * params.n) * bytes + 16 * word;
     __stcs(reinterpret_cast<uint4*>(static_cast<uint8_t*>(params.d) + at), make_uint4(0, 0, 0, 0));
   }
 }

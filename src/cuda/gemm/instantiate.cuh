@@ -8,33 +8,29 @@
 
 namespace fp8moe::cuda::gemm {
 
-template <Kind kKind, DType A, DType B, int TileN, int Cluster>
+template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
-  using S = Stage<kKind, TileN>;
-  auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, Cluster>;
+  constexpr int kBytes = Stage<kKind, TileN>::kBytes;
+  auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, kOutput>;
   FP8MOE_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(device.sm_count / Cluster * Cluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(S::kBytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  FP8MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  kernel<<<static_cast<unsigned>(device.sm_count), kThreads, kBytes, stream>>>(params);
+  FP8MOE_CUDA_CHECK(cudaGetLastError());
 }
 
+// With 192 columns the registers bear one way to write D: with both, sums and parts share banks.
 template <Kind kKind, DType A, DType B>
 void launch(const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream) {
-  switch (config.tile_n) {
-    case 128: return launch_kernel<kKind, A, B, 128, 1>(params, device, stream);
-    case 192: return launch_kernel<kKind, A, B, 192, 1>(params, device, stream);
-    default: throw InvalidArgument("no kernel of tile 128x" + std::to_string(config.tile_n));
+  if (config.tile_n == 128)
+    return launch_kernel<kKind, A, B, 128, Output::either>(params, device, stream);
+  if (config.tile_n == 192 && params.bf16)
+    return launch_kernel<kKind, A, B, 192, Output::bf16>(params, device, stream);
+  if constexpr (kKind != Kind::rows) {
+    if (config.tile_n == 192)
+      return launch_kernel<kKind, A, B, 192, Output::f32>(params, device, stream);
   }
+  throw InvalidArgument("no kernel of tile 128x" + std::to_string(config.tile_n));
 }
 
 }  // namespace fp8moe::cuda::gemm

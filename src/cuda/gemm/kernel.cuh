@@ -1,5 +1,5 @@
-// The grouped GEMM kernel: one producer warp feeds a ring of stages by TMA; two consumer warpgroups
-// multiply 64 rows each and promote every K-block into fp32 sums. docs/grouped-gemm.md explains it.
+// The grouped GEMM kernel: two threads feed a ring of stages; two consumer warpgroups multiply 64
+// rows each and promote every K-block into fp32 sums. docs/grouped-gemm.md explains it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -17,30 +17,28 @@
 
 namespace fp8moe::cuda::gemm {
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
-inline constexpr int kConsumerWarps = 8;
-inline constexpr int kProducerRegisters = 24;
-inline constexpr int kConsumerRegisters = 240;
+// setmaxnreg; under 40 the producers would spill.
+inline constexpr int kProducerRegisters = 40;
+inline constexpr int kConsumerRegisters = 232;
 
 // The ring of stages in shared memory; every stage has its parts at the same offsets.
 template <Kind kKind, int TileN>
 struct Ring {
   using S = Stage<kKind, TileN>;
-  static constexpr int kStages = S::kStages;
   uint8_t* base;
 
   __device__ uint8_t* a(int s) const { return base + s * S::kTileBytes; }
   __device__ uint8_t* b(int s) const { return a(s) + S::kABytes; }
-  __device__ float* scale_a(int s) const {
-    return reinterpret_cast<float*>(base + kStages * S::kTileBytes + s * S::kScaleBytes);
+  __device__ uint8_t* slabs(int warp) const { return a(kStages) + warp * (kSlabs * kSlabBytes); }
+  __device__ uint8_t* scales(int s) const { return slabs(kConsumerWarps) + s * S::kScaleBytes; }
+  __device__ float* scale_a(int s) const { return reinterpret_cast<float*>(scales(s)); }
+  __device__ float* scale_b(int s) const {
+    return reinterpret_cast<float*>(scales(s) + S::kScaleBAt);
   }
-  __device__ float* scale_b(int s) const { return scale_a(s) + S::kScaleBAt / sizeof(float); }
-  __device__ uint64_t* barriers() const {
-    return reinterpret_cast<uint64_t*>(base + kStages * (S::kTileBytes + S::kScaleBytes));
-  }
+  __device__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(scales(kStages)); }
   __device__ FullBarrier& full(int s) const {
     return *reinterpret_cast<FullBarrier*>(barriers() + s);
   }
@@ -50,252 +48,214 @@ struct Ring {
   __device__ Tile& tile(int s) const {  // whose first K-block the stage holds
     return reinterpret_cast<Tile*>(barriers() + 2 * kStages)[s];
   }
-  __device__ int* first_unit() const { return reinterpret_cast<int*>(&tile(kStages)); }
+  __device__ int* first_tile() const { return reinterpret_cast<int*>(&tile(kStages)); }
 };
 
-template <int Stages>
-struct Position {
+constexpr int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+
+// Calls load(tile, k, stage) for every K-block of every tile once its stage is empty. A tile
+// without K-blocks, and the end, are told through a stage that holds nothing: one call, with k 0.
+template <Kind kKind, int TileN, typename Load>
+__device__ __forceinline__ void for_each_stage(const Params& params, const Ring<kKind, TileN>& ring,
+                                               Load load) {
+  Schedule<kKind, TileN> schedule(params, ring.first_tile());
   int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == Stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-constexpr uint16_t kBothCtas = 3;
-
-// One box of A or B; `both` writes it to the same place in the shared memory of both CTAs.
-__device__ __forceinline__ void load_box_a(const Params& params, FullBarrier& full, uint8_t* to,
-                                           bool both, int k, int row) {
-  auto* barrier = reinterpret_cast<uint64_t*>(&full);
-  if (both)
-    cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&params.a, barrier, kBothCtas, kHint, to, k, row);
-  else
-    cute::SM90_TMA_LOAD_2D::copy(&params.a, barrier, kHint, to, k, row);
-}
-
-__device__ __forceinline__ void load_box_b(const Params& params, FullBarrier& full, uint8_t* to,
-                                           bool both, int k, int row) {
-  auto* barrier = reinterpret_cast<uint64_t*>(&full);
-  if (both)
-    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&params.b, barrier, kBothCtas, kHint, to, k, 0, 0, 0,
-                                           row / params.column_group);
-  else
-    cute::SM90_TMA_LOAD_5D::copy(&params.b, barrier, kHint, to, k, 0, 0, 0,
-                                 row / params.column_group);
-}
-
-// An operand of `Rows` rows: a whole box, or two halves of which a pair that shares it loads one
-// each.
-template <int Rows, int Cluster, typename LoadBox>
-__device__ __forceinline__ void load_operand(uint8_t* to, bool shared, int rank, int row,
-                                             LoadBox load_box) {
-  if constexpr (Cluster == 1) {
-    load_box(to, false, row);
-  } else {
-    constexpr int kHalf = Rows / 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (!shared || half == rank)
-        load_box(to + half * kHalf * kBlockK, shared, row + half * kHalf);
-  }
-}
-
-template <Kind kKind, int TileN, int Cluster>
-__device__ void produce(const Params& params, const Ring<kKind, TileN>& ring, int rank) {
-  using S = Stage<kKind, TileN>;
-  Schedule<kKind, TileN, Cluster> schedule(params, ring.first_unit());
-  Position<S::kStages> at;
+  uint32_t phase = 1;
   for (bool more = true; more;) {
     Tile tile;
     more = schedule.next(tile);
     if (!more) tile.k_blocks = kNoMore;
-    const int first_row_b = kKind == Kind::rows ? tile.expert * params.n : 0;
-    // A tile without K-blocks, and the end, are told through a stage that holds nothing.
-    for (int k = 0; k < max(tile.k_blocks, 1); ++k, at.advance()) {
-      ring.empty(at.stage).wait(at.phase ^ 1);
-      FullBarrier& full = ring.full(at.stage);
-      if (k == 0) ring.tile(at.stage) = tile;
-      if (tile.k_blocks <= 0) {
-        full.arrive();
-        continue;
-      }
-      full.arrive_and_expect_tx(S::kLoadBytes);
-      const int block = tile.k_first + k;
-      const int depth = block * kBlockK;
-      load_operand<kTileM, Cluster>(
-          ring.a(at.stage), tile.shared == Shared::a, rank, tile.row,
-          [&](uint8_t* to, bool both, int row) { load_box_a(params, full, to, both, depth, row); });
-      load_operand<TileN, Cluster>(
-          ring.b(at.stage), tile.shared == Shared::b, rank, first_row_b + tile.column,
-          [&](uint8_t* to, bool both, int row) { load_box_b(params, full, to, both, depth, row); });
-      auto* barrier = reinterpret_cast<uint64_t*>(&full);
-      if constexpr (S::kScaleABytes > 0)
-        cute::SM90_TMA_LOAD_2D::copy(&params.scale_a, barrier, kHint, ring.scale_a(at.stage),
-                                     tile.row / 4 * 4, block);
-      if constexpr (S::kScaleBBytes > 0)
-        cute::SM90_TMA_LOAD_2D::copy(&params.scale_b, barrier, kHint, ring.scale_b(at.stage),
-                                     tile.column, block);
+    auto load_block = load(tile);
+    for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
+      ring.empty(stage).wait(phase);
+      load_block(k, stage);
+      stage = after(stage);
+      phase ^= stage == 0;
     }
   }
 }
 
-// The barrier at `local`, seen from this CTA, of the CTA that a lane tells about a released stage:
-// lane 0 its own producer and, as boxes may go to both CTAs, lanes up to Cluster the peer's.
-template <int Cluster>
-__device__ uint32_t barrier_of_lane(const EmptyBarrier& local) {
-  uint32_t address = cute::cast_smem_ptr_to_uint(&local);
-  if constexpr (Cluster > 1) {
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(address)
-                 : "r"(address), "r"(threadIdx.x % Cluster));
-  }
-  return address;
+// What TMA brings. One thread, elected: ptxas then knows that a warp has one such thread, and puts
+// no loop over threads around every TMA instruction.
+template <Kind kKind, int TileN>
+__device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
+  using S = Stage<kKind, TileN>;
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  using Load = cute::SM90_TMA_LOAD_2D;
+  for_each_stage(params, ring, [&](const Tile& tile) {
+    const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
+    return [&, tile, row_b](int k, int stage) {
+      FullBarrier& full = ring.full(stage);
+      if (k == 0) ring.tile(stage) = tile;
+      if (tile.k_blocks <= 0) return full.arrive();
+      full.arrive_and_expect_tx(S::kLoadBytes);
+      auto* barrier = reinterpret_cast<uint64_t*>(&full);
+      const int block = tile.k_first + k, depth = block * kBlockK;
+      Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
+      Load::copy(&params.b, barrier, kHint, ring.b(stage), depth, row_b);
+      if constexpr (S::kScaleABytes > 0)
+        Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
+      if constexpr (S::kScaleBBytes > 0)
+        Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
+    };
+  });
 }
 
-template <int Cluster>
-__device__ __forceinline__ void arrive(uint32_t barrier, bool mine) {
-  if (mine) {
-    if constexpr (Cluster > 1)
-      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-    else
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-  }
+// The scales of blocks, which lie too scattered for TMA. One thread of another warp: it would hold
+// TMA up.
+template <Kind kKind, int TileN>
+__device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& ring) {
+  for_each_stage(params, ring, [&](const Tile& tile) {
+    const BlockScales<kKind, TileN> scales(params, tile);
+    return [&ring, scales, k_blocks = tile.k_blocks](int k, int stage) {
+      if (k_blocks <= 0) return ring.full(stage).arrive();
+      scales.copy(k, ring.scale_b(stage), ring.full(stage));
+    };
+  });
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the ring they are fed from.
-template <Kind kKind, DType A, DType B, int TileN, int Cluster>
+template <Kind kKind, DType A, DType B, int TileN>
 struct Consumer {
   using Scales = Promoter<kKind, TileN>;
 
-  const Params& params;
   const Ring<kKind, TileN>& ring;
-  int half;        // which 64 rows of the tile
-  uint32_t a, b;   // descriptors of stage 0
-  uint32_t empty;  // barrier_of_lane of stage 0
-  Position<Ring<kKind, TileN>::kStages> at;
-  bool ready = false;     // the stage at `at` is known to be full
+  uint32_t a, b;          // descriptors of stage 0
+  int stage = 0;          // the next one, which is full
+  uint32_t phases = 0;    // bit s: the phase of stage s
   float sum[TileN / 2];   // of the tile, scaled
   float part[TileN / 2];  // of one K-block
 
-  // A warp is done with a stage.
-  __device__ __forceinline__ void release(int stage) const {
-    arrive<Cluster>(empty + stage * sizeof(EmptyBarrier), threadIdx.x % 32 < Cluster);
-  }
+  __device__ __forceinline__ void await(int s) { ring.full(s).wait(phases >> s & 1); }
 
-  __device__ __forceinline__ void await() {
-    if (!ready) ring.full(at.stage).wait(at.phase);
-    ready = true;
+  // A warp is done with a stage.
+  __device__ __forceinline__ void release(int s) {
+    __syncwarp();  // all lanes have read what it holds
+    if (threadIdx.x % 32 == 0) ring.empty(s).arrive();
   }
 
   // Leaves a stage of which nothing is multiplied.
   __device__ __forceinline__ void pass() {
-    await();
-    release(at.stage);
-    at.advance();
-    ready = false;
+    release(stage);
+    phases ^= 1u << stage;
+    stage = after(stage);
+    await(stage);
   }
 
-  // One K-block: under its multiply runs `meanwhile`.
+  // The K-block in stage s. Under its multiply runs `meanwhile`. Ends when the next stage is full,
+  // too: there always is one, if only to tell the end. The wait comes before the release because
+  // ptxas then starts it early among the multiply-adds and not behind them.
   template <bool First, typename Meanwhile>
-  __device__ __forceinline__ void step(Scales& scales, int k, Meanwhile meanwhile) {
+  __device__ __forceinline__ void step(int s, Scales& scales, Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    await();
-    const int stage = at.stage;
-    scales.load(ring.scale_a(stage), k);
-    multiply<A, B, TileN>(a + stage * kStride, b + stage * kStride, part);
-    at.advance();
+    scales.load(ring.scale_a(s), ring.scale_b(s));
+    multiply<A, B, TileN>(a + s * kStride, b + s * kStride, part);
     meanwhile();
     finish(part);
-    if constexpr (!Scales::kReadsStage) release(stage);
-    ready = ring.full(at.stage).test_wait(at.phase);  // its latency passes under the promotion
-    scales.template add<First>(part, sum, ring.scale_b(stage));
-    if constexpr (Scales::kReadsStage) release(stage);
+    phases ^= 1u << s;
+    scales.template add<First>(part, sum, ring.scale_b(s));
+    await(after(s));
+    release(s);
+  }
+
+  // The K-blocks of a tile. From stage 0 on the loop is unrolled over the stages: addresses,
+  // descriptors and barriers are immediates, and no branch is taken but the one back.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void steps(Scales& scales, int k_blocks, Meanwhile meanwhile) {
+    const auto nothing = [] {};
+    int left = k_blocks - 1;
+    step<true>(stage, scales, meanwhile);
+    stage = after(stage);
+    for (; left > 0 && stage != 0; --left) {
+      step<false>(stage, scales, nothing);
+      stage = after(stage);
+    }
+    while (left > 0) {
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) {
+        step<false>(s, scales, nothing);
+        if (--left == 0) {
+          stage = after(s);
+          break;
+        }
+      }
+    }
   }
 };
 
-template <Kind kKind, DType A, DType B, int TileN, int Cluster>
-__device__ void consume(const Params& params, const Ring<kKind, TileN>& ring) {
-  // Through a shuffle the compiler knows it to be uniform in the warp, and so the descriptors.
+template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
+__device__ void consume(const Params& params, uint8_t* shared) {
+  // Through a shuffle the compiler knows these to be uniform in the warp, and so the descriptors;
+  // and it does not compute the address of shared memory anew in every step.
   const int half = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  Consumer<kKind, A, B, TileN, Cluster> consumer{.params = params,
-                                                 .ring = ring,
-                                                 .half = half,
-                                                 .a = descriptor(ring.a(0) + half * 64 * kBlockK),
-                                                 .b = descriptor(ring.b(0)),
-                                                 .empty = barrier_of_lane<Cluster>(ring.empty(0))};
+  const Ring<kKind, TileN> ring{static_cast<uint8_t*>(
+      __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
+  Consumer<kKind, A, B, TileN> consumer{
+      .ring = ring, .a = descriptor(ring.a(0) + half * 64 * kBlockK), .b = descriptor(ring.b(0))};
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  uint8_t* const slabs = ring.slabs(4 * half + warp);
   Destination finished;  // where the sums go once the next tile's first multiply is under way
   bool pending = false;
+  const auto finish = [&] {
+    if (pending) store<kKind, TileN, kOutput>(consumer.sum, params, finished, warp, slabs);
+  };
 
+  consumer.await(0);
   for (;;) {
-    consumer.await();
-    const Tile tile = ring.tile(consumer.at.stage);
+    const Tile tile = ring.tile(consumer.stage);
     if (tile.k_blocks == kNoMore) break;
-    const Destination to{
-        .element = (kKind == Kind::rows ? int64_t{tile.row} + 64 * half
-                                        : int64_t{tile.expert} * params.m + tile.row + 64 * half) *
-                       params.n +
-                   tile.column,
-        .rows = min(64, tile.rows - 64 * half),
-        .columns = min(TileN, params.n - tile.column)};
-    if (to.rows <= 0 || to.columns <= 0) {
+    const Destination to{.row = tile.row + 64 * half,
+                         .column = tile.column,
+                         .expert = kKind == Kind::rows ? 0 : tile.expert,
+                         .rows = min(64, tile.rows - 64 * half),
+                         .columns = min(TileN, params.n - tile.column)};
+    if (to.rows <= 0) {
       for (int k = 0; k < max(tile.k_blocks, 1); ++k) consumer.pass();
       continue;
     }
     if (kKind != Kind::rows && tile.k_blocks == 0) {
       consumer.pass();
-      if (params.output == Output::store_bf16 || params.output == Output::store_f32)
-        store_zeros<TileN>(params, to);
+      if (!params.add) store_zeros(params, to);
       continue;
     }
-    Promoter<kKind, TileN> scales(params, tile, half);
-    consumer.template step<true>(scales, 0, [&] {
-      if (pending) store<kKind, TileN>(consumer.sum, params, finished);
+    Promoter<kKind, TileN> scales(tile, half);
+    consumer.steps(scales, tile.k_blocks, [&] {
+      finish();
       finished = to;
       pending = true;
     });
-    for (int k = 1; k < tile.k_blocks; ++k) consumer.template step<false>(scales, k, [] {});
   }
-  if (pending) store<kKind, TileN>(consumer.sum, params, finished);
+  finish();
+  cute::tma_store_wait<0>();  // shared memory goes with the CTA
 }
 
-template <Kind kKind, DType A, DType B, int TileN, int Cluster>
+template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
+  constexpr bool kBlockScales = kKind != Kind::tokens_column;
   const Ring<kKind, TileN> ring{shared};
-  const int rank = Cluster == 1 ? 0 : static_cast<int>(cute::block_rank_in_cluster());
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
-    for (int s = 0; s < ring.kStages; ++s) {
-      ring.full(s).init(1);
-      ring.empty(s).init(kConsumerWarps * Cluster);
+    for (int s = 0; s < kStages; ++s) {
+      ring.full(s).init(kBlockScales ? 2 : 1);
+      ring.empty(s).init(kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
-  if (kKind == Kind::rows && threadIdx.x < 32)
-    scan_units<Cluster, TileN>(params, ring.first_unit());
-  if constexpr (Cluster > 1)
-    cute::cluster_sync();
-  else
-    __syncthreads();
+  if (kKind == Kind::rows && threadIdx.x < 32) scan_tiles<TileN>(params, ring.first_tile());
+  __syncthreads();
 
-  if (threadIdx.x < 128) {
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kKind, TileN, Cluster>(params, ring, rank);
+    if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileN>(params, ring);
+    if constexpr (kBlockScales)
+      if (warp == 1 && cute::elect_one_sync()) produce_scales<kKind, TileN>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    consume<kKind, A, B, TileN, Cluster>(params, ring);
-  }
-  // The peer may still write here, or arrive on a barrier of this CTA.
-  if constexpr (Cluster > 1) {
-    __syncwarp();
-    cute::cluster_sync();
+    consume<kKind, A, B, TileN, kOutput>(params, shared);
   }
 }
 

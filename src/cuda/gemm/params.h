@@ -9,12 +9,10 @@
 
 namespace fp8moe::cuda::gemm {
 
-// What the epilogue does with the fp32 sums.
-enum class Output : int { store_bf16, store_f32, add_bf16, add_f32 };
-
 struct Params {
-  CUtensorMap a, b;                  // FP8, 3-D (K, row, expert), boxes of 128 bytes swizzled
+  CUtensorMap a, b;                  // FP8, 2-D (K, row), boxes of 128 bytes swizzled
   CUtensorMap scale_a, scale_b;      // f32 1x128 scales, 2-D (row, K-block)
+  CUtensorMap d_map;                 // 3-D (column, row, expert), boxes of one slab
   const float* block_scale_a;        // [cdiv(M,128), K-blocks]         tokens_block
   const float* block_scale_b;        // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
   const int32_t* row_offsets;        // [E+1] rows
@@ -25,8 +23,8 @@ struct Params {
   int m;         // rows of D per expert (tokens_*; unused for rows)
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
-  Output output;
-  int column_group;  // 16 or 32: column_operand_map of b
+  bool bf16;     // D; else f32
+  bool add;      // tokens_*: to what D holds
 };
 
 }  // namespace fp8moe::cuda::gemm

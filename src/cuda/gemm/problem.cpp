@@ -11,13 +11,6 @@ void check_experts(const char* op, int64_t experts) {
                " experts; got ", experts);
 }
 
-// 32 where a lane can then store 16 bytes of bf16 at once: whole groups in D and in a box of B.
-int group_of(Output output, int64_t n, const Config& config) {
-  return output == Output::store_bf16 && n % 32 == 0 && config.tile_n / config.cluster % 32 == 0
-             ? 32
-             : 16;
-}
-
 }  // namespace
 
 Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
@@ -27,12 +20,11 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
-  params.output = d.dtype == DType::bf16 ? Output::store_bf16 : Output::store_f32;
-  params.column_group = group_of(params.output, n, config);
-  params.a = operand_map(op, "a", a.data.data, rows, k, kTileM / config.cluster);
-  params.b = column_operand_map(op, "w", w.data.data, plan.experts * n, k,
-                                config.tile_n / config.cluster, params.column_group);
+  params.bf16 = d.dtype == DType::bf16;
+  params.a = operand_map(op, "a", a.data.data, rows, k, kTileM);
+  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, config.tile_n);
   params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBoxA);
+  params.d_map = output_map(op, "d", d, 1, rows, n);
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
   params.d = d.data;
@@ -47,13 +39,11 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   const char* op = "grouped_gemm_wgrad";
   const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
   Params params{};
-  params.output = dw.dtype == DType::bf16 ? (accumulate ? Output::add_bf16 : Output::store_bf16)
-                                          : (accumulate ? Output::add_f32 : Output::store_f32);
-  // Scales of columns are read by fours, so they want groups of 16.
-  params.column_group = dy_t.layout == ScaleLayout::gemm ? 16 : group_of(params.output, n, config);
-  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM / config.cluster);
-  params.b = column_operand_map(op, "x_t", x_t.data.data, n, columns,
-                                config.tile_n / config.cluster, params.column_group);
+  params.bf16 = dw.dtype == DType::bf16;
+  params.add = accumulate;
+  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM);
+  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, config.tile_n);
+  params.d_map = output_map(op, "dw", dw, plan.experts, m, n);
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =

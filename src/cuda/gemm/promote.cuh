@@ -1,64 +1,59 @@
 // Promotion: the tensor core's sums of one K-block, times the scales, into fp32.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/schedule.cuh"
+#include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
 
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
-// The scales of B by blocks of 128 columns, times those of A where A has one a block too. A tile
-// touches at most two blocks of columns; the boundary is at a multiple of kStep columns. Each lane
-// reads the scales of one K-block in 32, and a shuffle hands them out.
-template <int TileN, bool BlocksOfA>
+// Column groups of a tile that lie in one block of 128 columns of B each, whatever the tile.
+template <int TileN>
+inline constexpr int kColumnGroups = TileN / gcd(TileN, 128);
+
+// The producer's side of scales by blocks: which four floats of a stage come from where. A tile of
+// 192 columns starts at a multiple of 64 and touches two blocks of B: {first, middle, last third of
+// the columns, A's}. One of 128 touches one: {B's, -, -, A's}.
+template <Kind kKind, int TileN>
 class BlockScales {
  public:
-  static constexpr int kStep = gcd(TileN, 128);
-  static constexpr int kGroups = TileN / kStep;
-  static_assert(TileN <= 128 + kStep, "a tile must not touch three blocks");
-
-  __device__ BlockScales(const Params& params, const Tile& tile)
-      : k_blocks_(tile.k_blocks), boundary_(128 - tile.column % 128) {
-    const int blocks = (params.n + 127) / 128;
-    const int block = tile.column / 128;
-    const int64_t row = BlocksOfA ? block : int64_t{tile.expert} * blocks + block;
+  __device__ BlockScales(const Params& params, const Tile& tile) {
+    const int blocks = (params.n + 127) / 128, block = tile.column / 128;
+    const int64_t row = kKind == Kind::rows ? int64_t{tile.expert} * blocks + block : block;
     first_ = params.block_scale_b + row * params.k_blocks + tile.k_first;
-    to_second_ = block + 1 < blocks ? params.k_blocks : 0;
-    if constexpr (BlocksOfA)
-      a_ = params.block_scale_a + int64_t{tile.row / kTileM} * params.k_blocks + tile.k_first;
-  }
-
-  // Takes the scales of K-block k; k ascends by one.
-  __device__ __forceinline__ void take(int k) {
-    if (k % 32 == 0) {
-      const int mine = k + static_cast<int>(threadIdx.x) % 32;
-      if (mine < k_blocks_) {
-        const float a = BlocksOfA ? __ldg(a_ + mine) : 1.0f;
-        mine_[0] = a * __ldg(first_ + mine);
-        mine_[1] = a * __ldg(first_ + to_second_ + mine);
-      }
+    if constexpr (kColumnGroups<TileN> > 1) {
+      last_ = block + 1 < blocks ? first_ + params.k_blocks : first_;
+      middle_ = tile.column % 128 != 0 ? last_ : first_;
     }
-    // threadIdx.y is 0; it keeps the results out of the uniform registers, a detour of 20 cycles.
-    const int lane = k % 32 + static_cast<int>(threadIdx.y);
-    scale_[0] = __shfl_sync(0xffffffffu, mine_[0], lane);
-    scale_[1] = __shfl_sync(0xffffffffu, mine_[1], lane);
+    if constexpr (kKind == Kind::tokens_block)
+      of_rows_ = params.block_scale_a + int64_t{tile.row / 128} * params.k_blocks + tile.k_first;
   }
 
-  // Of columns [kStep group, kStep (group + 1)) of the tile.
-  __device__ __forceinline__ float of(int group) const {
-    if (group == 0) return scale_[0];
-    return kStep * group >= 128 || kStep * group >= boundary_ ? scale_[1] : scale_[0];
+  // Asynchronously; `full` waits for them, too. A load would hold the producer up: under the
+  // traffic of TMA it takes as long as a K-block.
+  __device__ __forceinline__ void copy(int k, float* to, FullBarrier& full) const {
+    const uint32_t at = cute::cast_smem_ptr_to_uint(to);
+    fetch(at, first_ + k);
+    if constexpr (kColumnGroups<TileN> > 1) {
+      fetch(at + 4, middle_ + k);
+      fetch(at + 8, last_ + k);
+    }
+    if constexpr (kKind == Kind::tokens_block) fetch(at + 12, of_rows_ + k);
+    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
   }
 
  private:
-  const float* first_;
-  const float* a_ = nullptr;
-  int to_second_;
-  int k_blocks_;
-  int boundary_;
-  float mine_[2] = {};
-  float scale_[2];
+  static __device__ __forceinline__ void fetch(uint32_t to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+  }
+
+  const float *first_, *middle_, *last_, *of_rows_;
 };
 
 template <bool First>
@@ -76,28 +71,32 @@ __device__ __forceinline__ void add_scaled(const float (&part)[TileN / 2], float
     accumulate<First>(sum[i], part[i], scale[i / 2 % 2][i / 4 / kPerGroup]);
 }
 
+// The consumers' side. `load` reads a stage's scales before its multiply is issued: ptxas would
+// sink what comes later below the wait. of_rows, of_others: the parts of Ring::scale_a, scale_b.
 template <Kind kKind, int TileN>
 class Promoter;
 
 // A by rows of 1x128, B by blocks of 128x128.
 template <int TileN>
 class Promoter<Kind::rows, TileN> {
-  using Scales = BlockScales<TileN, false>;
+  static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
-  static constexpr bool kReadsStage = false;
+  __device__ Promoter(const Tile& tile, int half)
+      : row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
-  __device__ Promoter(const Params& params, const Tile& tile, int half)
-      : blocks_(params, tile),
-        row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
-
-  __device__ __forceinline__ void load(const float* scale_a, int k) {
-    const float upper = scale_a[row_], lower = scale_a[row_ + 8];
-    blocks_.take(k);
+  __device__ __forceinline__ void load(const float* of_rows, const float* of_blocks) {
+    const float upper = of_rows[row_], lower = of_rows[row_ + 8];
+    float4 b;
+    if constexpr (kGroups == 1)
+      b.x = *of_blocks;
+    else
+      b = *reinterpret_cast<const float4*>(of_blocks);
+    const float blocks[3] = {b.x, b.y, b.z};
 #pragma unroll
-    for (int g = 0; g < Scales::kGroups; ++g) {
-      scale_[0][g] = upper * blocks_.of(g);
-      scale_[1][g] = lower * blocks_.of(g);
+    for (int g = 0; g < kGroups; ++g) {
+      scale_[0][g] = upper * blocks[g];
+      scale_[1][g] = lower * blocks[g];
     }
   }
   template <bool First>
@@ -107,25 +106,23 @@ class Promoter<Kind::rows, TileN> {
   }
 
  private:
-  Scales blocks_;
   int row_;
-  float scale_[2][Scales::kGroups];
+  float scale_[2][kGroups];
 };
 
 // Blocks of 128x128 on both sides: one scale for a column group.
 template <int TileN>
 class Promoter<Kind::tokens_block, TileN> {
-  using Scales = BlockScales<TileN, true>;
+  static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
-  static constexpr bool kReadsStage = false;
+  __device__ Promoter(const Tile&, int) {}
 
-  __device__ Promoter(const Params& params, const Tile& tile, int) : blocks_(params, tile) {}
-
-  __device__ __forceinline__ void load(const float*, int k) {
-    blocks_.take(k);
+  __device__ __forceinline__ void load(const float*, const float* of_blocks) {
+    const float4 b = *reinterpret_cast<const float4*>(of_blocks);
+    const float blocks[3] = {b.x, b.y, b.z};
 #pragma unroll
-    for (int g = 0; g < Scales::kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks_.of(g);
+    for (int g = 0; g < kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g] * b.w;
   }
   template <bool First>
   __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
@@ -134,38 +131,32 @@ class Promoter<Kind::tokens_block, TileN> {
   }
 
  private:
-  Scales blocks_;
-  float scale_[2][Scales::kGroups];
+  float scale_[2][kGroups];
 };
 
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, read
-// from the stage while it is added, which therefore is released afterwards.
+// from the stage while it is added.
 template <int TileN>
 class Promoter<Kind::tokens_column, TileN> {
  public:
-  static constexpr bool kReadsStage = true;
-
-  __device__ Promoter(const Params&, const Tile&, int half)
+  __device__ Promoter(const Tile&, int half)
       : row_(64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
-  __device__ __forceinline__ void load(const float* scale_a, int) {
-    upper_ = scale_a[row_];
-    lower_ = scale_a[row_ + 8];
+  __device__ __forceinline__ void load(const float* of_rows, const float*) {
+    upper_ = of_rows[row_];
+    lower_ = of_rows[row_ + 8];
   }
   template <bool First>
   __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
-                                      const float* scale_b) const {
-    const float4* fours = reinterpret_cast<const float4*>(scale_b) + threadIdx.x % 4;
+                                      const float* of_columns) const {
+    const auto* pairs = reinterpret_cast<const float2*>(of_columns) + threadIdx.x % 4;
 #pragma unroll
-    for (int g = 0; g < TileN / 16; ++g) {
-      const float4 b = fours[4 * g];
-      const float of_column[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int i = 8 * g + 4 * (c / 2) + c % 2;
-        accumulate<First>(sum[i], part[i] * of_column[c], upper_);
-        accumulate<First>(sum[i + 2], part[i + 2] * of_column[c], lower_);
-      }
+    for (int g = 0; g < TileN / 8; ++g) {
+      const float2 b = pairs[4 * g];
+      accumulate<First>(sum[4 * g], part[4 * g] * b.x, upper_);
+      accumulate<First>(sum[4 * g + 1], part[4 * g + 1] * b.y, upper_);
+      accumulate<First>(sum[4 * g + 2], part[4 * g + 2] * b.x, lower_);
+      accumulate<First>(sum[4 * g + 3], part[4 * g + 3] * b.y, lower_);
     }
   }
 

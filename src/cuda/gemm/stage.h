@@ -1,4 +1,4 @@
-// The shared-memory plan: what one stage of the ring holds, and how many stages fit.
+// The shared-memory plan: what one stage of the ring holds, and what lies beside the stages.
 #pragma once
 
 #include "cuda/gemm/config.h"
@@ -6,8 +6,15 @@
 namespace fp8moe::cuda::gemm {
 
 inline constexpr int kSharedBytes = 227 * 1024;  // what a block of compute capability 9.0 can have
+inline constexpr int kStages = 4;
+inline constexpr int kConsumerWarps = 8;
 
-// 128x192: 16 KB of A, 24 KB of B, 512 bytes of scales; five stages take 202.5 of the 227 KB.
+// D on its way out: a slab is 16 rows of 128 bytes, and a consumer warp has kSlabs of them.
+inline constexpr int kSlabRows = 16;
+inline constexpr int kSlabBytes = kSlabRows * 128;
+inline constexpr int kSlabs = 3;
+
+// 128x192: 16 KB of A, 24 KB of B, 640 bytes of scales; four stages and D take 214 of the 227 KB.
 template <Kind kKind, int TileN>
 struct Stage {
   static constexpr int kABytes = kTileM * kBlockK;
@@ -15,17 +22,19 @@ struct Stage {
   static constexpr int kTileBytes = kABytes + kBBytes;
   static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kScaleBoxA;
   static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
-  static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;
-  static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;  // TMA writes at 128 bytes
-  static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
+  static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;  // by TMA
+  // Behind the scales of rows: those of columns, which TMA writes at multiples of 128 bytes, or
+  // four floats of blocks.
+  static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;
+  static constexpr int kScaleBytes = kScaleBAt + (kScaleBBytes > 0 ? kScaleBBytes : 128);
   static constexpr int kBarrierBytes = 16 + 32;  // full, empty, and the Tile
-  static_assert(kABytes % 1024 == 0 && kBBytes % 2048 == 0, "swizzled tiles start at 1024 bytes");
+  static_assert(kABytes % 1024 == 0 && kBBytes % 1024 == 0, "swizzled tiles start at 1024 bytes");
 
-  // Behind the stages: the prefix sums of Kind::rows.
-  static constexpr int kFixedBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
-  static constexpr int kStages =
-      (kSharedBytes - kFixedBytes) / (kTileBytes + kScaleBytes + kBarrierBytes);
-  static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes + kBarrierBytes) + kFixedBytes;
+  static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
+  static constexpr int kSumsBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
+  static constexpr int kBytes =
+      kStages * (kTileBytes + kScaleBytes + kBarrierBytes) + kOutBytes + kSumsBytes;
+  static_assert(kBytes <= kSharedBytes);
 };
 
 }  // namespace fp8moe::cuda::gemm

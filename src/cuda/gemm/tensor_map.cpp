@@ -58,15 +58,15 @@ CUtensorMap operand_map(const char* op, const char* name, const void* data, int6
                    {kTile, static_cast<cuuint32_t>(box_rows)});
 }
 
-CUtensorMap column_operand_map(const char* op, const char* name, const void* data, int64_t rows,
-                               int64_t k, int box_rows, int group) {
-  const auto row = static_cast<cuuint64_t>(k);
-  const auto per_lane = static_cast<cuuint64_t>(group / 4), pairs = per_lane / 2;
-  return encode<5>(
-      op, name, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, data,
-      {row, 2, 4, pairs, static_cast<cuuint64_t>(rows / group)},  // k, i, q, j, group
-      {row, per_lane * row, 2 * row, static_cast<cuuint64_t>(group) * row},
-      {kTile, 2, 4, static_cast<cuuint32_t>(pairs), static_cast<cuuint32_t>(box_rows / group)});
+CUtensorMap output_map(const char* op, const char* name, const Tensor& d, int64_t experts,
+                       int64_t m, int64_t n) {
+  const bool bf16 = d.dtype == DType::bf16;
+  const auto row = static_cast<cuuint64_t>(n * (bf16 ? 2 : 4));
+  return encode<3>(
+      op, name, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+      CU_TENSOR_MAP_SWIZZLE_128B, d.data,
+      {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(m), static_cast<cuuint64_t>(experts)},
+      {row, static_cast<cuuint64_t>(m) * row}, {bf16 ? 64u : 32u, 16, 1});
 }
 
 CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,

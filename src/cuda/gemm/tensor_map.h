@@ -13,11 +13,11 @@ namespace fp8moe::cuda::gemm {
 CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t rows, int64_t k,
                         int box_rows);
 
-// The same for the operand whose rows become columns of D, by groups of 16 or 32 rows (which must
-// divide them): row (group / 4) q + 2 j + i of a group is put at 8 j + 2 q + i, q < 4, i < 2. wgmma
-// then leaves a lane group / 4 adjacent columns of D. Coordinates: (k, 0, 0, 0, row / group).
-CUtensorMap column_operand_map(const char* op, const char* name, const void* data, int64_t rows,
-                               int64_t k, int box_rows, int group);
+// Writes bf16 or f32 [experts, m, n] row-major from boxes of 16 rows and 128 bytes of columns in
+// 128-byte-swizzled shared memory; what lies outside is left out. Coordinates: (column, row,
+// expert).
+CUtensorMap output_map(const char* op, const char* name, const Tensor& d, int64_t experts,
+                       int64_t m, int64_t n);
 
 // f32 [k_blocks, row_length] row-major, read in boxes of [1, box_rows].
 CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,
