@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_f32(const float (&sum)[N / 2], const Param
     uint8_t* slab = slabs + S % kSlabs * kSlabBytes;
     const uint32_t mine = cute::cast_smem_ptr_to_uint(slab) + r * 128 + q % 2 * 8 + r % 2 * 4;
     const uint32_t word = (q / 2 ^ r) * 16;
-    await_slabs<kSlabs - 1>();
+    await_slabs<S == 0 ? 0 : kSlabs - 1>();  // the tile before may have ended with any slab
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int lower = i % 2;
