@@ -1,5 +1,5 @@
-// Which kernel a grouped GEMM of given sizes and bf16 output runs on CUDA, and how well its tiles fit. No device is
-// asked; a build without the CUDA backend answers, too.
+// Which kernel a grouped GEMM of given sizes and bf16 output runs on CUDA, and how well its tiles
+// fit. No device is asked; a build without the CUDA backend answers, too.
 #pragma once
 
 #include <cstdint>
