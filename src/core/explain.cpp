@@ -10,19 +10,14 @@ namespace {
 
 using cuda::gemm::Kind;
 
-template <Kind kKind, int TileN>
-void describe_stage(GemmChoice& choice) {
-  choice.shared_bytes = cuda::gemm::Stage<kKind, TileN>::kBytes;
-}
-
 template <Kind kKind>
 GemmChoice describe(const cuda::gemm::Config& config) {
-  GemmChoice choice{
-      .tile_m = cuda::gemm::kTileM, .tile_n = config.tile_n, .stages = cuda::gemm::kStages};
-  if (config.tile_n == 128)
-    describe_stage<kKind, 128>(choice);
-  else
-    describe_stage<kKind, 192>(choice);
+  GemmChoice choice{};
+  choice.tile_m = cuda::gemm::kTileM;
+  choice.tile_n = config.tile_n;
+  choice.stages = cuda::gemm::kStages;
+  choice.shared_bytes = config.tile_n == 128 ? cuda::gemm::Stage<kKind, 128>::kBytes
+                                             : cuda::gemm::Stage<kKind, 192>::kBytes;
   return choice;
 }
 

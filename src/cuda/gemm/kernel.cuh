@@ -53,7 +53,7 @@ struct Ring {
 
 constexpr int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
-// Calls load(tile, k, stage) for every K-block of every tile once its stage is empty. A tile
+// Calls load(tile)(k, stage) for every K-block of every tile once its stage is empty. A tile
 // without K-blocks, and the end, are told through a stage that holds nothing: one call, with k 0.
 template <Kind kKind, int TileN, typename Load>
 __device__ __forceinline__ void for_each_stage(const Params& params, const Ring<kKind, TileN>& ring,
