@@ -8,6 +8,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "cuda/gemm/params.h"
+#include "cuda/gemm/promote.cuh"
 #include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
@@ -85,15 +86,15 @@ __device__ __forceinline__ void slabs_written() {
   __syncwarp();
 }
 
-__device__ __forceinline__ uint32_t round_bf16(float x, float y) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(x, y);
+__device__ __forceinline__ uint32_t round_bf16(SumPair pair) {
+  const __nv_bfloat162 v = __float22bfloat162_rn(columns(pair));
   return reinterpret_cast<const uint32_t&>(v);
 }
 
-// A thread of a warpgroup holds, of a [64, N] part: sum[4 g + 0, 1] at row r, columns 8 g + 2 q +
-// 0, 1, and sum[4 g + 2, 3] at row r + 8, with r = 16 warp + lane / 4, q = lane % 4.
+// A thread of a warpgroup holds, of a [64, N] part: sums[2 g] of row r, columns 8 g + 2 q + 0, 1,
+// and sums[2 g + 1] of row r + 8, with r = 16 warp + lane / 4, q = lane % 4.
 template <Kind kKind, int N>
-__device__ __forceinline__ void store_bf16(const float (&sum)[N / 2], const Params& params,
+__device__ __forceinline__ void store_bf16(const SumPair (&sums)[N / 4], const Params& params,
                                            const Destination& to, int warp, uint8_t* slabs) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t mine = cute::cast_smem_ptr_to_uint(slabs) + lane % 16 * 128;
@@ -101,11 +102,11 @@ __device__ __forceinline__ void store_bf16(const float (&sum)[N / 2], const Para
   await_slabs<0>();
 #pragma unroll
   for (int g = 0; g < N / 16; ++g) {
-    const float* s = &sum[8 * g];
+    const SumPair* s = &sums[4 * g];
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      mine + g / 4 * kSlabBytes + (word ^ g % 4 * 32)),
-                 "r"(round_bf16(s[0], s[1])), "r"(round_bf16(s[2], s[3])),
-                 "r"(round_bf16(s[4], s[5])), "r"(round_bf16(s[6], s[7]))
+                 "r"(round_bf16(s[0])), "r"(round_bf16(s[1])), "r"(round_bf16(s[2])),
+                 "r"(round_bf16(s[3]))
                  : "memory");
   }
   slabs_written();
@@ -113,11 +114,10 @@ __device__ __forceinline__ void store_bf16(const float (&sum)[N / 2], const Para
   cute::tma_store_arrive();
 }
 
-// Slab S of 32 columns and those after it. A vector store would want its operands in adjacent
-// registers; each sum would then lie in the register bank of its part, and every multiply-add of
-// the promotion take two cycles. So two words, the second one first in odd rows: no bank conflict.
+// Slab S of 32 columns and those after it. Words, the second one of a pair first in odd rows: no
+// conflict of shared-memory banks.
 template <Kind kKind, int N, int S = 0>
-__device__ __forceinline__ void store_f32(const float (&sum)[N / 2], const Params& params,
+__device__ __forceinline__ void store_f32(const SumPair (&sums)[N / 4], const Params& params,
                                           const Destination& to, int warp, uint8_t* slabs) {
   if constexpr (S < N / 32) {
     const uint32_t lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
@@ -128,25 +128,26 @@ __device__ __forceinline__ void store_f32(const float (&sum)[N / 2], const Param
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int lower = i % 2;
-      const float* s = &sum[4 * (4 * S + i / 2) + 2 * lower];
+      const float2 pair = columns(sums[2 * (4 * S + i / 2) + lower]);
       const uint32_t at = mine + lower * 1024 + (word ^ i / 2 * 32);
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(r % 2 ? s[1] : s[0]) : "memory");
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at ^ 4), "f"(r % 2 ? s[0] : s[1]) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(r % 2 ? pair.y : pair.x) : "memory");
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at ^ 4), "f"(r % 2 ? pair.x : pair.y)
+                   : "memory");
     }
     slabs_written();
     send<kKind, 32, S, S + 1>(params, to, warp, slab);
     cute::tma_store_arrive();
-    store_f32<kKind, N, S + 1>(sum, params, to, warp, slabs);
+    store_f32<kKind, N, S + 1>(sums, params, to, warp, slabs);
   }
 }
 
 template <Kind kKind, int N, Output kOutput>
-__device__ __forceinline__ void store(const float (&sum)[N / 2], const Params& params,
+__device__ __forceinline__ void store(const SumPair (&sums)[N / 4], const Params& params,
                                       const Destination& to, int warp, uint8_t* slabs) {
   if (kOutput == Output::bf16 || (kOutput == Output::either && params.bf16))
-    store_bf16<kKind, N>(sum, params, to, warp, slabs);
+    store_bf16<kKind, N>(sums, params, to, warp, slabs);
   else
-    store_f32<kKind, N>(sum, params, to, warp, slabs);
+    store_f32<kKind, N>(sums, params, to, warp, slabs);
 }
 
 // Zeros, for an expert without tokens. One warpgroup.

@@ -18,7 +18,7 @@ void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t 
   FP8MOE_CUDA_CHECK(cudaGetLastError());
 }
 
-// With 192 columns the registers bear one way to write D: with both, sums and parts share banks.
+// With 192 columns one way to write D each: with both the loop is 1 to 2% slower.
 template <Kind kKind, DType A, DType B>
 void launch(const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream) {

@@ -1,5 +1,6 @@
-// The grouped GEMM kernel: two threads feed a ring of stages; two consumer warpgroups multiply 64
-// rows each and promote every K-block into fp32 sums. docs/grouped-gemm.md explains it.
+// The grouped GEMM kernel: a thread feeds a ring of stages, a warp the scales of blocks; two
+// consumer warpgroups multiply 64 rows each and promote every K-block into fp32 sums.
+// docs/grouped-gemm.md explains it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -17,14 +18,16 @@
 
 namespace fp8moe::cuda::gemm {
 
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using Barrier = cutlass::arch::ClusterBarrier;
 
 inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
 // setmaxnreg; under 40 the producers would spill.
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kConsumerRegisters = 232;
 
-// The ring of stages in shared memory; every stage has its parts at the same offsets.
+// The ring of stages in shared memory; every stage has its parts at the same offsets. Beside it the
+// smaller ring of runs.
 template <Kind kKind, int TileN>
 struct Ring {
   using S = Stage<kKind, TileN>;
@@ -38,26 +41,40 @@ struct Ring {
   __device__ float* scale_b(int s) const {
     return reinterpret_cast<float*>(scales(s) + S::kScaleBAt);
   }
-  __device__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(scales(kStages)); }
-  __device__ FullBarrier& full(int s) const {
-    return *reinterpret_cast<FullBarrier*>(barriers() + s);
-  }
-  __device__ EmptyBarrier& empty(int s) const {
-    return *reinterpret_cast<EmptyBarrier*>(barriers() + kStages + s);
+  __device__ float4* run(int r) const {
+    return reinterpret_cast<float4*>(scales(kStages) + r * kRunBytes);
   }
   __device__ Tile& tile(int s) const {  // whose first K-block the stage holds
-    return reinterpret_cast<Tile*>(barriers() + 2 * kStages)[s];
+    return reinterpret_cast<Tile*>(run(kRuns))[s];
   }
-  __device__ int* first_tile() const { return reinterpret_cast<int*>(&tile(kStages)); }
+  __device__ uint64_t* barrier(int i) const {
+    return reinterpret_cast<uint64_t*>(&tile(kStages)) + i;
+  }
+  __device__ FullBarrier& full(int s) const { return *reinterpret_cast<FullBarrier*>(barrier(s)); }
+  __device__ Barrier& empty(int s) const {
+    return *reinterpret_cast<Barrier*>(barrier(kStages + s));
+  }
+  __device__ Barrier& run_full(int r) const {
+    return *reinterpret_cast<Barrier*>(barrier(2 * kStages + r));
+  }
+  __device__ Barrier& run_empty(int r) const {
+    return *reinterpret_cast<Barrier*>(barrier(2 * kStages + kRuns + r));
+  }
+  __device__ int* first_tile() const {
+    return reinterpret_cast<int*>(barrier(2 * (kStages + kRuns)));
+  }
 };
 
 constexpr int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
-// Calls load(tile)(k, stage) for every K-block of every tile once its stage is empty. A tile
-// without K-blocks, and the end, are told through a stage that holds nothing: one call, with k 0.
-template <Kind kKind, int TileN, typename Load>
-__device__ __forceinline__ void for_each_stage(const Params& params, const Ring<kKind, TileN>& ring,
-                                               Load load) {
+// What TMA brings. One thread, elected: ptxas then knows that a warp has one such thread, and puts
+// no loop over threads around every TMA instruction. A tile without K-blocks, and the end, are told
+// through a stage that holds nothing.
+template <Kind kKind, int TileN>
+__device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
+  using S = Stage<kKind, TileN>;
+  using Load = cute::SM90_TMA_LOAD_2D;
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   Schedule<kKind, TileN> schedule(params, ring.first_tile());
   int stage = 0;
   uint32_t phase = 1;
@@ -65,97 +82,121 @@ __device__ __forceinline__ void for_each_stage(const Params& params, const Ring<
     Tile tile;
     more = schedule.next(tile);
     if (!more) tile.k_blocks = kNoMore;
-    auto load_block = load(tile);
+    const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
     for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
       ring.empty(stage).wait(phase);
-      load_block(k, stage);
+      FullBarrier& full = ring.full(stage);
+      if (k == 0) ring.tile(stage) = tile;
+      if (tile.k_blocks <= 0) {
+        full.arrive();
+      } else {
+        full.arrive_and_expect_tx(S::kLoadBytes);
+        auto* barrier = reinterpret_cast<uint64_t*>(&full);
+        const int block = tile.k_first + k, depth = block * kBlockK;
+        Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
+        Load::copy(&params.b, barrier, kHint, ring.b(stage), depth, row_b);
+        if constexpr (S::kScaleABytes > 0)
+          Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
+        if constexpr (S::kScaleBBytes > 0)
+          Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
+      }
       stage = after(stage);
       phase ^= stage == 0;
     }
   }
 }
 
-// What TMA brings. One thread, elected: ptxas then knows that a warp has one such thread, and puts
-// no loop over threads around every TMA instruction.
-template <Kind kKind, int TileN>
-__device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
-  using S = Stage<kKind, TileN>;
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  using Load = cute::SM90_TMA_LOAD_2D;
-  for_each_stage(params, ring, [&](const Tile& tile) {
-    const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
-    return [&, tile, row_b](int k, int stage) {
-      FullBarrier& full = ring.full(stage);
-      if (k == 0) ring.tile(stage) = tile;
-      if (tile.k_blocks <= 0) return full.arrive();
-      full.arrive_and_expect_tx(S::kLoadBytes);
-      auto* barrier = reinterpret_cast<uint64_t*>(&full);
-      const int block = tile.k_first + k, depth = block * kBlockK;
-      Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
-      Load::copy(&params.b, barrier, kHint, ring.b(stage), depth, row_b);
-      if constexpr (S::kScaleABytes > 0)
-        Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
-      if constexpr (S::kScaleBBytes > 0)
-        Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
-    };
-  });
-}
-
-// The scales of blocks, which lie too scattered for TMA. One thread of another warp: it would hold
-// TMA up.
+// The scales of blocks, which lie too scattered for TMA: a run of K-blocks ahead, so that no stage
+// waits for them. One warp.
 template <Kind kKind, int TileN>
 __device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& ring) {
-  for_each_stage(params, ring, [&](const Tile& tile) {
+  Schedule<kKind, TileN> schedule(params, ring.first_tile());
+  const int lane = threadIdx.x % 32;
+  int run = 0;
+  uint32_t phase = 1;
+  for (Tile tile; schedule.next(tile);) {
     const BlockScales<kKind, TileN> scales(params, tile);
-    return [&ring, scales, k_blocks = tile.k_blocks](int k, int stage) {
-      if (k_blocks <= 0) return ring.full(stage).arrive();
-      scales.copy(k, ring.scale_b(stage), ring.full(stage));
-    };
-  });
+    for (int first = 0; first < tile.k_blocks; first += kRunLength) {
+      ring.run_empty(run).wait(phase);
+      for (int k = lane; k < min(kRunLength, tile.k_blocks - first); k += 32)
+        ring.run(run)[k] = scales(first + k);
+      __syncwarp();
+      if (lane == 0) ring.run_full(run).arrive();
+      run = (run + 1) % kRuns;
+      phase ^= run == 0;
+    }
+  }
 }
 
-// The sums of a warpgroup's 64 rows of a tile, and the ring they are fed from.
+// The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
 template <Kind kKind, DType A, DType B, int TileN>
 struct Consumer {
   using Scales = Promoter<kKind, TileN>;
+  static constexpr bool kBlockScales = kKind != Kind::tokens_column;
 
   const Ring<kKind, TileN>& ring;
-  uint32_t a, b;          // descriptors of stage 0
-  int stage = 0;          // the next one, which is full
-  uint32_t phases = 0;    // bit s: the phase of stage s
-  float sum[TileN / 2];   // of the tile, scaled
-  float part[TileN / 2];  // of one K-block
+  uint32_t a, b;            // descriptors of stage 0
+  int stage = 0;            // the next one, which is full
+  uint32_t phases = 0;      // bit s: the phase of stage s
+  int run = 0;              // the next one
+  uint32_t run_phases = 0;  // bit r: the phase of run r
+  SumPair sums[TileN / 4];  // of the tile, scaled
+  float part[TileN / 2];    // of one K-block
 
-  __device__ __forceinline__ void await(int s) { ring.full(s).wait(phases >> s & 1); }
-
-  // A warp is done with a stage.
-  __device__ __forceinline__ void release(int s) {
-    __syncwarp();  // all lanes have read what it holds
-    if (threadIdx.x % 32 == 0) ring.empty(s).arrive();
+  __device__ __forceinline__ void await(int s) {
+    ring.full(s).wait(phases >> s & 1);
+    asm volatile("" ::: "memory");  // what is read of the stage is read after this
   }
 
-  // Leaves a stage of which nothing is multiplied.
-  __device__ __forceinline__ void pass() {
-    release(stage);
-    phases ^= 1u << stage;
-    stage = after(stage);
-    await(stage);
+  // A warp is done with what a barrier guards.
+  __device__ __forceinline__ void release(Barrier& empty) {
+    __syncwarp();  // all lanes have read what it holds
+    if (threadIdx.x % 32 == 0) empty.arrive();
+  }
+
+  __device__ __forceinline__ const float4* open_run() {
+    if constexpr (kBlockScales) ring.run_full(run).wait(run_phases >> run & 1);
+    asm volatile("" ::: "memory");
+    return ring.run(run);
+  }
+
+  __device__ __forceinline__ void close_run() {
+    if constexpr (kBlockScales) {
+      release(ring.run_empty(run));
+      run_phases ^= 1u << run;
+      run = (run + 1) % kRuns;
+    }
+  }
+
+  // Leaves a tile of which this warpgroup multiplies nothing.
+  __device__ __forceinline__ void pass(int k_blocks) {
+    for (int k = 0; k < max(k_blocks, 1); ++k) {
+      if (k < k_blocks && k % kRunLength == 0) {
+        open_run();
+        close_run();
+      }
+      release(ring.empty(stage));
+      phases ^= 1u << stage;
+      stage = after(stage);
+      await(stage);
+    }
   }
 
   // The K-block in stage s. Under its multiply runs `meanwhile`. Ends when the next stage is full,
   // too: there always is one, if only to tell the end. The wait comes before the release because
   // ptxas then starts it early among the multiply-adds and not behind them.
   template <bool First, typename Meanwhile>
-  __device__ __forceinline__ void step(int s, Scales& scales, Meanwhile meanwhile) {
+  __device__ __forceinline__ void step(int s, Scales& scales, const float4* of_blocks,
+                                       Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    scales.load(ring.scale_a(s), ring.scale_b(s));
+    scales.load(ring.scale_a(s), of_blocks);
     multiply<A, B, TileN>(a + s * kStride, b + s * kStride, part);
     meanwhile();
     finish(part);
     phases ^= 1u << s;
-    scales.template add<First>(part, sum, ring.scale_b(s));
+    scales.template add<First>(part, sums, ring.scale_b(s));
     await(after(s));
-    release(s);
+    release(ring.empty(s));
   }
 
   // The K-blocks of a tile. From stage 0 on the loop is unrolled over the stages: addresses,
@@ -163,22 +204,30 @@ struct Consumer {
   template <typename Meanwhile>
   __device__ __forceinline__ void steps(Scales& scales, int k_blocks, Meanwhile meanwhile) {
     const auto nothing = [] {};
-    int left = k_blocks - 1;
-    step<true>(stage, scales, meanwhile);
+    const float4* of_blocks = open_run();
+    step<true>(stage, scales, of_blocks++, meanwhile);
     stage = after(stage);
-    for (; left > 0 && stage != 0; --left) {
-      step<false>(stage, scales, nothing);
-      stage = after(stage);
-    }
-    while (left > 0) {
-#pragma unroll
-      for (int s = 0; s < kStages; ++s) {
-        step<false>(s, scales, nothing);
-        if (--left == 0) {
-          stage = after(s);
-          break;
-        }
+    for (int left = k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
+      int now = min(left, in_run);
+      left -= now;
+      for (; now > 0 && stage != 0; --now) {
+        step<false>(stage, scales, of_blocks++, nothing);
+        stage = after(stage);
       }
+      while (now > 0) {
+#pragma unroll
+        for (int s = 0; s < kStages; ++s) {
+          step<false>(s, scales, of_blocks + s, nothing);
+          if (--now == 0) {
+            stage = after(s);
+            break;
+          }
+        }
+        of_blocks += kStages;
+      }
+      close_run();
+      if (left == 0) break;
+      of_blocks = open_run();
     }
   }
 };
@@ -197,7 +246,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   Destination finished;  // where the sums go once the next tile's first multiply is under way
   bool pending = false;
   const auto finish = [&] {
-    if (pending) store<kKind, TileN, kOutput>(consumer.sum, params, finished, warp, slabs);
+    if (pending) store<kKind, TileN, kOutput>(consumer.sums, params, finished, warp, slabs);
   };
 
   consumer.await(0);
@@ -209,13 +258,9 @@ __device__ void consume(const Params& params, uint8_t* shared) {
                          .expert = kKind == Kind::rows ? 0 : tile.expert,
                          .rows = min(64, tile.rows - 64 * half),
                          .columns = min(TileN, params.n - tile.column)};
-    if (to.rows <= 0) {
-      for (int k = 0; k < max(tile.k_blocks, 1); ++k) consumer.pass();
-      continue;
-    }
-    if (kKind != Kind::rows && tile.k_blocks == 0) {
-      consumer.pass();
-      if (!params.add) store_zeros(params, to);
+    if (to.rows <= 0 || tile.k_blocks == 0) {
+      if (to.rows > 0 && !params.add) store_zeros(params, to);
+      consumer.pass(tile.k_blocks);
       continue;
     }
     Promoter<kKind, TileN> scales(tile, half);
@@ -233,14 +278,17 @@ template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  constexpr bool kBlockScales = kKind != Kind::tokens_column;
   const Ring<kKind, TileN> ring{shared};
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
     for (int s = 0; s < kStages; ++s) {
-      ring.full(s).init(kBlockScales ? 2 : 1);
+      ring.full(s).init(1);
       ring.empty(s).init(kConsumerWarps);
+    }
+    for (int r = 0; r < kRuns; ++r) {
+      ring.run_full(r).init(1);
+      ring.run_empty(r).init(kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -251,8 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileN>(params, ring);
-    if constexpr (kBlockScales)
-      if (warp == 1 && cute::elect_one_sync()) produce_scales<kKind, TileN>(params, ring);
+    if (kKind != Kind::tokens_column && warp == 1) produce_scales<kKind, TileN>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     consume<kKind, A, B, TileN, kOutput>(params, shared);

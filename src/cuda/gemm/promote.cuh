@@ -1,15 +1,10 @@
 // Promotion: the tensor core's sums of one K-block, times the scales, into fp32.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/schedule.cuh"
-#include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
@@ -17,9 +12,9 @@ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 template <int TileN>
 inline constexpr int kColumnGroups = TileN / gcd(TileN, 128);
 
-// The producer's side of scales by blocks: which four floats of a stage come from where. A tile of
-// 192 columns starts at a multiple of 64 and touches two blocks of B: {first, middle, last third of
-// the columns, A's}. One of 128 touches one: {B's, -, -, A's}.
+// The scales by blocks of a tile's K-blocks: of each column group B's, times A's where A has
+// blocks, too. A tile of 192 columns starts at a multiple of 64 and touches two blocks of B: its
+// groups are the first, middle and last third of the columns. One of 128 has one group.
 template <Kind kKind, int TileN>
 class BlockScales {
  public:
@@ -35,44 +30,62 @@ class BlockScales {
       of_rows_ = params.block_scale_a + int64_t{tile.row / 128} * params.k_blocks + tile.k_first;
   }
 
-  // Asynchronously; `full` waits for them, too. A load would hold the producer up: under the
-  // traffic of TMA it takes as long as a K-block.
-  __device__ __forceinline__ void copy(int k, float* to, FullBarrier& full) const {
-    const uint32_t at = cute::cast_smem_ptr_to_uint(to);
-    fetch(at, first_ + k);
+  __device__ float4 operator()(int k) const {
+    const float of_rows = kKind == Kind::tokens_block ? of_rows_[k] : 1.0f;
+    float4 scales{first_[k] * of_rows, 0.0f, 0.0f, 0.0f};
     if constexpr (kColumnGroups<TileN> > 1) {
-      fetch(at + 4, middle_ + k);
-      fetch(at + 8, last_ + k);
+      scales.y = middle_[k] * of_rows;
+      scales.z = last_[k] * of_rows;
     }
-    if constexpr (kKind == Kind::tokens_block) fetch(at + 12, of_rows_ + k);
-    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+    return scales;
   }
 
  private:
-  static __device__ __forceinline__ void fetch(uint32_t to, const float* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-  }
-
   const float *first_, *middle_, *last_, *of_rows_;
 };
 
-template <bool First>
-__device__ __forceinline__ void accumulate(float& sum, float part, float scale) {
-  sum = First ? part * scale : fmaf(part, scale, sum);
+// Two sums of adjacent columns, the right one in the lower word. wgmma fixes part[i] in a register
+// of i's parity, and 64 bits lie in an even register and the odd one after it: so a sum and its
+// part are in different register banks, and a multiply-add of them takes one cycle.
+using SumPair = uint64_t;
+
+__device__ __forceinline__ float2 columns(SumPair pair) {
+  float2 v;
+  asm("mov.b64 {%0, %1}, %2;" : "=f"(v.y), "=f"(v.x) : "l"(pair));
+  return v;
 }
 
-// sum (+)= part * scale of its row half and column group.
+// pair (+)= {x, y} * scale.
+template <bool First>
+__device__ __forceinline__ void accumulate(SumPair& pair, float x, float y, float scale) {
+  if constexpr (First)
+    asm("mov.b64 %0, {%1, %2};" : "=l"(pair) : "f"(y * scale), "f"(x * scale));
+  else
+    asm("{\n\t"
+        ".reg .f32 x, y;\n\t"
+        "mov.b64 {y, x}, %0;\n\t"
+        "fma.rn.f32 x, %1, %3, x;\n\t"
+        "fma.rn.f32 y, %2, %3, y;\n\t"
+        "mov.b64 %0, {y, x};\n\t"
+        "}"
+        : "+l"(pair)
+        : "f"(x), "f"(y), "f"(scale));
+}
+
+// sums (+)= part * scale of its row half and column group.
 template <bool First, int TileN, int Groups>
-__device__ __forceinline__ void add_scaled(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+__device__ __forceinline__ void add_scaled(const float (&part)[TileN / 2],
+                                           SumPair (&sums)[TileN / 4],
                                            const float (&scale)[2][Groups]) {
   constexpr int kPerGroup = TileN / 8 / Groups;  // instructions' column groups of 8
 #pragma unroll
-  for (int i = 0; i < TileN / 2; ++i)
-    accumulate<First>(sum[i], part[i], scale[i / 2 % 2][i / 4 / kPerGroup]);
+  for (int i = 0; i < TileN / 4; ++i)
+    accumulate<First>(sums[i], part[2 * i], part[2 * i + 1], scale[i % 2][i / 2 / kPerGroup]);
 }
 
-// The consumers' side. `load` reads a stage's scales before its multiply is issued: ptxas would
-// sink what comes later below the wait. of_rows, of_others: the parts of Ring::scale_a, scale_b.
+// The consumers' side. `load` reads a K-block's scales before its multiply is issued: ptxas would
+// sink what comes later below the wait. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of
+// the K-block in its run.
 template <Kind kKind, int TileN>
 class Promoter;
 
@@ -85,13 +98,13 @@ class Promoter<Kind::rows, TileN> {
   __device__ Promoter(const Tile& tile, int half)
       : row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
-  __device__ __forceinline__ void load(const float* of_rows, const float* of_blocks) {
+  __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float upper = of_rows[row_], lower = of_rows[row_ + 8];
     float4 b;
     if constexpr (kGroups == 1)
-      b.x = *of_blocks;
+      b.x = of_blocks->x;
     else
-      b = *reinterpret_cast<const float4*>(of_blocks);
+      b = *of_blocks;
     const float blocks[3] = {b.x, b.y, b.z};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -100,9 +113,9 @@ class Promoter<Kind::rows, TileN> {
     }
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], SumPair (&sums)[TileN / 4],
                                       const float*) const {
-    add_scaled<First, TileN>(part, sum, scale_);
+    add_scaled<First, TileN>(part, sums, scale_);
   }
 
  private:
@@ -118,16 +131,16 @@ class Promoter<Kind::tokens_block, TileN> {
  public:
   __device__ Promoter(const Tile&, int) {}
 
-  __device__ __forceinline__ void load(const float*, const float* of_blocks) {
-    const float4 b = *reinterpret_cast<const float4*>(of_blocks);
+  __device__ __forceinline__ void load(const float*, const float4* of_blocks) {
+    const float4 b = *of_blocks;
     const float blocks[3] = {b.x, b.y, b.z};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g] * b.w;
+    for (int g = 0; g < kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g];
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], SumPair (&sums)[TileN / 4],
                                       const float*) const {
-    add_scaled<First, TileN>(part, sum, scale_);
+    add_scaled<First, TileN>(part, sums, scale_);
   }
 
  private:
@@ -142,21 +155,20 @@ class Promoter<Kind::tokens_column, TileN> {
   __device__ Promoter(const Tile&, int half)
       : row_(64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
 
-  __device__ __forceinline__ void load(const float* of_rows, const float*) {
+  __device__ __forceinline__ void load(const float* of_rows, const float4*) {
     upper_ = of_rows[row_];
     lower_ = of_rows[row_ + 8];
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float (&sum)[TileN / 2],
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], SumPair (&sums)[TileN / 4],
                                       const float* of_columns) const {
     const auto* pairs = reinterpret_cast<const float2*>(of_columns) + threadIdx.x % 4;
 #pragma unroll
     for (int g = 0; g < TileN / 8; ++g) {
       const float2 b = pairs[4 * g];
-      accumulate<First>(sum[4 * g], part[4 * g] * b.x, upper_);
-      accumulate<First>(sum[4 * g + 1], part[4 * g + 1] * b.y, upper_);
-      accumulate<First>(sum[4 * g + 2], part[4 * g + 2] * b.x, lower_);
-      accumulate<First>(sum[4 * g + 3], part[4 * g + 3] * b.y, lower_);
+      const float* p = &part[4 * g];
+      accumulate<First>(sums[2 * g], p[0] * b.x, p[1] * b.y, upper_);
+      accumulate<First>(sums[2 * g + 1], p[2] * b.x, p[3] * b.y, lower_);
     }
   }
 

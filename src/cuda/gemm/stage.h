@@ -14,7 +14,12 @@ inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * 128;
 inline constexpr int kSlabs = 3;
 
-// 128x192: 16 KB of A, 24 KB of B, 768 bytes of scales; four stages and D take 215 of the 227 KB.
+// The scales of blocks come in runs of K-blocks; consumers read one while the next one arrives.
+inline constexpr int kRunLength = 64;
+inline constexpr int kRuns = 2;
+inline constexpr int kRunBytes = 16 * kRunLength;
+
+// 128x192: 16 KB of A, 24 KB of B, 640 bytes of scales; four stages and D take 215 of the 227 KB.
 template <Kind kKind, int TileN>
 struct Stage {
   static constexpr int kABytes = kTileM * kBlockK;
@@ -23,17 +28,17 @@ struct Stage {
   static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kScaleBoxA;
   static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
   static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;  // by TMA
-  // Behind the scales of rows: those of columns, which TMA writes at multiples of 128 bytes, or
-  // four floats of blocks.
+  // Behind the scales of rows: those of columns, which TMA writes at multiples of 128 bytes.
   static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;
-  static constexpr int kScaleBytes = kScaleBAt + (kScaleBBytes > 0 ? kScaleBBytes : 128);
-  static constexpr int kBarrierBytes = 16 + 32;  // full, empty, and the Tile
+  static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
+  static constexpr int kTileStructBytes = 32;
   static_assert(kABytes % 1024 == 0 && kBBytes % 1024 == 0, "swizzled tiles start at 1024 bytes");
 
   static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
+  static constexpr int kBarrierBytes = 8 * 2 * (kStages + kRuns);  // full and empty
   static constexpr int kSumsBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
-  static constexpr int kBytes =
-      kStages * (kTileBytes + kScaleBytes + kBarrierBytes) + kOutBytes + kSumsBytes;
+  static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes + kTileStructBytes) +
+                                kOutBytes + kRuns * kRunBytes + kBarrierBytes + kSumsBytes;
   static_assert(kBytes <= kSharedBytes);
 };
 
