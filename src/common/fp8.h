@@ -98,4 +98,14 @@ FP8MOE_HD uint32_t fp8_flushed_by(int k) {
   return code < F::kMaxCode ? code : F::kMaxCode;
 }
 
+// Its inverse: the smallest k by which fp8_shift_down makes the magnitude code zero. 0: it is zero,
+// or never is (Inf, NaN).
+template <typename F>
+FP8MOE_HD int fp8_flushing_shift(uint32_t magnitude) {
+  constexpr int kM = F::kMantissa;
+  if (magnitude == 0 || magnitude >= F::kFirstNan) return 0;
+  const uint32_t rest = magnitude - 1;
+  return static_cast<int>(rest >> kM) + 1 + (rest > 0) + (rest > 1) + (kM > 2 && rest > 3);
+}
+
 }  // namespace fp8moe

@@ -41,7 +41,8 @@ void writes(Write* write, int64_t step, Random& random) {
       }
 }
 
-// Every code by every shift: shift_any is fp8_shift_down, shift_line too or says that it is not.
+// Every code by every shift: shift_any is fp8_shift_down, shift_line too or says that it is not;
+// what is told of the codes it makes zero holds.
 template <typename F>
 void shifts() {
   for (int k = 0; k <= 254; ++k)
@@ -68,6 +69,10 @@ void shifts() {
         const bool finite = magnitude < static_cast<int>(F::kFirstNan);
         if (k == 0 || magnitude == 0 || magnitude >= (k + 1) * Steps<F>::kOne)
           CHECK((odd[t] == 0) == finite);
+        const int flushing = fp8_flushing_shift<F>(in[t] & 0x7Fu);
+        const bool flushed = magnitude != 0 && finite && (expected & 0x7F) == 0;
+        CHECK(flushed == (flushing != 0 && k >= flushing));
+        CHECK(flushed == (magnitude != 0 && magnitude <= static_cast<int>(fp8_flushed_by<F>(k))));
       }
     }
 }
