@@ -34,14 +34,18 @@ struct TransposedCodes {
   // of each: 8 threads a channel, 16 tokens a thread. 256 threads, after a barrier.
   __device__ __forceinline__ void store_to(uint8_t* out, int64_t ld, int channels,
                                            int tokens) const {
-    const int chunk = threadIdx.x % 8;
+    constexpr int kStep = 32;
+    const int chunk = threadIdx.x % 8, begin = threadIdx.x / 8;
+    const int at = 4 * chunk ^ swizzle(begin);
+    uint4 codes[128 / kStep];  // read whether stored or not: no branches
 #pragma unroll
-    for (int first = 0; first < 128; first += 32) {
-      const int channel = first + static_cast<int>(threadIdx.x) / 8;
-      if (channel >= channels || 16 * chunk >= tokens) continue;
-      store(out + channel * ld + 16 * chunk,
-            *reinterpret_cast<const uint4*>(&word[channel][4 * chunk ^ swizzle(channel)]));
-    }
+    for (int i = 0; i < 128 / kStep; ++i)  // begin < kStep: the swizzles have no bits in common
+      codes[i] = *reinterpret_cast<const uint4*>(&word[begin + i * kStep][at ^ swizzle(i * kStep)]);
+    if (16 * chunk >= tokens) channels = 0;
+    out += begin * ld + 16 * chunk;
+#pragma unroll
+    for (int i = 0; i < 128 / kStep; ++i, out += kStep * ld)
+      if (begin + i * kStep < channels) store(out, codes[i]);
   }
 };
 

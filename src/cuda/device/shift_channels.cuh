@@ -1,0 +1,317 @@
+// The tiles of shift_columns.cu where each channel has its own scale S. Two passes over a tile's
+// codes in shared memory, in packed f16, two channels an instruction: the channels' largest values,
+// then the codes, as value = code * 2^-k (k: how far the token's scale is under the largest of its
+// warp) and code' = value * 2^raise. Powers of two are exact there as long as value fits; the warps
+// whose tokens spread too far, or hold specials, compute in f32 instead.
+#pragma once
+
+#include "cuda/device/shift_tile.cuh"
+
+namespace fp8moe::cuda::shift {
+
+constexpr int kChannelBlocksPerSm = 4;
+constexpr int kStages = 2;
+constexpr int kLeastBase = 32;  // exponent field: what is made of it in f32 stays normal
+
+struct ChannelShared {
+  TransposedCodes<16> codes;
+  alignas(16) float top[kWarps][128];    // of each warp's tokens, times 2^-kDown; [0]: then 1 / S
+  alignas(16) uint16_t raise[128];       // f16, from the largest base of the tile's warps
+  alignas(16) int base[kWarps];          // exponent field: the largest scale of the warp's tokens
+  alignas(16) int exponent[2][128];      // of the tokens' scales, of this tile and the next
+  uint4 incoming[kStages][4][kThreads];  // codes of the tiles ahead, each thread's own
+};
+
+// f16: 2^x, -14 <= x <= 15, in both halves.
+__device__ __forceinline__ uint32_t halves_of_exponent(int x) {
+  return static_cast<uint32_t>(x + 15) * 0x04000400u;
+}
+
+// Codes come times 2^kUp, so that more of f16's exponents are of use. Down to 2^-kExact of the base
+// they are exact, subnormals and all; from 2^-kZero on their factor is zero.
+template <typename F>
+constexpr int kUp = F::kMantissa == 3 ? 7 : 0;  // 448 2^7 = 57344
+template <typename F>
+constexpr int kZero = kUp<F> + 15;
+template <typename F>
+constexpr int kExact = F::kMantissa == 3 ? 21 : 8;
+
+// max(most, |v|) of two packed pairs; NaN where there is one.
+__device__ __forceinline__ uint32_t most_or_nan(uint32_t most, uint32_t v) {
+  asm("{\n .reg .b32 m;\n abs.f16x2 m, %1;\n max.NaN.f16x2 %0, %0, m;\n}" : "+r"(most) : "r"(v));
+  return most;
+}
+
+// Codes 2 kPair and the next of a word. A code of E5M2 is the upper half of its f16.
+template <typename F, int kPair>
+__device__ __forceinline__ uint32_t halves_of_codes(uint32_t codes) {
+  if constexpr (F::kMantissa == 2) return __byte_perm(codes, 0, kPair == 0 ? 0x1404 : 0x3424);
+  uint32_t halves;
+  const auto two = static_cast<uint16_t>(codes >> (16 * kPair));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  return halves;
+}
+
+template <typename F>
+__device__ __forceinline__ uint32_t codes_of_halves(uint32_t halves) {
+  uint16_t codes;
+  if constexpr (F::kMantissa == 3)
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
+  return codes;
+}
+
+// Real values times 2^-kDown fit in f32, large scales and all. Those that do not fit below are
+// under every scale there is; they only count as not zero.
+template <typename F>
+constexpr int kDown = F::kMantissa == 3 ? 9 : 16;
+
+// S of a channel = the smallest power of two whose largest code holds the channel's largest value,
+// `top` (times 2^-kDown). Its exponent field.
+template <typename F>
+__device__ __forceinline__ int field_of(float top) {
+  constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> F::kMantissa) - F::kBias;
+  constexpr uint32_t kMaxMantissa = F::kMaxCode & ((1u << F::kMantissa) - 1);
+  if (top == 0.0f) return 127;
+  const bool small = top < 0x1p-126f;
+  const uint32_t bits = __float_as_uint(small ? top * 0x1p24f : top);
+  const int carry = (bits >> (23 - F::kMantissa) & ((1u << F::kMantissa) - 1)) > kMaxMantissa;
+  const int exponent = static_cast<int>(bits >> 23) - (small ? 24 : 0) + kDown<F>;
+  return max(exponent - kMaxExponent + carry, 1);
+}
+
+// Word `four` of this thread's codes of its token j.
+__device__ __forceinline__ uint32_t word_of(const uint4 (&incoming)[4][kThreads], int j, int four) {
+  return reinterpret_cast<const uint32_t*>(&incoming[j][threadIdx.x])[four];
+}
+
+// The f16 factors of a thread's 4 tokens.
+struct Factors {
+  uint32_t of[4];  // 2^(kUp - k), zero for tokens without values
+  int base;        // of the warp
+  bool exact;      // for this thread's codes, specials aside; then for all of the warp's
+
+  template <typename F>
+  __device__ __forceinline__ void set(const Rows& rows) {
+    int live[4], top = 0;
+    unsigned least = kPoison;  // among the tokens with values
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t any =
+          (rows.code[j][0] | rows.code[j][1] | rows.code[j][2] | rows.code[j][3]) & kMagnitudes;
+      live[j] = any != 0 || rows.exponent[j] == kPoison ? rows.exponent[j] : 0;
+      top = max(top, live[j]);
+      least = min(least, live[j] - 1u);
+    }
+    base = max(__reduce_max_sync(kFullWarp, top), kLeastBase);
+    exact = base - static_cast<int>(least) - 1 <= kExact<F>;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      of[j] = static_cast<uint32_t>(max(live[j] - (base - kZero<F>), 0)) * 0x04000400u;
+  }
+};
+
+// The largest values of the warp's tokens at each channel. True if f16 could tell.
+template <typename F>
+__device__ __forceinline__ bool channel_tops_in_f16(const Rows& rows, const Factors& factors,
+                                                    float (&top)[128]) {
+  const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8, group = in_warp / 8;
+  uint32_t most[8] = {};  // of channel pairs
+#pragma unroll
+  for (int four = 0; four < 4; ++four)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t codes = rows.code[j][four], by = factors.of[j];
+      uint32_t &low = most[2 * four], &high = most[2 * four + 1];
+      low = most_or_nan(low, multiply_halves(halves_of_codes<F, 0>(codes), by));
+      high = most_or_nan(high, multiply_halves(halves_of_codes<F, 1>(codes), by));
+    }
+  // Of the four lanes of the same channels each ends with the maxima of a quarter of them.
+#pragma unroll
+  for (int n = 4, step = 16; n >= 2; n /= 2, step /= 2) {
+    const bool second = (in_warp & step) != 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const uint32_t keep = second ? most[i + n] : most[i], give = second ? most[i] : most[i + n];
+      most[i] = most_or_nan(keep, __shfl_xor_sync(kFullWarp, give, step));
+    }
+  }
+  // An infinity or a NaN overflows into its half's sign.
+  const uint32_t special = (most_or_nan(most[0], most[1]) + 0x04000400u) & 0x80008000u;
+  if (!__all_sync(kFullWarp, factors.exact && special == 0)) return false;
+  const float unit = scale_of_field(factors.base - kUp<F> - kDown<F>);
+  const float2 a = unpack2<Fp16>(most[0]), b = unpack2<Fp16>(most[1]);
+  *reinterpret_cast<float4*>(&top[16 * lane + 4 * group]) = {a.x * unit, a.y * unit, b.x * unit,
+                                                             b.y * unit};
+  return true;
+}
+
+// The same of any scales and codes. A word of codes at a time, to need few registers.
+template <typename F>
+__device__ __forceinline__ void channel_tops_in_f32(const uint4 (&incoming)[4][kThreads],
+                                                    const int (&exponent)[4], float (&tops)[128]) {
+  const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8;
+#pragma unroll 1
+  for (int four = 0; four < 4; ++four) {
+    float top[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t codes = word_of(incoming, j, four);
+      const float down = scale_of_field(exponent[j]) * __uint_as_float((127u - kDown<F>) << 23);
+      float v[4];
+      fp8_decode4<F>(codes, v);
+      // fmaxf ignores E4M3's NaNs; E5M2's infinities are left out here.
+      const uint32_t special = F::kMantissa == 3 ? 0 : specials<F>(codes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (special >> (8 * i + 7) & 1) v[i] = 0.0f;
+        top[i] = fmaxf(top[i], __fmul_ru(fabsf(v[i]), down));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      top[i] = fmaxf(top[i], __shfl_xor_sync(kFullWarp, top[i], 8));
+      top[i] = fmaxf(top[i], __shfl_xor_sync(kFullWarp, top[i], 16));
+    }
+    if (in_warp < 8)
+      *reinterpret_cast<float4*>(&tops[16 * lane + 4 * four]) = {top[0], top[1], top[2], top[3]};
+  }
+}
+
+// Of channel threadIdx.x < 128: S, and how codes get there. True if f16 cannot, whose largest power
+// of two is 2^15: a channel of values far under its tokens' scales.
+template <typename F>
+__device__ __forceinline__ bool set_scale(ChannelShared& shared, int base, int channels,
+                                          float* scale_inv) {
+  const int channel = threadIdx.x;
+  float top = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.top[w][channel]);
+  const int field = base == kPoison ? kPoison : field_of<F>(top);
+  if (channel < channels) scale_inv[channel] = scale_of_field(field);
+  // 1 / S, where only this thread read that channel's maxima.
+  shared.top[0][channel] = field >= 254 ? 0x1p-127f : scale_of_field(254 - field);
+  const int raise = base - field - kUp<F>;  // of a channel without values: anything
+  shared.raise[channel] = static_cast<uint16_t>(halves_of_exponent(max(min(raise, 15), -14)));
+  return top > 0.0f && raise > 15;
+}
+
+// The shift in f16: a product that is not exact is subnormal there, far under the format's least
+// subnormal, so only what becomes zero is rounded twice. `under`: the warp's base to the tile's.
+template <typename F>
+__device__ __forceinline__ void shift_in_f16(const Rows& rows, const Factors& factors, int under,
+                                             ChannelShared& shared) {
+  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+  const uint32_t factor = halves_of_exponent(-under);
+  uint32_t raise[8];
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const uint4 r = *reinterpret_cast<const uint4*>(&shared.raise[16 * lane + 2 * i]);
+    raise[i] = multiply_halves(r.x, factor), raise[i + 1] = multiply_halves(r.y, factor);
+    raise[i + 2] = multiply_halves(r.z, factor), raise[i + 3] = multiply_halves(r.w, factor);
+  }
+#pragma unroll
+  for (int four = 0; four < 4; ++four) {
+    uint32_t codes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t before = rows.code[j][four];
+      const auto shift = [&](uint32_t halves, uint32_t up) {
+        return codes_of_halves<F>(multiply_halves(multiply_halves(halves, factors.of[j]), up));
+      };
+      const uint32_t low = shift(halves_of_codes<F, 0>(before), raise[2 * four]);
+      codes[j] = low | shift(halves_of_codes<F, 1>(before), raise[2 * four + 1]) << 16;
+    }
+    shared.codes.put(16 * lane + 4 * four, group, codes);
+  }
+}
+
+template <typename F>
+__device__ __forceinline__ void shift_in_f32(const uint4 (&incoming)[4][kThreads],
+                                             const int (&exponent)[4], ChannelShared& shared) {
+  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+#pragma unroll 1
+  for (int four = 0; four < 4; ++four) {
+    const float4 inverse = *reinterpret_cast<const float4*>(&shared.top[0][16 * lane + 4 * four]);
+    uint32_t codes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t before = word_of(incoming, j, four);
+      const float scale = scale_of_field(exponent[j]);
+      float v[4];
+      fp8_decode4<F>(before, v);
+      // A ratio over 2^40 meets only zeros.
+      v[0] *= fminf(scale * inverse.x, 0x1p40f), v[1] *= fminf(scale * inverse.y, 0x1p40f);
+      v[2] *= fminf(scale * inverse.z, 0x1p40f), v[3] *= fminf(scale * inverse.w, 0x1p40f);
+      codes[j] = keep_specials<F>(fp8_encode4<F>(v[0], v[1], v[2], v[3]), before);
+    }
+    shared.codes.put(16 * lane + 4 * four, group, codes);
+  }
+}
+
+// While a tile of a run is worked on the next one's codes are on their way: 64 KB an SM.
+template <typename F, bool kGather>
+__global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
+    const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) unsigned char of_block[];
+  ChannelShared& shared = *reinterpret_cast<ChannelShared*>(of_block);
+  const int warp = threadIdx.x / 32;
+  const Runs runs(p);
+  int side = 0;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x; index < runs.count(); index += gridDim.x) {
+    const int block = runs.block<kGather>(index), begin = runs.first_tile<kGather>(index, p);
+    const int end = min(begin + p.run, p.tiles);
+    Incoming next;
+    next.aim<kGather>(p, token_block_of_warp(p.plan, block));
+    next.load_codes<kGather>(p, begin, shared.incoming[side]);
+    if (begin + 1 < end) next.load_codes<kGather>(p, begin + 1, shared.incoming[side ^ 1]);
+    next.load_scale(p, begin);
+    if (threadIdx.x < 128) shared.exponent[side][threadIdx.x] = next.exponent(p);
+    __syncthreads();
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile, side ^= 1) {
+      const auto& incoming = shared.incoming[side];
+      const bool more = tile + 1 < end;
+      if (more) next.load_scale(p, tile + 1);
+      Rows rows;
+      Factors factors;
+      const int4 e = *reinterpret_cast<const int4*>(&shared.exponent[side][threadIdx.x / 8 * 4]);
+      rows.exponent[0] = e.x, rows.exponent[1] = e.y;
+      rows.exponent[2] = e.z, rows.exponent[3] = e.w;
+      // Of this tile; those of the next may take longer.
+      if (more)
+        copy_wait<1>();
+      else
+        copy_wait<0>();
+      rows.take_codes(incoming);
+      factors.set<F>(rows);
+      factors.exact = channel_tops_in_f16<F>(rows, factors, shared.top[warp]);
+      if (!factors.exact) channel_tops_in_f32<F>(incoming, rows.exponent, shared.top[warp]);
+      if (threadIdx.x % 32 == 0) shared.base[warp] = factors.base;
+      __syncthreads();
+
+      int base = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) base = max(base, shared.base[w]);
+      const bool steep = threadIdx.x < 128 && set_scale<F>(shared, base, p.channels - 128 * tile,
+                                                           p.out.scale + tile * p.out.scale_tile +
+                                                               block * p.out.scale_block);
+      const bool in_f32 = __syncthreads_or(steep) || !factors.exact || base - factors.base > 14;
+      if (in_f32) {
+        shift_in_f32<F>(incoming, rows.exponent, shared);
+      } else {
+        rows.take_codes(incoming);
+        shift_in_f16<F>(rows, factors, base - factors.base, shared);
+      }
+      if (tile + 2 < end) next.load_codes<kGather>(p, tile + 2, shared.incoming[side]);
+      if (more && threadIdx.x < 128) shared.exponent[side ^ 1][threadIdx.x] = next.exponent(p);
+      __syncthreads();
+      shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
+                            p.out.ld, p.channels - 128 * tile, 128);
+    }
+  }
+}
+
+}  // namespace fp8moe::cuda::shift
