@@ -41,15 +41,33 @@ std::string brackets(const Range& sizes) {
   return text + "]";
 }
 
-bool overlap(const Tensor* a, const Tensor* b) {
-  for (const Tensor* t : {a, b})
-    if (t == nullptr || !t->defined() || t->numel() == 0) return false;
-  const auto end = [](const Tensor* t) {
+// The bytes of an argument's codes and scales; empty where there are none.
+struct Extent {
+  explicit Extent(const Tensor* t) {
+    if (t == nullptr || !t->defined() || t->numel() == 0) return;
     const int64_t gaps = t->row_stride != 0 ? (t->shape[0] - 1) * (t->row_stride - t->shape[1]) : 0;
-    return t->as<char>() + (t->numel() + gaps) * size_of(t->dtype);
-  };
-  return a->as<char>() < end(b) && b->as<char>() < end(a);
-}
+    begin = t->as<char>();
+    end = begin + (t->numel() + gaps) * size_of(t->dtype);
+  }
+  bool overlaps(const Extent& other) const { return begin < other.end && other.begin < end; }
+
+  const char* begin = nullptr;
+  const char* end = nullptr;
+};
+
+struct Extents {
+  explicit Extents(const Memory& memory)
+      : parts{Extent(memory.parts[0]), Extent(memory.parts[1])}, name(memory.name) {}
+  bool overlap(const Extents& other) const {
+    for (const Extent& a : parts)
+      for (const Extent& b : other.parts)
+        if (a.overlaps(b)) return true;
+    return false;
+  }
+
+  Extent parts[2];
+  const char* name;
+};
 
 }  // namespace
 
@@ -63,27 +81,28 @@ void Checker::ndim(const Tensor& t, const char* name, int ndim) const {
                shape_of(t));
 }
 
-void Checker::tensor(const Tensor& t, const char* name,
-                     std::initializer_list<int64_t> shape) const {
-  FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, " is required; got none");
-  FP8MOE_CHECK(t.device == device_, "[", op_, "] ", name, " must be on ", name_of(device_),
+void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                     const char* part) const {
+  FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, part, " is required; got none");
+  FP8MOE_CHECK(t.device == device_, "[", op_, "] ", name, part, " must be on ", name_of(device_),
                "; got ", name_of(t.device));
   FP8MOE_CHECK(t.ndim == static_cast<int>(shape.size()) &&
                    std::equal(shape.begin(), shape.end(), t.shape.begin()),
-               "[", op_, "] ", name, " must be ", brackets(shape), "; got ", shape_of(t));
+               "[", op_, "] ", name, part, " must be ", brackets(shape), "; got ", shape_of(t));
   FP8MOE_CHECK(t.row_stride == 0 || (t.ndim == 2 && t.row_stride == t.shape[1]), "[", op_, "] ",
-               name, " must be contiguous; got shape ", shape_of(t), " with rows ", t.row_stride,
-               " elements apart");
-  FP8MOE_CHECK(t.data != nullptr || t.numel() == 0, "[", op_, "] ", name,
+               name, part, " must be contiguous; got shape ", shape_of(t), " with rows ",
+               t.row_stride, " elements apart");
+  FP8MOE_CHECK(t.data != nullptr || t.numel() == 0, "[", op_, "] ", name, part,
                " has no memory behind it (a meta or fake tensor); got a null pointer");
 }
 
-void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const {
+void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
+                    const char* part) const {
   for (DType d : allowed)
     if (t.dtype == d) return;
   std::string names;
   for (DType d : allowed) names += (names.empty() ? "" : ", ") + std::string(name_of(d));
-  fail("[", op_, "] ", name, " must be one of ", names, "; got ", name_of(t.dtype));
+  fail("[", op_, "] ", name, part, " must be one of ", names, "; got ", name_of(t.dtype));
 }
 
 void Checker::multiple(int64_t value, const char* name, int64_t of) const {
@@ -120,7 +139,7 @@ void Checker::workspace(const Tensor& t, int64_t bytes) const {
 
 void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
                   std::initializer_list<ScaleLayout> layouts) const {
-  const std::string scale_name = std::string(name) + ".scale_inv";
+  constexpr const char* kScale = ".scale_inv";
   tensor(t.data, name, shape);
   dtype(t.data, name, {DType::e4m3, DType::e5m2});
   if (std::find(layouts.begin(), layouts.end(), t.layout) == layouts.end()) {
@@ -131,15 +150,15 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   const int64_t m = *(shape.end() - 2);
   const int64_t k = *(shape.end() - 1);
   if (t.layout == ScaleLayout::row) {
-    tensor(t.scale_inv, scale_name.c_str(), {m, cdiv(k, kTile)});
+    tensor(t.scale_inv, name, {m, cdiv(k, kTile)}, kScale);
   } else if (t.layout == ScaleLayout::gemm) {
-    tensor(t.scale_inv, scale_name.c_str(), {cdiv(k, kTile), pad4(m)});
+    tensor(t.scale_inv, name, {cdiv(k, kTile), pad4(m)}, kScale);
   } else if (shape.size() == 3) {
-    tensor(t.scale_inv, scale_name.c_str(), {*shape.begin(), cdiv(m, kTile), cdiv(k, kTile)});
+    tensor(t.scale_inv, name, {*shape.begin(), cdiv(m, kTile), cdiv(k, kTile)}, kScale);
   } else {
-    tensor(t.scale_inv, scale_name.c_str(), {cdiv(m, kTile), cdiv(k, kTile)});
+    tensor(t.scale_inv, name, {cdiv(m, kTile), cdiv(k, kTile)}, kScale);
   }
-  dtype(t.scale_inv, scale_name.c_str(), {DType::f32});
+  dtype(t.scale_inv, name, {DType::f32}, kScale);
   aligned(t.data, name);
 }
 
@@ -183,17 +202,16 @@ void Checker::rule(ScaleRule rule) const {
 
 void Checker::disjoint(std::initializer_list<Memory> outputs,
                        std::initializer_list<Memory> inputs) const {
-  const auto check_pair = [&](const Memory& a, const Memory& b) {
-    for (const Tensor* s : a.parts)
-      for (const Tensor* t : b.parts)
-        FP8MOE_CHECK(!overlap(s, t), "[", op_, "] ", a.name, " and ", b.name,
-                     " must not share memory; got ranges that overlap");
-  };
-  for (const Memory* out = outputs.begin(); out != outputs.end(); ++out) {
-    FP8MOE_CHECK(!overlap(out->parts[0], out->parts[1]), "[", op_, "] ", out->name,
+  std::vector<Extents> all;  // outputs, then inputs
+  all.reserve(outputs.size() + inputs.size());
+  for (const Memory& memory : outputs) all.emplace_back(memory);
+  for (const Memory& memory : inputs) all.emplace_back(memory);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    FP8MOE_CHECK(!all[i].parts[0].overlaps(all[i].parts[1]), "[", op_, "] ", all[i].name,
                  " must not share memory with its scales; got ranges that overlap");
-    for (const Memory* other = out + 1; other != outputs.end(); ++other) check_pair(*out, *other);
-    for (const Memory& in : inputs) check_pair(*out, in);
+    for (size_t j = i + 1; j < all.size(); ++j)
+      FP8MOE_CHECK(!all[i].overlap(all[j]), "[", op_, "] ", all[i].name, " and ", all[j].name,
+                   " must not share memory; got ranges that overlap");
   }
 }
 

@@ -49,9 +49,12 @@ class Checker {
   Checker(const char* op, Device device) : op_(op), device_(device) {}
 
   // Defined, on the op's device, of this exact shape, dense, and not null where it has elements.
-  void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) const;
+  // part: what of `name` it is (".scale_inv"), for the message.
+  void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+              const char* part = "") const;
   void ndim(const Tensor& t, const char* name, int ndim) const;
-  void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed) const;
+  void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
+             const char* part = "") const;
   void multiple(int64_t value, const char* name, int64_t of) const;
   // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,

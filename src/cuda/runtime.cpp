@@ -93,10 +93,10 @@ int device_count(const std::string& tag) {
 
 void require_device(Device device, const char* op) {
   static std::array<std::once_flag, kMaxDevices> accepted;
-  const std::string tag = "[" + std::string(op) + "] ";
   const int index = std::clamp(device.index, 0, kMaxDevices - 1);
   // A failed check throws out of call_once, so the next op asks again.
   std::call_once(accepted[static_cast<size_t>(index)], [&] {
+    const std::string tag = "[" + std::string(op) + "] ";
     const int count = device_count(tag);
     if (device.index < 0 || device.index >= std::min(count, kMaxDevices))
       throw DeviceUnavailable(tag + "tensors must be on one of the " + std::to_string(count) +
