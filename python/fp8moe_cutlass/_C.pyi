@@ -62,6 +62,16 @@ def grouped_gemm(a: fp8moe_cutlass.typing.ArrayArg, a_scale: fp8moe_cutlass.typi
 
 def grouped_gemm_wgrad(dy_t: fp8moe_cutlass.typing.ArrayArg, dy_t_scale: fp8moe_cutlass.typing.ArrayArg, dy_t_layout: str, x_t: fp8moe_cutlass.typing.ArrayArg, x_t_scale: fp8moe_cutlass.typing.ArrayArg, x_t_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, dw: fp8moe_cutlass.typing.ArrayArg, accumulate: bool) -> None: ...
 
+def needing_grad(arguments: tuple[Any, ...], arrays: int) -> int:
+    """
+    Index of the first torch tensor among `arguments` that requires grad, -1 for none. Bit i of `arrays`: argument i is an array or None.
+    """
+
+def instances(arguments: tuple[Any, ...], chosen: int, type: object) -> list[Any]:
+    """
+    Those of `arguments` whose bit is set in `chosen` and that are of `type`.
+    """
+
 def set_stream(handle: int) -> int:
     """
     Sets this thread's stream for arrays whose framework names none; returns the one before.

@@ -50,17 +50,17 @@ class RoutingPlan:
     @property
     def rows(self) -> int:
         """R: rows of permuted operands; no routing of `capacity` assignments needs more."""
-        return self._bound(self.align)
+        return rows_bound(self.capacity, self.experts, self.align)
 
     @property
     def columns(self) -> int:
         """Kcap: columns of transposed operands, whose segments are aligned to 128."""
-        return self._bound(TILE)
+        return rows_bound(self.capacity, self.experts, TILE)
 
     @property
     def slab_size(self) -> int:
         """Words of the slab."""
-        return self._row_of_at + pad4(self.tokens * self.slots)
+        return slab_words(*self.sizes)
 
     @property
     def device(self) -> Any:
@@ -121,10 +121,7 @@ class RoutingPlan:
 
     @property
     def _row_of_at(self) -> int:
-        return self._token_of_row_at + 2 * pad4(self.rows)
-
-    def _bound(self, align: int) -> int:
-        return rows_bound(self.capacity, self.experts, align)
+        return self.slab_size - pad4(self.tokens * self.slots)
 
     def _words(self, at: int, count: int) -> Array:
         return self.slab[at : at + count]
@@ -141,7 +138,13 @@ def rows_bound(capacity: int, experts: int, align: int) -> int:
     return align * ((capacity + min(experts, capacity) * (align - 1)) // align)
 
 
+def slab_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
+    """Words of a plan's slab: status, counts, both offsets, two words a row, row_of."""
+    rows = rows_bound(capacity, experts, align)
+    words = STATUS_WORDS + pad4(experts) + 2 * pad4(experts + 1)
+    return words + 2 * pad4(rows) + pad4(tokens * slots)
+
+
 def empty_plan(slab_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
     """A plan of these sizes whose slab is what `slab_of(words)` returns."""
-    plan = RoutingPlan(None, *sizes)
-    return RoutingPlan(slab_of(plan.slab_size), *sizes)
+    return RoutingPlan(slab_of(slab_words(*sizes)), *sizes)

@@ -315,6 +315,12 @@ NB_MODULE(_C, m) {
   bind_transposes(m);
   bind_activation(m);
   bind_gemm(m);
+  m.def(
+      "needing_grad", &needing_grad, "arguments"_a, "arrays"_a,
+      "Index of the first torch tensor among `arguments` that requires grad, -1 for none. Bit i of "
+      "`arrays`: argument i is an array or None.");
+  m.def("instances", &instances, "arguments"_a, "chosen"_a, "type"_a,
+        "Those of `arguments` whose bit is set in `chosen` and that are of `type`.");
   m.def("set_stream", &set_stream, "handle"_a,
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
   m.def(

@@ -68,27 +68,39 @@ def define(
     torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
     through_torch = getattr(torch.ops.fp8moe, name).default
     words = arguments.rstrip(")").split(", ")
-    arrays = [(i, w.split()[-1]) for i, w in enumerate(words) if w.startswith("Tensor")]
-    outputs = [i for i, w in enumerate(words) if "!)" in w and w.split()[-1] != counts_in]
+    names = [w.split()[-1] for w in words]
+    places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
+    arrays = sum(1 << i for i in places)  # bit i: argument i is one
+    written = sum(1 << i for i in places if "!)" in words[i] and names[i] != counts_in)
+    # A call looks up no module's attribute that it can hold.
+    is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+    dispatch_modes, profiler = torch._C._len_torch_dispatch_stack, torch.autograd.profiler
+    increment_version, tensor = torch._C._increment_version, torch.Tensor
+    needing_grad, instances = _C.needing_grad, _C.instances
 
     def call(*args: Any) -> None:
-        if torch.is_grad_enabled():
-            for i, argument in arrays:
-                if getattr(args[i], "requires_grad", False):
-                    raise ValueError(
-                        f"[{name}] {argument} must not require grad, its gradient would be lost; "
-                        "use fp8moe_cutlass.autograd or .nn, or detach it"
-                    )
-        if torch.compiler.is_compiling():
+        if is_compiling():  # traced: no extension here
+            if is_grad_enabled():
+                for i in places:
+                    if getattr(args[i], "requires_grad", False):
+                        refuse(i)
             through_torch(*args)
             return
-        watched = (
-            torch._C._len_torch_dispatch_stack() or torch.autograd.profiler._is_profiler_enabled
-        )
-        (through_torch if watched else direct)(*args)
+        if is_grad_enabled() and (i := needing_grad(args, arrays)) >= 0:
+            refuse(i)
+        if dispatch_modes() or profiler._is_profiler_enabled:
+            through_torch(*args)
+        else:
+            direct(*args)
         # A backward that saved what is now overwritten must fail rather than read it; this is
         # autograd.graph.increment_version at half its time.
-        torch._C._increment_version([args[i] for i in outputs if isinstance(args[i], torch.Tensor)])
+        increment_version(instances(args, written, tensor))
+
+    def refuse(i: int) -> None:
+        raise ValueError(
+            f"[{name}] {names[i]} must not require grad, its gradient would be lost; "
+            "use fp8moe_cutlass.autograd or .nn, or detach it"
+        )
 
     return call
 
@@ -145,7 +157,9 @@ def fp8_output(
     interleave: int = 0,
 ) -> Fp8Tensor:
     """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
-    format = dtype_name(op, fp8_dtype, "e4m3", "e5m2")
+    format = _NAMES.get(fp8_dtype)
+    if format not in ("e4m3", "e5m2"):  # a framework's own object, or an error
+        format = dtype_name(op, fp8_dtype, "e4m3", "e5m2")
     if out is not None:
         asked = (layout, format, pow2, interleave)
         got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
@@ -212,7 +226,9 @@ def flat_in(op: str, name: str, t: Fp8Tensor, layout: str) -> tuple[Array, Array
 
 def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:
     """A plan, or none, as the flat arguments (slab, tokens, slots, experts, align, capacity)."""
-    return (None, 0, 0, 0, 0, 0) if plan is None else (plan.slab, *plan.sizes)
+    if plan is None:
+        return (None, 0, 0, 0, 0, 0)
+    return plan.slab, plan.tokens, plan.slots, plan.experts, plan.align, plan.capacity
 
 
 def _is_torch(array: Array) -> bool:
@@ -221,6 +237,7 @@ def _is_torch(array: Array) -> bool:
 
 def _codes(t: Fp8Tensor) -> Array:
     """The data; uint8 codes as torch's FP8 dtype, or with their format where there is none."""
-    if torch is not None and isinstance(t.data, torch.Tensor):  # no NumPy here: dynamo traces it
-        return t.data.view(_TORCH[str(t.fp8_dtype)]) if t.data.dtype == torch.uint8 else t.data
-    return (t.data, t.fp8_dtype) if t.data.dtype == np.uint8 else t.data
+    data = t.data
+    if torch is not None and isinstance(data, torch.Tensor):  # no NumPy here: dynamo traces it
+        return data.view(_TORCH[str(t.fp8_dtype)]) if data.dtype is torch.uint8 else data
+    return (data, t.fp8_dtype) if data.dtype == np.uint8 else data

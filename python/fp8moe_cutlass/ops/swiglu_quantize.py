@@ -54,35 +54,33 @@ def swiglu_quantize(
     backward may take instead of z.
     Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
     """
-    pow2 = is_pow2("swiglu_quantize", scale)
-    r, i = z.shape[0], z.shape[1] // 2
-    wanted: list[tuple[tuple[int, int], str]] = [((r, i), scale_layout)]
+    op = "swiglu_quantize"
+    pow2 = is_pow2(op, scale)
+    shape = z.shape
+    r, i = shape[0], shape[1] // 2
+    parts = 1 + (columns is not None) + save_z
+    given = (out,) if isinstance(out, Fp8Tensor) else out or (None,) * parts
+    if len(given) != parts:
+        raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
+    h_columns = z_q = None
+    h = fp8_output(op, given[0], z, (r, i), scale_layout, fp8_dtype, pow2)
     if columns is not None:
-        shape = (i, _needed(plan, "swiglu_quantize").columns)
-        wanted.append((shape, column_layout("swiglu_quantize", columns)))
+        layout, kcap = column_layout(op, columns), _needed(plan, op).columns
+        h_columns = fp8_output(op, given[1], z, (i, kcap), layout, fp8_dtype, pow2)
     if save_z:
-        wanted.append(((r, 2 * i), "row"))
-    given = (out,) if isinstance(out, Fp8Tensor) else out or (None,) * len(wanted)
-    if len(given) != len(wanted):
-        raise ValueError(f"[swiglu_quantize] out must have {len(wanted)} parts; got {len(given)}")
-    made = tuple(
-        fp8_output("swiglu_quantize", part, z, shape, layout, fp8_dtype, pow2)
-        for part, (shape, layout) in zip(given, wanted, strict=True)
-    )
-    h_columns = made[1] if columns is not None else None
-    z_q = made[-1] if save_z else None
+        z_q = fp8_output(op, given[-1], z, (r, 2 * i), "row", fp8_dtype, pow2)
     _op(
         z,
         *flat_plan(plan),
         probs,
         clamp or 0.0,
-        *flat(made[0]),
+        *flat(h),
         *flat(h_columns),
         *flat(z_q),
         pow2,
         eps,
     )
-    return made if len(made) > 1 else made[0]
+    return h if parts == 1 else tuple(t for t in (h, h_columns, z_q) if t is not None)
 
 
 def swiglu_quantize_backward(
@@ -109,21 +107,20 @@ def swiglu_quantize_backward(
     op = "swiglu_quantize_backward"
     pow2 = is_pow2(op, scale)
     r, i = dh.shape
-    wanted: list[tuple[tuple[int, int], str, DType]] = [((r, 2 * i), scale_layout, fp8_dtype)]
+    parts = 2 if columns is None else 4
+    given = out or (None,) * parts
+    if len(given) != parts:
+        raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
+    dprobs = given[-1]
+    dz_columns = h_columns = None
+    dz = fp8_output(op, given[0], dh, (r, 2 * i), scale_layout, fp8_dtype, pow2)
     if columns is not None:
         layout, kcap = column_layout(op, columns), _needed(plan, op).columns
-        wanted.append(((2 * i, kcap), layout, fp8_dtype))
-        wanted.append(((i, kcap), layout, fp8_dtype if h_fp8_dtype is None else h_fp8_dtype))
-    *given, dprobs = out or (None,) * (len(wanted) + 1)
-    if len(given) != len(wanted):
-        raise ValueError(f"[{op}] out must have {len(wanted) + 1} parts; got {len(given) + 1}")
-    made = tuple(
-        fp8_output(op, part, dh, shape, layout, dtype, pow2)
-        for part, (shape, layout, dtype) in zip(given, wanted, strict=True)
-    )
+        h_dtype = fp8_dtype if h_fp8_dtype is None else h_fp8_dtype
+        dz_columns = fp8_output(op, given[1], dh, (2 * i, kcap), layout, fp8_dtype, pow2)
+        h_columns = fp8_output(op, given[2], dh, (i, kcap), layout, h_dtype, pow2)
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (r,))
-    dz_columns, h_columns = made[1:] if columns is not None else (None, None)
     z_q = z if isinstance(z, Fp8Tensor) else None
     _backward(
         dh,
@@ -132,14 +129,16 @@ def swiglu_quantize_backward(
         *flat_plan(plan),
         probs,
         clamp or 0.0,
-        *flat(made[0]),
+        *flat(dz),
         dprobs,
         *flat(dz_columns),
         *flat(h_columns),
         pow2,
         eps,
     )
-    return (*made, dprobs)  # type: ignore[return-value]
+    if dz_columns is None or h_columns is None:
+        return dz, dprobs
+    return dz, dz_columns, h_columns, dprobs
 
 
 def _needed(plan: RoutingPlan | None, op: str) -> RoutingPlan:
