@@ -80,7 +80,9 @@ def swiglu_quantize(
         pow2,
         eps,
     )
-    return h if parts == 1 else tuple(t for t in (h, h_columns, z_q) if t is not None)
+    if h_columns is None:
+        return h if z_q is None else (h, z_q)
+    return (h, h_columns) if z_q is None else (h, h_columns, z_q)
 
 
 def swiglu_quantize_backward(
