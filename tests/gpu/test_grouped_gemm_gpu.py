@@ -99,6 +99,22 @@ def test_fprop_formats_and_adversarial_operands(kind: str, left: str, right: str
     assert fprop_error(a, w, plan, d) <= C_CUDA
 
 
+@pytest.mark.parametrize("n", [208, 128])
+def test_fprop_over_several_runs_of_scales(n: int) -> None:
+    """The scales of blocks come 64 K-blocks at a time: 131 are two runs and a part, of which the
+    tiles of one warpgroup alone (30 rows) use all, too."""
+    k = 130 * 128 + 64
+    plan = plan_of([200, 0, 30])
+    a = on_gpu(noise(plan.rows, k, layout="gemm"))
+    w = on_gpu(noise(3, n, k, layout="block"))
+    first, again = (
+        ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
+        for _ in range(2)
+    )
+    assert fprop_error(a, w, plan, first) <= C_CUDA
+    assert torch.equal(first, again)
+
+
 @pytest.mark.parametrize("align", [16, 128])
 def test_fprop_writes_padding_rows(align: int) -> None:
     plan = plan_of([5, 0, 33], spare=60, align=align)
@@ -128,6 +144,15 @@ def test_wgrad(counts: list[int], layout: str, dtype: torch.dtype) -> None:
         before = torch.randn(shape, device="cuda").to(dtype)
         onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
         assert torch.equal(onto, before + dw)
+
+
+@pytest.mark.parametrize("n", [208, 128])
+def test_wgrad_over_several_runs_of_scales(n: int) -> None:
+    plan = plan_of([128 * 131, 0, 128 * 64, 300])
+    dy = segments(on_gpu(noise(48, plan.columns, layout="block", fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(n, plan.columns, layout="block")), plan)
+    dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(4, 48, n, dtype=torch.float32))
+    assert wgrad_error(dy, x, plan, dw) <= C_CUDA
 
 
 @FORMATS
