@@ -86,27 +86,28 @@ __device__ __forceinline__ void slabs_written() {
   __syncwarp();
 }
 
-__device__ __forceinline__ uint32_t round_bf16(SumPair pair) {
-  const __nv_bfloat162 v = __float22bfloat162_rn(columns(pair));
+__device__ __forceinline__ uint32_t round_bf16(float2 pair) {
+  const __nv_bfloat162 v = __float22bfloat162_rn(pair);
   return reinterpret_cast<const uint32_t&>(v);
 }
 
 // A thread of a warpgroup holds, of a [64, N] part: sums[2 g] of row r, columns 8 g + 2 q + 0, 1,
 // and sums[2 g + 1] of row r + 8, with r = 16 warp + lane / 4, q = lane % 4.
 template <Kind kKind, int N>
-__device__ __forceinline__ void store_bf16(const SumPair (&sums)[N / 4], const Params& params,
-                                           const Destination& to, int warp, uint8_t* slabs) {
+__device__ __forceinline__ void store_bf16(const SumPair<kKind> (&sums)[N / 4],
+                                           const Params& params, const Destination& to, int warp,
+                                           uint8_t* slabs) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t mine = cute::cast_smem_ptr_to_uint(slabs) + lane % 16 * 128;
   const uint32_t word = (lane / 16 ^ lane % 8) * 16;
   await_slabs<0>();
 #pragma unroll
   for (int g = 0; g < N / 16; ++g) {
-    const SumPair* s = &sums[4 * g];
+    const SumPair<kKind>* s = &sums[4 * g];
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      mine + g / 4 * kSlabBytes + (word ^ g % 4 * 32)),
-                 "r"(round_bf16(s[0])), "r"(round_bf16(s[1])), "r"(round_bf16(s[2])),
-                 "r"(round_bf16(s[3]))
+                 "r"(round_bf16(columns(s[0]))), "r"(round_bf16(columns(s[1]))),
+                 "r"(round_bf16(columns(s[2]))), "r"(round_bf16(columns(s[3])))
                  : "memory");
   }
   slabs_written();
@@ -117,7 +118,7 @@ __device__ __forceinline__ void store_bf16(const SumPair (&sums)[N / 4], const P
 // Slab S of 32 columns and those after it. Words, the second one of a pair first in odd rows: no
 // conflict of shared-memory banks.
 template <Kind kKind, int N, int S = 0>
-__device__ __forceinline__ void store_f32(const SumPair (&sums)[N / 4], const Params& params,
+__device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                           const Destination& to, int warp, uint8_t* slabs) {
   if constexpr (S < N / 32) {
     const uint32_t lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void store_f32(const SumPair (&sums)[N / 4], const Pa
 }
 
 template <Kind kKind, int N, Output kOutput>
-__device__ __forceinline__ void store(const SumPair (&sums)[N / 4], const Params& params,
+__device__ __forceinline__ void store(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                       const Destination& to, int warp, uint8_t* slabs) {
   if (kOutput == Output::bf16 || (kOutput == Output::either && params.bf16))
     store_bf16<kKind, N>(sums, params, to, warp, slabs);

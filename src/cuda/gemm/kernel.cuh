@@ -67,15 +67,28 @@ struct Ring {
 
 constexpr int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
+// The next one of the runs, and its phase.
+struct RunCursor {
+  int run = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    run = (run + 1) % kRuns;
+    phase ^= run == 0;
+  }
+};
+
 // What TMA brings. One thread, elected: ptxas then knows that a warp has one such thread, and puts
 // no loop over threads around every TMA instruction. A tile without K-blocks, and the end, are told
-// through a stage that holds nothing.
+// through a stage that holds nothing. Consumers wait for stages alone: so the first stage of a run
+// is full once the run is.
 template <Kind kKind, int TileN>
 __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
   using S = Stage<kKind, TileN>;
   using Load = cute::SM90_TMA_LOAD_2D;
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   Schedule<kKind, TileN> schedule(params, ring.first_tile());
+  RunCursor runs;
   int stage = 0;
   uint32_t phase = 1;
   for (bool more = true; more;) {
@@ -87,10 +100,8 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
       ring.empty(stage).wait(phase);
       FullBarrier& full = ring.full(stage);
       if (k == 0) ring.tile(stage) = tile;
-      if (tile.k_blocks <= 0) {
-        full.arrive();
-      } else {
-        full.arrive_and_expect_tx(S::kLoadBytes);
+      if (tile.k_blocks > 0) {
+        full.expect_transaction(S::kLoadBytes);
         auto* barrier = reinterpret_cast<uint64_t*>(&full);
         const int block = tile.k_first + k, depth = block * kBlockK;
         Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
@@ -99,49 +110,59 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
           Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
+        if (S::kBlockScales && k % kRunLength == 0) {
+          ring.run_full(runs.run).wait(runs.phase);
+          runs.advance();
+        }
       }
+      full.arrive();
       stage = after(stage);
       phase ^= stage == 0;
     }
   }
 }
 
-// The scales of blocks, which lie too scattered for TMA: a run of K-blocks ahead, so that no stage
-// waits for them. One warp.
+// The scales of blocks, which lie too scattered for TMA. One warp, a run ahead with its loads:
+// under the traffic of TMA they take as long as a short tile.
 template <Kind kKind, int TileN>
 __device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& ring) {
-  Schedule<kKind, TileN> schedule(params, ring.first_tile());
+  static_assert(kRunLength == 32);  // a lane loads the scales of one K-block
   const int lane = threadIdx.x % 32;
-  int run = 0;
-  uint32_t phase = 1;
+  Schedule<kKind, TileN> schedule(params, ring.first_tile());
+  RunCursor runs;
+  float4 loaded;
+  bool pending = false;
+  const auto store = [&] {
+    if (!pending) return;
+    ring.run_empty(runs.run).wait(runs.phase ^ 1);
+    ring.run(runs.run)[lane] = loaded;
+    __syncwarp();
+    if (lane == 0) ring.run_full(runs.run).arrive();
+    runs.advance();
+  };
   for (Tile tile; schedule.next(tile);) {
     const BlockScales<kKind, TileN> scales(params, tile);
-    for (int first = 0; first < tile.k_blocks; first += kRunLength) {
-      ring.run_empty(run).wait(phase);
-      for (int k = lane; k < min(kRunLength, tile.k_blocks - first); k += 32)
-        ring.run(run)[k] = scales(first + k);
-      __syncwarp();
-      if (lane == 0) ring.run_full(run).arrive();
-      run = (run + 1) % kRuns;
-      phase ^= run == 0;
+    for (int k = lane; k - lane < tile.k_blocks; k += kRunLength) {
+      const float4 next = k < tile.k_blocks ? scales(k) : float4{};
+      store();
+      loaded = next;
+      pending = true;
     }
   }
+  store();
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
 template <Kind kKind, DType A, DType B, int TileN>
 struct Consumer {
   using Scales = Promoter<kKind, TileN>;
-  static constexpr bool kBlockScales = kKind != Kind::tokens_column;
-
   const Ring<kKind, TileN>& ring;
-  uint32_t a, b;            // descriptors of stage 0
-  int stage = 0;            // the next one, which is full
-  uint32_t phases = 0;      // bit s: the phase of stage s
-  int run = 0;              // the next one
-  uint32_t run_phases = 0;  // bit r: the phase of run r
-  SumPair sums[TileN / 4];  // of the tile, scaled
-  float part[TileN / 2];    // of one K-block
+  uint32_t a, b;        // descriptors of stage 0
+  int stage = 0;        // the next one, which is full, and so is its run
+  uint32_t phases = 0;  // bit s: the phase of stage s
+  RunCursor runs;
+  SumPair<kKind> sums[TileN / 4];  // of the tile, scaled
+  float part[TileN / 2];           // of one K-block
 
   __device__ __forceinline__ void await(int s) {
     ring.full(s).wait(phases >> s & 1);
@@ -154,27 +175,17 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) empty.arrive();
   }
 
-  __device__ __forceinline__ const float4* open_run() {
-    if constexpr (kBlockScales) ring.run_full(run).wait(run_phases >> run & 1);
-    asm volatile("" ::: "memory");
-    return ring.run(run);
-  }
-
   __device__ __forceinline__ void close_run() {
-    if constexpr (kBlockScales) {
-      release(ring.run_empty(run));
-      run_phases ^= 1u << run;
-      run = (run + 1) % kRuns;
+    if constexpr (Stage<kKind, TileN>::kBlockScales) {
+      release(ring.run_empty(runs.run));
+      runs.advance();
     }
   }
 
   // Leaves a tile of which this warpgroup multiplies nothing.
   __device__ __forceinline__ void pass(int k_blocks) {
     for (int k = 0; k < max(k_blocks, 1); ++k) {
-      if (k < k_blocks && k % kRunLength == 0) {
-        open_run();
-        close_run();
-      }
+      if (k < k_blocks && k % kRunLength == 0) close_run();
       release(ring.empty(stage));
       phases ^= 1u << stage;
       stage = after(stage);
@@ -204,7 +215,7 @@ struct Consumer {
   template <typename Meanwhile>
   __device__ __forceinline__ void steps(Scales& scales, int k_blocks, Meanwhile meanwhile) {
     const auto nothing = [] {};
-    const float4* of_blocks = open_run();
+    const float4* of_blocks = ring.run(runs.run);
     step<true>(stage, scales, of_blocks++, meanwhile);
     stage = after(stage);
     for (int left = k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
@@ -227,7 +238,7 @@ struct Consumer {
       }
       close_run();
       if (left == 0) break;
-      of_blocks = open_run();
+      of_blocks = ring.run(runs.run);
     }
   }
 };
@@ -299,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileN>(params, ring);
-    if (kKind != Kind::tokens_column && warp == 1) produce_scales<kKind, TileN>(params, ring);
+    if (Stage<kKind, TileN>::kBlockScales && warp == 1) produce_scales<kKind, TileN>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     consume<kKind, A, B, TileN, kOutput>(params, shared);

@@ -1,6 +1,8 @@
 // Promotion: the tensor core's sums of one K-block, times the scales, into fp32.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/schedule.cuh"
 
@@ -47,9 +49,16 @@ class BlockScales {
 // Two sums of adjacent columns, the right one in the lower word. wgmma fixes part[i] in a register
 // of i's parity, and 64 bits lie in an even register and the odd one after it: so a sum and its
 // part are in different register banks, and a multiply-add of them takes one cycle.
-using SumPair = uint64_t;
+using BoundPair = uint64_t;
 
-__device__ __forceinline__ float2 columns(SumPair pair) {
+// With scales of columns every sum takes two operations, and the moves that bound pairs bring cost
+// more than the banks (10%, docs/notes).
+template <Kind kKind>
+using SumPair = std::conditional_t<kKind == Kind::tokens_column, float2, BoundPair>;
+
+__device__ __forceinline__ float2 columns(float2 pair) { return pair; }
+
+__device__ __forceinline__ float2 columns(BoundPair pair) {
   float2 v;
   asm("mov.b64 {%0, %1}, %2;" : "=f"(v.y), "=f"(v.x) : "l"(pair));
   return v;
@@ -57,25 +66,22 @@ __device__ __forceinline__ float2 columns(SumPair pair) {
 
 // pair (+)= {x, y} * scale.
 template <bool First>
-__device__ __forceinline__ void accumulate(SumPair& pair, float x, float y, float scale) {
-  if constexpr (First)
-    asm("mov.b64 %0, {%1, %2};" : "=l"(pair) : "f"(y * scale), "f"(x * scale));
-  else
-    asm("{\n\t"
-        ".reg .f32 x, y;\n\t"
-        "mov.b64 {y, x}, %0;\n\t"
-        "fma.rn.f32 x, %1, %3, x;\n\t"
-        "fma.rn.f32 y, %2, %3, y;\n\t"
-        "mov.b64 %0, {y, x};\n\t"
-        "}"
-        : "+l"(pair)
-        : "f"(x), "f"(y), "f"(scale));
+__device__ __forceinline__ void accumulate(float2& pair, float x, float y, float scale) {
+  pair.x = First ? x * scale : fmaf(x, scale, pair.x);
+  pair.y = First ? y * scale : fmaf(y, scale, pair.y);
+}
+
+template <bool First>
+__device__ __forceinline__ void accumulate(BoundPair& pair, float x, float y, float scale) {
+  float2 v = First ? float2{} : columns(pair);
+  accumulate<First>(v, x, y, scale);
+  asm("mov.b64 %0, {%1, %2};" : "=l"(pair) : "f"(v.y), "f"(v.x));
 }
 
 // sums (+)= part * scale of its row half and column group.
 template <bool First, int TileN, int Groups>
 __device__ __forceinline__ void add_scaled(const float (&part)[TileN / 2],
-                                           SumPair (&sums)[TileN / 4],
+                                           BoundPair (&sums)[TileN / 4],
                                            const float (&scale)[2][Groups]) {
   constexpr int kPerGroup = TileN / 8 / Groups;  // instructions' column groups of 8
 #pragma unroll
@@ -113,7 +119,7 @@ class Promoter<Kind::rows, TileN> {
     }
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[TileN / 2], SumPair (&sums)[TileN / 4],
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], BoundPair (&sums)[TileN / 4],
                                       const float*) const {
     add_scaled<First, TileN>(part, sums, scale_);
   }
@@ -138,7 +144,7 @@ class Promoter<Kind::tokens_block, TileN> {
     for (int g = 0; g < kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g];
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[TileN / 2], SumPair (&sums)[TileN / 4],
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], BoundPair (&sums)[TileN / 4],
                                       const float*) const {
     add_scaled<First, TileN>(part, sums, scale_);
   }
@@ -160,7 +166,7 @@ class Promoter<Kind::tokens_column, TileN> {
     lower_ = of_rows[row_ + 8];
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[TileN / 2], SumPair (&sums)[TileN / 4],
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float2 (&sums)[TileN / 4],
                                       const float* of_columns) const {
     const auto* pairs = reinterpret_cast<const float2*>(of_columns) + threadIdx.x % 4;
 #pragma unroll

@@ -14,9 +14,9 @@ inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * 128;
 inline constexpr int kSlabs = 3;
 
-// The scales of blocks come in runs of K-blocks; consumers read one while the next one arrives.
-inline constexpr int kRunLength = 64;
-inline constexpr int kRuns = 2;
+// The scales of blocks come in runs of K-blocks, a tile's first K-blocks being a new run.
+inline constexpr int kRunLength = 32;
+inline constexpr int kRuns = 8;
 inline constexpr int kRunBytes = 16 * kRunLength;
 
 // 128x192: 16 KB of A, 24 KB of B, 640 bytes of scales; four stages and D take 215 of the 227 KB.
@@ -25,6 +25,7 @@ struct Stage {
   static constexpr int kABytes = kTileM * kBlockK;
   static constexpr int kBBytes = TileN * kBlockK;
   static constexpr int kTileBytes = kABytes + kBBytes;
+  static constexpr bool kBlockScales = kKind != Kind::tokens_column;
   static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kScaleBoxA;
   static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
   static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;  // by TMA
