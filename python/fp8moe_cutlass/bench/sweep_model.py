@@ -1,7 +1,8 @@
 """A model of the expert block's time in FP8 and in bf16: the sweep where nothing can be measured.
 
-Bytes and arithmetic over rates fitted to one session on an H200 (docs/benchmarks, the 2026-11-21
-layer and sweep JSON): every point of both as a graph, from 0.16 to 78 ms, within a fifth.
+Bytes and arithmetic over rates fitted to one session on an H200 (the sweep JSON in docs/benchmarks
+and a layer record of its commit): every point of both and of the layer record after it, as a
+graph, from 0.16 to 78 ms, within a fifth.
 Letters: T tokens, S slots, E experts, H hidden, I intermediate; R = T S rows, n = R / E an expert.
 """
 
