@@ -101,9 +101,9 @@ def test_fprop_formats_and_adversarial_operands(kind: str, left: str, right: str
 
 @pytest.mark.parametrize("n", [208, 128])
 def test_fprop_over_several_runs_of_scales(n: int) -> None:
-    """The scales of blocks come 64 K-blocks at a time: 131 are two runs and a part, of which the
-    tiles of one warpgroup alone (30 rows) use all, too."""
-    k = 130 * 128 + 64
+    """The scales of blocks come 32 K-blocks at a time, eight such runs in shared memory: 301 are
+    nine and a part, for tiles of both warpgroups and of one alone (30 rows)."""
+    k = 300 * 128 + 64
     plan = plan_of([200, 0, 30])
     a = on_gpu(noise(plan.rows, k, layout="gemm"))
     w = on_gpu(noise(3, n, k, layout="block"))
@@ -148,7 +148,7 @@ def test_wgrad(counts: list[int], layout: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n", [208, 128])
 def test_wgrad_over_several_runs_of_scales(n: int) -> None:
-    plan = plan_of([128 * 131, 0, 128 * 64, 300])
+    plan = plan_of([128 * 301, 0, 128 * 64, 300])
     dy = segments(on_gpu(noise(48, plan.columns, layout="block", fp8="e5m2")), plan)
     x = segments(on_gpu(noise(n, plan.columns, layout="block")), plan)
     dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(4, 48, n, dtype=torch.float32))
