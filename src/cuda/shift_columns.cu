@@ -104,8 +104,7 @@ __global__ __launch_bounds__(kThreads,
   int side = 0;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x; index < runs.count(); index += gridDim.x) {
-    const int block = runs.block<kGather>(index), begin = runs.first_tile<kGather>(index, p);
-    const int end = min(begin + p.run, p.tiles);
+    const auto [block, begin, end] = runs.at<kGather>(index, p);
     Incoming next;
     next.aim<kGather>(p, token_block_of_warp(p.plan, block));
     next.load_codes<kGather>(p, begin, shared.incoming);
@@ -115,9 +114,7 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile, side ^= 1) {
       Rows rows;
-      const uchar4 e = *reinterpret_cast<const uchar4*>(&shared.exponent[side][4 * group]);
-      rows.exponent[0] = e.x, rows.exponent[1] = e.y;
-      rows.exponent[2] = e.z, rows.exponent[3] = e.w;
+      rows.take_exponents(*reinterpret_cast<const uchar4*>(&shared.exponent[side][4 * group]));
       copy_wait<0>();
       rows.take_codes(shared.incoming);
       const bool more = tile + 1 < end;

@@ -261,8 +261,7 @@ __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
   int side = 0;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x; index < runs.count(); index += gridDim.x) {
-    const int block = runs.block<kGather>(index), begin = runs.first_tile<kGather>(index, p);
-    const int end = min(begin + p.run, p.tiles);
+    const auto [block, begin, end] = runs.at<kGather>(index, p);
     Incoming next;
     next.aim<kGather>(p, token_block_of_warp(p.plan, block));
     next.load_codes<kGather>(p, begin, shared.incoming[side]);
@@ -277,9 +276,8 @@ __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
       if (more) next.load_scale(p, tile + 1);
       Rows rows;
       Factors factors;
-      const int4 e = *reinterpret_cast<const int4*>(&shared.exponent[side][threadIdx.x / 8 * 4]);
-      rows.exponent[0] = e.x, rows.exponent[1] = e.y;
-      rows.exponent[2] = e.z, rows.exponent[3] = e.w;
+      rows.take_exponents(
+          *reinterpret_cast<const int4*>(&shared.exponent[side][threadIdx.x / 8 * 4]));
       // Of this tile; those of the next may take longer.
       if (more)
         copy_wait<1>();

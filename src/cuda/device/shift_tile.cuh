@@ -55,6 +55,11 @@ struct Rows {
   uint32_t code[4][4];  // [token][4 channels each]
   int exponent[4];      // field of the scale; 0: zero scale or no token; kPoison: a bad scale
 
+  // From a vector of four.
+  template <typename Four>
+  __device__ __forceinline__ void take_exponents(const Four& of) {
+    exponent[0] = of.x, exponent[1] = of.y, exponent[2] = of.z, exponent[3] = of.w;
+  }
   // As Incoming left them.
   __device__ __forceinline__ void take_codes(const uint4 (&from)[4][kThreads]) {
 #pragma unroll
@@ -65,8 +70,13 @@ struct Rows {
   }
 };
 
-// Where a run of tiles lies. kGather: neighbouring blocks take neighbouring tokens of one run of
-// channels, so that the slice of the gathered rows stays in L2; else they share whole rows.
+struct Run {
+  int block;       // of tokens
+  int begin, end;  // tiles of channels
+};
+
+// Where runs lie. kGather: neighbouring blocks take neighbouring tokens of one run of channels, so
+// that the slice of the gathered rows stays in L2; else they share whole rows.
 struct Runs {
   uint32_t blocks, runs;
 
@@ -74,12 +84,11 @@ struct Runs {
       : blocks(p.plan.col_offsets[p.plan.experts] / 128), runs((p.tiles + p.run - 1) / p.run) {}
   __device__ __forceinline__ uint32_t count() const { return blocks * runs; }
   template <bool kGather>
-  __device__ __forceinline__ int block(uint32_t index) const {
-    return static_cast<int>(kGather ? index % blocks : index / runs);
-  }
-  template <bool kGather>
-  __device__ __forceinline__ int first_tile(uint32_t index, const Params& p) const {
-    return static_cast<int>(kGather ? index / blocks : index % runs) * p.run;
+  __device__ __forceinline__ Run at(uint32_t index, const Params& p) const {
+    const int begin = static_cast<int>(kGather ? index / blocks : index % runs) * p.run;
+    return {.block = static_cast<int>(kGather ? index % blocks : index / runs),
+            .begin = begin,
+            .end = min(begin + p.run, p.tiles)};
   }
 };
 
