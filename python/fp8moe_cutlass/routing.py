@@ -117,7 +117,7 @@ class RoutingPlan:
 
     @property
     def _token_of_row_at(self) -> int:
-        return STATUS_WORDS + pad4(self.experts) + 2 * pad4(self.experts + 1)
+        return words_before_rows(self.experts)
 
     @property
     def _row_of_at(self) -> int:
@@ -138,11 +138,15 @@ def rows_bound(capacity: int, experts: int, align: int) -> int:
     return align * ((capacity + min(experts, capacity) * (align - 1)) // align)
 
 
+def words_before_rows(experts: int) -> int:
+    """Words of a plan's slab before its first row's: status, counts, both offsets."""
+    return STATUS_WORDS + pad4(experts) + 2 * pad4(experts + 1)
+
+
 def slab_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
-    """Words of a plan's slab: status, counts, both offsets, two words a row, row_of."""
+    """Words of a plan's slab: those before rows, two a row, row_of."""
     rows = rows_bound(capacity, experts, align)
-    words = STATUS_WORDS + pad4(experts) + 2 * pad4(experts + 1)
-    return words + 2 * pad4(rows) + pad4(tokens * slots)
+    return words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
 
 
 def empty_plan(slab_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:

@@ -157,9 +157,7 @@ def fp8_output(
     interleave: int = 0,
 ) -> Fp8Tensor:
     """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
-    format = _NAMES.get(fp8_dtype)
-    if format not in ("e4m3", "e5m2"):  # a framework's own object, or an error
-        format = dtype_name(op, fp8_dtype, "e4m3", "e5m2")
+    format = dtype_name(op, fp8_dtype, "e4m3", "e5m2")
     if out is not None:
         asked = (layout, format, pow2, interleave)
         got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
