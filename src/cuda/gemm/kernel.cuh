@@ -156,6 +156,7 @@ __device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& r
 template <Kind kKind, DType A, DType B, int TileN>
 struct Consumer {
   using Scales = Promoter<kKind, TileN>;
+
   const Ring<kKind, TileN>& ring;
   uint32_t a, b;        // descriptors of stage 0
   int stage = 0;        // the next one, which is full, and so is its run
