@@ -1,8 +1,10 @@
 // permute_pad: one launch of equal warps. Each brings a few tokens, or a piece of one, to shared
 // memory once and sends them to all their rows, whole rows at a time: DRAM likes long writes.
-// Meanwhile it writes probs, scales and padding of eight neighbouring destination rows, so that a
-// gemm-layout scale row gets whole sectors however the rows are gathered. What a warp runs before
-// its first write is short: a cold launch waits for its instructions too.
+// Meanwhile it writes probs and scales of eight neighbouring destination rows, so that a
+// gemm-layout scale row gets whole sectors however the rows are gathered. Padding comes in runs of
+// up to align - 1 rows: neighbouring rows are zeroed by different blocks, so that every SM gets its
+// share of a run. What a warp runs before its first write is short: a cold launch waits for its
+// instructions too.
 //
 // A warp is a block, or shares one with others where that brings all of x into shared memory at
 // once: what a block reserves and the count of blocks leave less of an SM to blocks of a warp.
@@ -53,7 +55,7 @@ struct Params {
   int tokens_a_warp;     // more than one: whole rows, dense in x
   int piece_bytes;       // of a row
   int max_rows;          // R
-  int groups;            // of kGroupRows destination rows
+  int groups;            // of kGroupRows destination rows with probs or scales
   bool zero_unweighted;  // rows of prob 0 are written as padding is
   int x_stride;
 };
@@ -98,12 +100,22 @@ __device__ __forceinline__ Row read_row(const Params& p, int at) {
   return {.at = at, .token = token, .prob = prob, .inside = inside};
 }
 
+// The token whose data row `at` takes, negative: none. Past the last row: anything.
+__device__ __forceinline__ int token_with_data(const Params& p, int64_t at) {
+  if (at >= p.max_rows) return 0;
+  const int token = __ldg(p.plan.token_of_row + at);
+  if (!p.zero_unweighted || token < 0 || at >= __ldg(p.plan.row_offsets + p.plan.experts))
+    return token;
+  const int slot = __ldg(p.plan.slot_of_row + at);
+  return __ldg(p.probs + token * int64_t{p.slots} + slot) == 0.0f ? -1 : token;
+}
+
 // kWide: 0 without scales, 4 where those of a row lie together, else 1.
 template <int kWide>
 __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char of_block[];  // tokens of each warp, barriers
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int unit = blockIdx.x * warps + warp, units = gridDim.x * warps;
+  const int unit = warp * gridDim.x + blockIdx.x, units = gridDim.x * warps;
   const int warp_bytes = p.tokens_a_warp * p.piece_bytes;
   char* shared = of_block + warp * warp_bytes;
   uint64_t& arrived = reinterpret_cast<uint64_t*>(of_block + warps * warp_bytes)[warp];
@@ -122,15 +134,17 @@ __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant_
   const int assignments = tokens * p.slots;
   int to = lane < assignments ? row_with_data(p, token * p.slots + lane) : -1;
   const char* from_shared = shared + (tokens > 1 ? lane / p.slots * bytes : 0);
+  // Rows, to be zeroed if they are padding, and groups are dealt one by one; a lane takes a row.
+  const int share = blockIdx.y * units + unit, shares = units * gridDim.y;
+  int token_there = token_with_data(p, share + int64_t{lane} * shares);
 
   // Lanes run along the contiguous dimension of the scales that are written.
   const bool by_row = kWide > 0 && p.y_scale.tile == 1;
   const int within = by_row ? lane / 4 : lane % kGroupRows;
   const int part = by_row ? lane % 4 : lane / kGroupRows;
-  bool moved = false, zeroed = false;
+  bool moved = false;
 #pragma unroll 1
-  for (int group = blockIdx.y * units + unit; group < p.groups || !moved;
-       group += units * gridDim.y) {
+  for (int group = share; group < p.groups || !moved; group += shares) {
     const Row row = read_row(p, group * kGroupRows + within);
     int first = part * kWide;  // tile
 #pragma unroll 1
@@ -171,33 +185,38 @@ __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant_
       first += 4 * kBatch;
     } while (kWide > 0 && first - part * kWide < p.x_scale.tiles);
     if (p.probs != nullptr && row.inside && part == 0) p.permuted_probs[row.at] = row.prob;
-    const unsigned padding = __ballot_sync(kFullWarp, row.inside && row.token < 0 && part == 0);
-    if (padding != 0) {
-      // The tokens are on their way; their place in shared memory serves the zeros, whole rows too.
-      if (!zeroed) {
-        bulk_wait_read();
-        __syncwarp();
+  }
+
+  bool zeroed = false;
 #pragma unroll 1
-        for (int i = lane * 16; i < p.piece_bytes; i += 32 * 16)
-          *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
-        bulk_fence();
-        __syncwarp();
-        zeroed = true;
-      }
-      if ((padding >> lane & 1) != 0) {
+  for (int64_t first = share; first < p.max_rows; first += 32 * int64_t{shares}) {
+    const int64_t at = first + int64_t{lane} * shares;
+    if (first != share) token_there = token_with_data(p, at);
+    const bool zero = token_there < 0 && at < __ldg(p.plan.row_offsets + p.plan.experts);
+    if (!__any_sync(kFullWarp, zero)) continue;
+    // The tokens are on their way; their place in shared memory serves the zeros, whole rows too.
+    if (!zeroed) {
+      bulk_wait_read();
+      __syncwarp();
 #pragma unroll 1
-        for (int i = 0; i < p.row_bytes; i += p.piece_bytes)
-          bulk_store(p.y + row.at * int64_t{p.row_bytes} + i, shared,
-                     min(p.piece_bytes, p.row_bytes - i));
-      }
+      for (int i = lane * 16; i < p.piece_bytes; i += 32 * 16)
+        *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+      bulk_fence();
+      __syncwarp();
+      zeroed = true;
+    }
+    if (zero) {
+#pragma unroll 1
+      for (int i = 0; i < p.row_bytes; i += p.piece_bytes)
+        bulk_store(p.y + at * p.row_bytes + i, shared, min(p.piece_bytes, p.row_bytes - i));
     }
   }
   bulk_wait_read();
 }
 
 // Warps a block, of `units` warps with so many bytes each: as many as bring all of x into the SMs
-// in one wave, else one. Not where more than a quarter of the rows may be padding: the warps of a
-// block have neighbouring rows to pad, and SMs would get unequal shares.
+// in one wave, else one. Not where more than a quarter of the rows may be padding: blocks of a warp
+// go to the SMs that are done with theirs.
 int64_t warps_a_block(const RoutingPlan& plan, int64_t units, int64_t bytes,
                       const DeviceInfo& device) {
   const int64_t warps = cdiv(units, device.sm_count);
@@ -230,9 +249,10 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   const int64_t piece_bytes = round_up(cdiv(row_bytes, pieces), 16);
   const int64_t units = cdiv(plan.tokens, tokens_a_warp);
   const int64_t warp_bytes = tokens_a_warp * piece_bytes + int64_t{sizeof(uint64_t)};
-  const int64_t warps =
-      pieces > 1 ? 1 : warps_a_block(plan, units, warp_bytes, device_info(y.data.device));
-  const dim3 grid(static_cast<unsigned>(cdiv(units, warps)), static_cast<unsigned>(pieces));
+  const DeviceInfo& device = device_info(y.data.device);
+  const int64_t warps = pieces > 1 ? 1 : warps_a_block(plan, units, warp_bytes, device);
+  const dim3 grid(static_cast<unsigned>(warps > 1 ? device.sm_count : units),
+                  static_cast<unsigned>(pieces));
   const Params params{.x = x.data.as<const char>(),
                       .y = y.data.as<char>(),
                       .x_scale = scales_of(x),
@@ -246,7 +266,9 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
                       .tokens_a_warp = static_cast<int>(tokens_a_warp),
                       .piece_bytes = static_cast<int>(piece_bytes),
                       .max_rows = static_cast<int>(plan.rows()),
-                      .groups = static_cast<int>(cdiv(plan.rows(), kGroupRows)),
+                      .groups = x.scale_inv.defined() || probs.defined()
+                                    ? static_cast<int>(cdiv(plan.rows(), kGroupRows))
+                                    : 0,
                       .zero_unweighted = zero_unweighted,
                       .x_stride = static_cast<int>(x_stride)};
   const auto run = [&](auto kernel) {
