@@ -215,13 +215,10 @@ __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant_
 }
 
 // Warps a block, of `units` warps with so many bytes each: as many as bring all of x into the SMs
-// in one wave, else one. Not where more than a quarter of the rows may be padding: blocks of a warp
-// go to the SMs that are done with theirs.
-int64_t warps_a_block(const RoutingPlan& plan, int64_t units, int64_t bytes,
-                      const DeviceInfo& device) {
+// in one wave, else one.
+int64_t warps_a_block(int64_t units, int64_t bytes, const DeviceInfo& device) {
   const int64_t warps = cdiv(units, device.sm_count);
-  const bool fits = warps <= kMaxWarps && warps * bytes <= device.shared_per_block;
-  return fits && 4 * plan.rows() <= 5 * plan.tokens * plan.slots ? warps : 1;
+  return warps <= kMaxWarps && warps * bytes <= device.shared_per_block ? warps : 1;
 }
 
 }  // namespace
@@ -250,7 +247,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
   const int64_t units = cdiv(plan.tokens, tokens_a_warp);
   const int64_t warp_bytes = tokens_a_warp * piece_bytes + int64_t{sizeof(uint64_t)};
   const DeviceInfo& device = device_info(y.data.device);
-  const int64_t warps = pieces > 1 ? 1 : warps_a_block(plan, units, warp_bytes, device);
+  const int64_t warps = pieces > 1 ? 1 : warps_a_block(units, warp_bytes, device);
   const dim3 grid(static_cast<unsigned>(warps > 1 ? device.sm_count : units),
                   static_cast<unsigned>(pieces));
   const Params params{.x = x.data.as<const char>(),
