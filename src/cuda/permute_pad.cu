@@ -1,13 +1,13 @@
-// permute_pad: one launch of equal warps. Each brings a few tokens, or a piece of one, to shared
-// memory once and sends them to all their rows, whole rows at a time: DRAM likes long writes.
-// Meanwhile it writes probs and scales of eight neighbouring destination rows, so that a
+// permute_pad: one launch of equal warps. Each repeatedly brings a few tokens, or a piece of one,
+// to shared memory once and sends them to all their rows, whole rows at a time: DRAM likes long
+// writes. Meanwhile it writes probs and scales of eight neighbouring destination rows, so that a
 // gemm-layout scale row gets whole sectors however the rows are gathered. Padding comes in runs of
 // up to align - 1 rows: neighbouring rows are zeroed by different blocks, so that every SM gets its
 // share of a run. What a warp runs before its first write is short: a cold launch waits for its
 // instructions too.
 //
-// A warp is a block, or shares one with others where that brings all of x into shared memory at
-// once: what a block reserves and the count of blocks leave less of an SM to blocks of a warp.
+// One block an SM, of as many warps as have room for their tokens in shared memory: all shares of
+// the work, tokens and rows, are dealt out beforehand and equal but for one.
 #include "core/backends.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/memory.cuh"
@@ -52,11 +52,12 @@ struct Params {
   int64_t tokens;
   int slots;
   int row_bytes;
-  int tokens_a_warp;     // more than one: whole rows, dense in x
-  int piece_bytes;       // of a row
-  int max_rows;          // R
-  int groups;            // of kGroupRows destination rows with probs or scales
-  bool zero_unweighted;  // rows of prob 0 are written as padding is
+  int tokens_a_warp;        // more than one: whole rows, dense in x
+  int pieces, piece_bytes;  // of a row
+  int items;                // of tokens_a_warp tokens, or a piece of one
+  int max_rows;             // R
+  int groups;               // of kGroupRows destination rows with probs or scales
+  bool zero_unweighted;     // rows of prob 0 are written as padding is
   int x_stride;
 };
 
@@ -110,32 +111,67 @@ __device__ __forceinline__ int token_with_data(const Params& p, int64_t at) {
   return __ldg(p.probs + token * int64_t{p.slots} + slot) == 0.0f ? -1 : token;
 }
 
+// What a warp moves at once: `bytes` from first_byte on of some tokens; of none past the last item.
+struct Item {
+  int64_t token;
+  int tokens;
+  int first_byte;
+  int bytes;  // of each
+};
+
+__device__ __forceinline__ Item item_of(const Params& p, int index) {
+  const int64_t token = int64_t{index / p.pieces} * p.tokens_a_warp;
+  const int first_byte = index % p.pieces * p.piece_bytes;
+  const int64_t left = max(int64_t{0}, p.tokens - token);
+  return {.token = token,
+          .tokens = static_cast<int>(min(int64_t{p.tokens_a_warp}, left)),
+          .first_byte = first_byte,
+          .bytes = min(p.piece_bytes, p.row_bytes - first_byte)};
+}
+
+// By one lane.
+__device__ __forceinline__ void fetch(const Params& p, const Item& item, char* shared,
+                                      uint64_t* arrived) {
+  const int bytes = item.tokens * item.bytes;
+  arrive_expecting(arrived, bytes);
+  if (bytes > 0) bulk_load(shared, p.x + item.token * p.x_stride + item.first_byte, bytes, arrived);
+}
+
+// The row of the item's assignment `i`.
+__device__ __forceinline__ int row_in(const Params& p, const Item& item, int i) {
+  return i < item.tokens * p.slots ? row_with_data(p, item.token * p.slots + i) : -1;
+}
+
+// By a warp; to: row_in of its first 32 assignments, a lane each.
+__device__ __forceinline__ void send(const Params& p, const Item& item, const char* shared,
+                                     int to) {
+  const int lane = threadIdx.x % 32;
+  // Several tokens have at most 32 assignments.
+  const char* from = shared + (item.tokens > 1 ? lane / p.slots * item.bytes : 0);
+#pragma unroll 1
+  for (int i = lane; i < item.tokens * p.slots; i += 32) {
+    if (i >= 32) to = row_in(p, item, i);
+    if (to >= 0 && item.bytes > 0)
+      bulk_store(p.y + to * int64_t{p.row_bytes} + item.first_byte, from, item.bytes);
+  }
+}
+
 // kWide: 0 without scales, 4 where those of a row lie together, else 1.
 template <int kWide>
-__global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) permute(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char of_block[];  // tokens of each warp, barriers
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int unit = warp * gridDim.x + blockIdx.x, units = gridDim.x * warps;
+  const int share = warp * gridDim.x + blockIdx.x, shares = warps * gridDim.x;
   const int warp_bytes = p.tokens_a_warp * p.piece_bytes;
   char* shared = of_block + warp * warp_bytes;
   uint64_t& arrived = reinterpret_cast<uint64_t*>(of_block + warps * warp_bytes)[warp];
-  const int64_t token = int64_t{unit} * p.tokens_a_warp;
-  const int first_byte = static_cast<int>(blockIdx.y) * p.piece_bytes;
-  // The last warps may have none.
-  const int tokens =
-      static_cast<int>(max(int64_t{0}, min(int64_t{p.tokens_a_warp}, p.tokens - token)));
-  const int bytes = tokens > 1 ? p.row_bytes : min(p.piece_bytes, p.row_bytes - first_byte);
+  Item item = item_of(p, share);
   if (lane == 0) {
     start_barrier(&arrived);
-    arrive_expecting(&arrived, tokens * bytes);
-    if (tokens * bytes > 0)
-      bulk_load(shared, p.x + token * p.x_stride + first_byte, tokens * bytes, &arrived);
+    fetch(p, item, shared, &arrived);
   }
-  const int assignments = tokens * p.slots;
-  int to = lane < assignments ? row_with_data(p, token * p.slots + lane) : -1;
-  const char* from_shared = shared + (tokens > 1 ? lane / p.slots * bytes : 0);
+  int to = row_in(p, item, lane);
   // Rows, to be zeroed if they are padding, and groups are dealt one by one; a lane takes a row.
-  const int share = blockIdx.y * units + unit, shares = units * gridDim.y;
   int token_there = token_with_data(p, share + int64_t{lane} * shares);
 
   // Lanes run along the contiguous dimension of the scales that are written.
@@ -164,13 +200,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant_
       if (!moved) {
         moved = true;
         __syncwarp();
-        wait_barrier(&arrived);
-#pragma unroll 1
-        for (int i = lane; i < assignments; i += 32) {
-          if (i >= 32) to = row_with_data(p, token * p.slots + i);
-          if (to >= 0 && bytes > 0)
-            bulk_store(p.y + to * int64_t{p.row_bytes} + first_byte, from_shared, bytes);
-        }
+        wait_barrier(&arrived, 0);
+        send(p, item, shared, to);
         __syncwarp();
       }
       if constexpr (kWide > 0) {
@@ -185,6 +216,19 @@ __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant_
       first += 4 * kBatch;
     } while (kWide > 0 && first - part * kWide < p.x_scale.tiles);
     if (p.probs != nullptr && row.inside && part == 0) p.permuted_probs[row.at] = row.prob;
+  }
+
+  unsigned fetched = 0;
+#pragma unroll 1
+  for (int index = share + shares; index < p.items; index += shares) {
+    item = item_of(p, index);
+    to = row_in(p, item, lane);
+    bulk_wait_read();
+    __syncwarp();
+    if (lane == 0) fetch(p, item, shared, &arrived);
+    wait_barrier(&arrived, ++fetched);
+    send(p, item, shared, to);
+    __syncwarp();
   }
 
   bool zeroed = false;
@@ -214,13 +258,6 @@ __global__ void __launch_bounds__(32 * kMaxWarps) permute(const __grid_constant_
   bulk_wait_read();
 }
 
-// Warps a block, of `units` warps with so many bytes each: as many as bring all of x into the SMs
-// in one wave, else one.
-int64_t warps_a_block(int64_t units, int64_t bytes, const DeviceInfo& device) {
-  const int64_t warps = cdiv(units, device.sm_count);
-  return warps <= kMaxWarps && warps * bytes <= device.shared_per_block ? warps : 1;
-}
-
 }  // namespace
 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
@@ -244,12 +281,12 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
                 1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16), 32 / plan.slots));
   const int64_t pieces = std::max<int64_t>(1, cdiv(row_bytes, kPieceBytes));
   const int64_t piece_bytes = round_up(cdiv(row_bytes, pieces), 16);
-  const int64_t units = cdiv(plan.tokens, tokens_a_warp);
+  const int64_t items = cdiv(plan.tokens, tokens_a_warp) * pieces;
   const int64_t warp_bytes = tokens_a_warp * piece_bytes + int64_t{sizeof(uint64_t)};
   const DeviceInfo& device = device_info(y.data.device);
-  const int64_t warps = pieces > 1 ? 1 : warps_a_block(units, warp_bytes, device);
-  const dim3 grid(static_cast<unsigned>(warps > 1 ? device.sm_count : units),
-                  static_cast<unsigned>(pieces));
+  const int64_t warps = std::min<int64_t>(
+      {kMaxWarps, device.shared_per_block / warp_bytes, cdiv(items, device.sm_count)});
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, device.sm_count));
   const Params params{.x = x.data.as<const char>(),
                       .y = y.data.as<char>(),
                       .x_scale = scales_of(x),
@@ -261,7 +298,9 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
                       .slots = static_cast<int>(plan.slots),
                       .row_bytes = static_cast<int>(row_bytes),
                       .tokens_a_warp = static_cast<int>(tokens_a_warp),
+                      .pieces = static_cast<int>(pieces),
                       .piece_bytes = static_cast<int>(piece_bytes),
+                      .items = static_cast<int>(items),
                       .max_rows = static_cast<int>(plan.rows()),
                       .groups = x.scale_inv.defined() || probs.defined()
                                     ? static_cast<int>(cdiv(plan.rows(), kGroupRows))

@@ -10,8 +10,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// A barrier that completes once the bytes announced by one arrive_expecting have arrived. Started
-// by one thread; the others must not wait on it before they know that it has been.
+// A barrier that completes each time the bytes announced by one arrive_expecting have arrived.
+// Started by one thread; the others must not wait on it before they know that it has been.
 __device__ __forceinline__ void start_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)));
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -21,12 +21,13 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, int bytes) {
                "r"(bytes)
                : "memory");
 }
-// Waits for the barrier's first completion.
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier) {
+// Waits for the barrier's completion number 0, 1, ..., of which only the parity counts.
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, unsigned completion) {
   asm volatile(
       "{\n .reg .pred done;\n"
-      "WAIT:\n mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n"
-      " @done bra DONE;\n bra WAIT;\nDONE:\n}" ::"r"(shared_address(barrier))
+      "WAIT:\n mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      " @done bra DONE;\n bra WAIT;\nDONE:\n}" ::"r"(shared_address(barrier)),
+      "r"(completion & 1)
       : "memory");
 }
 
