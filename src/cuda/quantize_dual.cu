@@ -24,7 +24,7 @@ struct Params {
 constexpr int kThreads = 256;
 
 struct Shared {
-  TransposedCodes<8> codes;
+  TransposedCodes<8, 16> codes;
   float amax[kThreads / 32];
 };
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ TileScale scale_of(float amax, Scaling scaling) {
   return tile_scale(amax, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
 }
 
-// Columns by 128x128 tiles. 8 lanes share a token; a thread holds tokens 4 g + j at channels
-// 64 half + 8 lane, 8 of them.
+// Columns by 128x128 tiles. 16 lanes share a token: a warp stores whole lines of 128 codes. A
+// thread holds tokens 64 half + 4 group + j at channels 8 lane, 8 of them.
 template <typename F, typename T>
 __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_both(
     const __grid_constant__ Params<T> p) {
@@ -50,41 +50,45 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
   const int tile = blockIdx.x % p.tiles, block = blockIdx.x / p.tiles;
   const TokenBlock tokens = token_block_of_warp(p.plan, block);
   if (tokens.expert < 0) return;
-  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+  const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
   const int channel = 128 * tile + 8 * lane;
 
-  Eight<T> x[4][2];
+  Eight<T> x[2][4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      x[j][half].clear();
-      if (4 * group + j < tokens.tokens && channel + 64 * half < p.channels)
-        x[j][half].load(p.x + int64_t{tokens.first_row + 4 * group + j} * p.channels + channel +
-                        64 * half);
+    for (int j = 0; j < 4; ++j) {
+      const int token = 64 * half + 4 * group + j;
+      x[half][j].clear();
+      if (token < tokens.tokens && channel < p.channels)
+        x[half][j].load(p.x + int64_t{tokens.first_row + token} * p.channels + channel);
     }
 
-  float top = 0.0f;
+  float top = 0.0f, token_top[8];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int token = 4 * group + j;
-    const int64_t row = tokens.first_row + token;
-    float v[2][8];
-    x[j][0].values(v[0]), x[j][1].values(v[1]);
-    const float row_top = lanes_max<8>(fmaxf(amax(v[0]), amax(v[1])));
-    top = fmaxf(top, row_top);
-    if (token >= tokens.rows) continue;
-    const TileScale s = scale_of<F>(row_top, p.scaling);
+  for (int i = 0; i < 8; ++i) {
+    float v[8];
+    x[i / 4][i % 4].values(v);
+    token_top[i] = amax(v);
+    top = fmaxf(top, token_top[i]);
+  }
+  // Two lanes find the scale of a token. Padding rows: data 0 from the zeros above, scale 0.
+  const TileScale of_token = scale_of<F>(lanes_max_each<16>(token_top), p.scaling);
+  const int mine = 64 * (lane / 8) + 4 * group + lane / 2 % 4;
+  if (lane % 2 == 0 && mine < tokens.rows)
+    p.rows.scale[(tokens.first_row + int64_t{mine}) * p.rows.scale_row + tile * p.rows.scale_tile] =
+        mine < tokens.tokens ? of_token.scale_inv : 0.0f;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t codes[2];
-      encode<F>(v[half], s.scale, codes);
-      if (channel + 64 * half < p.channels)
-        store(p.rows.data + row * p.channels + channel + 64 * half, uint2{codes[0], codes[1]});
-    }
-    if (lane == 0)  // padding rows: data 0 from the zeros above, scale 0
-      p.rows.scale[row * p.rows.scale_row + tile * p.rows.scale_tile] =
-          token < tokens.tokens ? s.scale_inv : 0.0f;
+  for (int i = 0; i < 8; ++i) {
+    const float scale = __shfl_sync(kFullWarp, of_token.scale, 2 * i, 16);
+    const int token = 64 * (i / 4) + 4 * group + i % 4;
+    if (token >= tokens.rows || channel >= p.channels) continue;
+    float v[8];
+    x[i / 4][i % 4].values(v);
+    uint32_t codes[2];
+    encode<F>(v, scale, codes);
+    store(p.rows.data + int64_t{tokens.first_row + token} * p.channels + channel,
+          uint2{codes[0], codes[1]});
   }
 
   top = lanes_max<32>(top);
@@ -101,14 +105,14 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float v[8];
-      x[j][half].values(v);
-      uint32_t of_token[2];
-      encode<F>(v, s.scale, of_token);
-      codes[0][j] = of_token[0], codes[1][j] = of_token[1];
+      x[half][j].values(v);
+      uint32_t pair[2];
+      encode<F>(v, s.scale, pair);
+      codes[0][j] = pair[0], codes[1][j] = pair[1];
     }
 #pragma unroll
     for (int four = 0; four < 2; ++four)
-      shared.codes.put(64 * half + 8 * lane + 4 * four, group, codes[four]);
+      shared.codes.put(8 * lane + 4 * four, 16 * half + group, codes[four]);
   }
   __syncthreads();
   shared.codes.store_to(p.columns.data + int64_t{128} * tile * p.columns.ld + int64_t{128} * block,

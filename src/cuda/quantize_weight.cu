@@ -26,7 +26,7 @@ struct Params {
 constexpr int kThreads = 256;
 
 struct Shared {
-  TransposedCodes<8> codes;
+  TransposedCodes<8, 16> codes;
   float amax[kThreads / 32];
 };
 
@@ -37,33 +37,34 @@ __device__ __forceinline__ int stored_row(int i, int n, int interleave) {
   return (j / interleave * 2 + up) * interleave + j % interleave;
 }
 
-// 8 lanes share a row; a thread holds rows 4 g + j at columns 64 half + 8 lane, 8 of them.
+// 16 lanes share a row: a warp stores whole lines of 128 codes. A thread holds rows
+// 64 half + 4 group + j at columns 8 lane, 8 of them.
 template <typename F, typename T>
 __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_tiles(
     const __grid_constant__ Params<T> p) {
   __shared__ Shared shared;
   const int k_tile = blockIdx.x % p.k_tiles, n_tile = blockIdx.x / p.k_tiles % p.n_tiles;
   const int64_t expert = blockIdx.x / p.k_tiles / p.n_tiles;
-  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+  const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
   const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
   const int64_t base = expert * p.n * p.k;
 
-  Eight<T> x[4][2];
+  Eight<T> x[2][4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      x[j][half].clear();
-      if (row + j < p.n && column + 64 * half < p.k)
-        x[j][half].load(p.w + base + int64_t{row + j} * p.k + column + 64 * half);
+    for (int j = 0; j < 4; ++j) {
+      x[half][j].clear();
+      if (row + 64 * half + j < p.n && column < p.k)
+        x[half][j].load(p.w + base + int64_t{row + 64 * half + j} * p.k + column);
     }
   float top = 0.0f;
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int j = 0; j < 4; ++j) {
       float v[8];
-      x[j][half].values(v);
+      x[half][j].values(v);
       top = fmaxf(top, amax(v));
     }
   top = lanes_max<32>(top);
@@ -84,20 +85,20 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_til
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float v[8];
-      x[j][half].values(v);
+      x[half][j].values(v);
 #pragma unroll
       for (int four = 0; four < 2; ++four)
         codes[four][j] = fp8_encode4<F>(v[4 * four] * s.scale, v[4 * four + 1] * s.scale,
                                         v[4 * four + 2] * s.scale, v[4 * four + 3] * s.scale);
-      if (p.q != nullptr && row + j < p.n && column + 64 * half < p.k)
-        store(
-            p.q + base + int64_t{stored_row(row + j, p.n, p.interleave)} * p.k + column + 64 * half,
-            uint2{codes[0][j], codes[1][j]});
+      const int i = row + 64 * half + j;
+      if (p.q != nullptr && i < p.n && column < p.k)
+        store(p.q + base + int64_t{stored_row(i, p.n, p.interleave)} * p.k + column,
+              uint2{codes[0][j], codes[1][j]});
     }
     if (p.q_t == nullptr) continue;
 #pragma unroll
     for (int four = 0; four < 2; ++four)
-      shared.codes.put(64 * half + 8 * lane + 4 * four, group, codes[four]);
+      shared.codes.put(8 * lane + 4 * four, 16 * half + group, codes[four]);
   }
   if (p.q_t == nullptr) return;
   __syncthreads();

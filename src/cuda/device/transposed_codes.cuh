@@ -15,20 +15,25 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&w)[4]) {
   w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// In shared memory. 8 lanes share a token; a lane writes runs of kRun neighbouring channels (8 or
-// 16), and a warp 4 neighbouring groups of 4 tokens. Word g of a channel, its codes at tokens
-// 4 g ... 4 g + 3, lies at g ^ swizzle: no bank conflicts, and 4 aligned words stay together.
-template <int kRun>
+// In shared memory. kLanes lanes (8 or 16) share a token; a lane writes runs of kRun neighbouring
+// channels (8 or 16; 8 of 16 lanes), and a warp 32 / kLanes neighbouring groups of 4 tokens. Word g
+// of a channel, its codes at tokens 4 g ... 4 g + 3, lies at g ^ swizzle: no bank conflicts, and 4
+// aligned words stay together, of 16 lanes from channel 64 on swapped by twos.
+template <int kRun, int kLanes = 8>
 struct TransposedCodes {
   alignas(16) uint32_t word[128][32];
 
   static __device__ __forceinline__ int swizzle(int channel) { return 4 * (channel / kRun & 7); }
+  static __device__ __forceinline__ int swap(int channel) {
+    return kLanes == 16 ? channel / 64 * 2 : 0;
+  }
 
   // codes[j]: 4 channels from `channel` on at token 4 group + j.
   __device__ __forceinline__ void put(int channel, int group, uint32_t (&codes)[4]) {
     transpose_4x4(codes);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) word[channel + i][group ^ swizzle(channel)] = codes[i];
+    for (int i = 0; i < 4; ++i)
+      word[channel + i][group ^ (swizzle(channel) | swap(channel))] = codes[i];
   }
   // Channels below `channels` to rows of out, `ld` apart, tokens below `tokens` (a multiple of 16)
   // of each: 8 threads a channel, 16 tokens a thread. 256 threads, after a barrier.
@@ -39,8 +44,10 @@ struct TransposedCodes {
     const int at = 4 * chunk ^ swizzle(begin);
     uint4 codes[128 / kStep];  // read whether stored or not: no branches
 #pragma unroll
-    for (int i = 0; i < 128 / kStep; ++i)  // begin < kStep: the swizzles have no bits in common
+    for (int i = 0; i < 128 / kStep; ++i) {  // begin < kStep: the swizzles have no bits in common
       codes[i] = *reinterpret_cast<const uint4*>(&word[begin + i * kStep][at ^ swizzle(i * kStep)]);
+      if (swap(i * kStep) != 0) codes[i] = {codes[i].z, codes[i].w, codes[i].x, codes[i].y};
+    }
     if (16 * chunk >= tokens) channels = 0;
     out += begin * ld + 16 * chunk;
 #pragma unroll
