@@ -3,6 +3,10 @@
 //
 // bf16 operands and I % 128 == 0 take one pass: quantize_rows, or quantize_tiles where columns are
 // asked for (device/swiglu_backward.cuh). The rest takes a pass an output.
+#include <algorithm>
+#include <array>
+#include <atomic>
+
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cuda/device/swiglu_backward_tiles.cuh"
@@ -69,15 +73,45 @@ void launch_rows(SwigluBackward p, cudaStream_t stream) {
          static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
 }
 
-// Blocks a cluster of backward_tiles: more of them split a token block finer, fewer keep more tiles
-// in the pipeline of each. 0: the sums of that many tiles do not fit.
-template <typename Sigmoids>
-int cluster_size(const SwigluBackward& p, const DeviceInfo& device) {
-  for (int ranks = p.tiles >= 8 ? 4 : p.tiles >= 2 ? 2 : 1; ranks <= 8; ranks *= 2)
-    if (backward_tiles_bytes<Sigmoids>(cdiv(p.tiles, ranks)) <=
-        static_cast<size_t>(device.shared_per_block))
-      return ranks;
-  return 0;
+// Clusters of 1, 2, 4 or 8 blocks of backward_tiles that the device runs at a time: its SMs come in
+// groups that no cluster straddles. Asked for once per device.
+int clusters_at_a_time(Device device, int ranks) {
+  constexpr size_t kDevices = 64;                                        // device_info's limit
+  static std::array<std::array<std::atomic<int>, 9>, kDevices> known{};  // and one; 0: not yet
+  std::atomic<int>& entry =
+      known[static_cast<size_t>(device.index) % kDevices][static_cast<size_t>(ranks)];
+  if (const int clusters = entry.load(std::memory_order_relaxed); clusters > 0) return clusters - 1;
+  const auto kernel = backward_tiles<E4M3, ColumnKind::block, false>;
+  FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(sizeof(BackwardTilesShared))));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(ranks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(ranks);
+  config.blockDim = BackwardTile::kThreads;
+  config.dynamicSmemBytes = sizeof(BackwardTilesShared);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  FP8MOE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+  entry.store(clusters + 1, std::memory_order_relaxed);
+  return clusters;
+}
+
+// Blocks a cluster of backward_tiles: of the sizes whose sums of dprob fit, the one whose busiest
+// block has the fewest tiles, and of those the largest, which splits a block of tokens finest. 0:
+// none.
+int cluster_size(const SwigluBackward& p, int64_t blocks, Device device) {
+  int best = 0;
+  int64_t fewest = 0;
+  for (int ranks = 1; ranks <= 8; ranks *= 2) {
+    const int64_t clusters = clusters_at_a_time(device, ranks);
+    if (clusters == 0 || blocks_of_sums(ranks, p.tiles) == 0) continue;
+    const int64_t tiles = cdiv(cdiv(blocks, clusters) * p.tiles, ranks);
+    if (best == 0 || tiles <= fewest) best = ranks, fewest = tiles;
+  }
+  return best;
 }
 
 // What backward_tiles makes: columns of one kind, dz's in dz's format and h's in e4m3.
@@ -88,18 +122,16 @@ bool usual_columns(const Fp8Tensor& dz, const Fp8Tensor& dz_columns, const Fp8Te
          (!h_columns.defined() || h_columns.data.dtype == DType::e4m3);
 }
 
-template <typename F, typename Sigmoids>
+template <typename F>
 void launch_tiles(const SwigluBackward& p, int ranks, const Fp8Tensor& dz_columns,
-                  const Fp8Tensor& h_columns, int64_t blocks, cudaStream_t stream) {
-  const int64_t tiles = cdiv(p.tiles, ranks);
-  const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns),
-                                    static_cast<int>(tiles)};
+                  const Fp8Tensor& h_columns, int64_t blocks, Device device, cudaStream_t stream) {
+  const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns)};
+  const int64_t clusters = std::min<int64_t>(blocks, clusters_at_a_time(device, ranks));
   const auto go = [&]<ColumnKind kKind>() {
-    launch_clusters(kOp,
-                    p.clamp > 0.0f ? backward_tiles<F, kKind, true, Sigmoids>
-                                   : backward_tiles<F, kKind, false, Sigmoids>,
-                    static_cast<unsigned>(blocks * ranks), 512, ranks,
-                    backward_tiles_bytes<Sigmoids>(tiles), stream, p, to);
+    launch_clusters(
+        kOp, p.clamp > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>,
+        static_cast<unsigned>(clusters * ranks), BackwardTile::kThreads, ranks,
+        sizeof(BackwardTilesShared), stream, p, to);
   };
   const ColumnKind kind = kind_of(dz_columns.defined() ? dz_columns : h_columns);
   kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()
@@ -135,17 +167,12 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
     return dispatch_fp8(dz.data.dtype,
                         [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
   if (one_pass && usual_columns(dz, dz_columns, h_columns)) {
-    const DeviceInfo& device = device_info(dh.device);
-    const auto go = [&]<typename Sigmoids>(int ranks) {
-      dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-        launch_tiles<F, Sigmoids>(params, ranks, dz_columns, h_columns, plan.columns() / kTile,
-                                  stream_of(stream));
+    const int64_t blocks = plan.columns() / kTile;
+    if (blocks == 0) return;
+    if (const int ranks = cluster_size(params, blocks, dh.device))
+      return dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+        launch_tiles<F>(params, ranks, dz_columns, h_columns, blocks, dh.device, stream_of(stream));
       });
-    };
-    if (const int ranks = cluster_size<SigmoidTable<14>>(params, device))
-      return go.template operator()<SigmoidTable<14>>(ranks);
-    if (const int ranks = cluster_size<PinnedSigmoids>(params, device))
-      return go.template operator()<PinnedSigmoids>(ranks);
   }
   const GradSource source = {.z = pre_activation(z, z_q),
                              .dh = {dh.data, dh.dtype},

@@ -106,15 +106,24 @@ def test_many_tiles(columns):
 
 @pytest.mark.parametrize("clamp", [0.0, 1.3])
 @pytest.mark.parametrize("columns", ["block", "column"])
-@pytest.mark.parametrize("intermediate", [6144, 6272, 69760])
+@pytest.mark.parametrize("intermediate", [6016, 6144, 48128, 48256])
 def test_large_intermediate(intermediate, columns, clamp):
-    """Backward: the last I whose sums of dprob fit beside the sigmoid's table, the first without
-    the table, and the first of more than one pass (where shared memory is the H200's)."""
+    """Backward: the last I whose sums of dprob fit in one block, the first that needs a cluster,
+    the last of one pass, and the first of more."""
     counts = torch.tensor([3, 0, 17], dtype=torch.int32)
     plan = RoutingPlan.from_counts(counts, capacity=32, align=1)
     z, dh, probs = inputs(plan, intermediate)
     options = {"probs": probs, "columns": columns, "plan": plan, "clamp": clamp}
     check(ops.swiglu_quantize_backward, dh, z, **options)
+
+
+@pytest.mark.parametrize("columns", ["block", "column"])
+def test_sums_of_dprob_taken_in_turns(columns):
+    """More tiles than the sums of dprob that the backward holds at a time on any device of up to
+    132 SMs."""
+    plan = RoutingPlan.from_counts(torch.ones(40, dtype=torch.int32), capacity=40, align=1)
+    z, dh, probs = inputs(plan, 24064)
+    check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
 def test_infinities_and_nans():

@@ -8,16 +8,6 @@
 
 namespace fp8moe::cuda {
 
-// The same interface without a table.
-struct PinnedSigmoids {
-  __device__ __forceinline__ void fill() {}
-  __device__ __forceinline__ void eight(const uint4& gates, float (&sigmoid)[8]) const {
-    unpack<Bf16>(&gates.x, sigmoid);
-#pragma unroll
-    for (float& x : sigmoid) x = pinned_sigmoid(x);
-  }
-};
-
 // Below kLow the sigmoid is that of 0, from kHigh on it is constant: 3,824 magnitudes of either
 // sign. Negative gates lie where the sign's bit of a 16-bit byte address puts them: bit 15 where it
 // is (48,064 bytes with a hole), or 14 by one more shift for two gates (31,680 bytes).

@@ -1,220 +1,307 @@
 // swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
 // power-of-two scales.
 //
-// A cluster takes a block of 128 tokens, its blocks a range of the tiles each. A tile's operands
-// come to shared memory by cp.async while the tile before is computed; dgate, dup and h are then
-// held as f32 (96 registers a thread) until the maxima of the tile are known, so every output is a
-// single quantization. The sums of dprob meet over distributed shared memory, to be added in order:
-// they are all that grows with I, and take the place of the sigmoid's table where I is large.
+// One block an SM, for as long as there are tiles. A cluster takes a range of the blocks of 128
+// tokens, and its blocks take the tiles of them in turn. A thread asks for a vector of the next
+// tile as soon as it has read that of this one, so a whole tile is always on its way. dgate, dup
+// and h are held as f32 (96 registers a thread) until the maxima of the tile are known, so every
+// output is a single quantization. A tile's columns leave while the next one is computed. The sums
+// of dprob meet over distributed shared memory, to be added in order.
 #pragma once
 
 #include <cooperative_groups.h>
 
 #include "cuda/device/sigmoid_table.cuh"
+#include "cuda/device/split_barrier.cuh"
 #include "cuda/device/swiglu_backward.cuh"
 
 namespace fp8moe::cuda {
 
-union BackwardStage {
-  using T = Tile<16>;
-  struct {
-    uint16_t gate[128][128], up[128][128], dh[128][128];
-  };
-  struct {  // of dgate, dup, h, once the operands are in registers
-    // A warp's maxima take the place of the gates that only it has read, so no barrier is needed
-    // before they are written.
-    float maxima[T::kWarps][4][128];
-    T::Shared codes[3];
-    float scale[3][128];
-  };
-};
-static_assert(sizeof(BackwardStage) == 3 * 128 * 128 * sizeof(uint16_t));
+using BackwardTile = Tile<16>;
 
-// Sigmoids: SigmoidTable<14>, or PinnedSigmoids.
-template <typename Sigmoids>
-struct BackwardTilesShared {
-  BackwardStage stage[2];
-  Sigmoids sigmoids;
-  float most[3][BackwardStage::T::kWarps];
-  float prob[128];
-  float tile_sums[1][128];  // [tiles of this block][128]
+// A tile of a block of tokens, as in TokenBlock.
+struct BackwardItem {
+  int first_row, tokens, rows;
+  int block, tile;
 };
+
+// A cluster's share of the blocks of tokens, and a block's share of their tiles.
+struct BackwardShare {
+  int ranks, rank;    // of the cluster
+  int begin, blocks;  // of tokens
+  int held;           // blocks of tokens whose sums of dprob fit at a time
+  int items;          // of this block
+};
+
+struct BackwardTilesShared {
+  using T = BackwardTile;
+  static constexpr int kSums = 48;
+
+  uint4 operand[4][3][T::kThreads];  // of row j: gate, up, dh; only a thread's own
+  T::Shared codes[3];                // of dgate, dup, h
+  float maxima[T::kWarps][3][128];   // where each column has its scale
+  float scale[3][128];
+  float most[3][T::kWarps];
+  alignas(16) float prob[128];  // a warp's own 8
+  SigmoidTable<14> sigmoids;
+  float sums[kSums][128];  // of dprob, of this block's last tiles
+  SplitBarrier maxima_done, scales_done, codes_done;
+};
+static_assert(sizeof(BackwardTilesShared) <= 227 * 1024);
 
 struct SwigluBackwardColumns {
   ColumnsOut dz;  // [2I, Kcap] of dz's format, or none
   ColumnsOut h;   // [I, Kcap] e4m3, or none; of the same kind
-  int tiles_per_block;
 };
 
-// Bytes of shared memory for so many tiles a block.
-template <typename Sigmoids>
-constexpr size_t backward_tiles_bytes(int64_t tiles_per_block) {
-  return sizeof(BackwardTilesShared<Sigmoids>) +
-         static_cast<size_t>(tiles_per_block - 1) * 128 * sizeof(float);
+// Blocks of tokens whose sums of dprob a cluster holds at a time. 0: not even one's.
+constexpr int blocks_of_sums(int ranks, int tiles) {
+  return (BackwardTilesShared::kSums - 1) * ranks / tiles;
 }
 
-__device__ __forceinline__ void load_stage(const SwigluBackward& p, TokenBlock b, int tile,
-                                           BackwardStage& stage) {
+// A value that all lanes of a warp have, in a uniform register: the compiler then knows that
+// branches on it keep the warp together, and spends no registers on it.
+__device__ __forceinline__ int of_warp(int value) {
+  return static_cast<int>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(value)));
+}
+
+__device__ __forceinline__ BackwardShare backward_share(const SwigluBackward& p) {
+  const auto cluster = cooperative_groups::this_cluster();
+  const int ranks = cluster.num_blocks(), rank = cluster.block_rank();
+  const int64_t all = p.plan.col_offsets[p.plan.experts] / 128, clusters = gridDim.x / ranks,
+                mine = blockIdx.x / ranks;
+  const int begin = of_warp(static_cast<int>(all * mine / clusters)),
+            blocks = of_warp(static_cast<int>(all * (mine + 1) / clusters)) - begin;
+  return {.ranks = ranks,
+          .rank = rank,
+          .begin = begin,
+          .blocks = blocks,
+          .held = of_warp(blocks_of_sums(ranks, p.tiles)),
+          .items = of_warp((blocks * p.tiles - rank + ranks - 1) / ranks)};
+}
+
+// The item so many tiles after another.
+__device__ __forceinline__ BackwardItem item_after(const SwigluBackward& p, BackwardItem item,
+                                                   int tiles) {
+  item.tile += tiles;
+  if (item.tile < p.tiles) return item;
+  for (; item.tile >= p.tiles; item.tile -= p.tiles) ++item.block;
+  const TokenBlock b = token_block_of_warp(p.plan, item.block);
+  item.first_row = of_warp(b.first_row), item.tokens = of_warp(b.tokens);
+  item.rows = of_warp(b.rows);
+  return item;
+}
+
+// Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
+__device__ __forceinline__ void load_row(const SwigluBackward& p, const BackwardItem& item, int j,
+                                         BackwardTilesShared& shared) {
+  using T = BackwardTile;
+  const int r = T::row() + j, column = 128 * item.tile + T::column(0);
+  const int bytes = r < item.tokens ? 16 : 0;
+  const int64_t row = item.first_row + (r < item.tokens ? r : 0);
+  const uint16_t* gate = p.z + row * 2 * p.intermediate + column;
+  copy_async(&shared.operand[j][0][threadIdx.x], gate, bytes);
+  copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
+  copy_async(&shared.operand[j][2][threadIdx.x], p.dh + row * p.intermediate + column, bytes);
+  if (j > 0 || p.probs == nullptr || threadIdx.x % 32 >= 8) return;
+  const int of_prob = 8 * (threadIdx.x / 32) + threadIdx.x % 32;
+  const bool token = of_prob < item.tokens;
+  copy_async_word(&shared.prob[of_prob], p.probs + item.first_row + (token ? of_prob : 0),
+                  token ? 4 : 0);
+}
+
+// dgate, dup, h of a thread's row without prob, which their scales take in (where each column has
+// its scale, kMultiplied, with it). Returns the sum of the terms of dprob.
+template <bool kClamp, bool kMultiplied>
+__device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uint4 (&gates)[512],
+                                              const uint4 (&ups)[512], const uint4 (&dhs)[512],
+                                              const SigmoidTable<14>& sigmoids, float prob,
+                                              float (&dgate)[8], float (&dup)[8], float (&h)[8]) {
+  float gate[8], up[8], dh[8], of_gate[8], term[8];
+  const uint4 g = gates[threadIdx.x], u = ups[threadIdx.x], d = dhs[threadIdx.x];
+  unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
+  sigmoids.eight(g, of_gate);
 #pragma unroll
-  for (int pass = 0; pass < 4; ++pass) {
-    const int r = 32 * pass + threadIdx.x / 16, column = 8 * (threadIdx.x % 16);
-    const int bytes = r < b.tokens ? 16 : 0;
-    const int64_t row = b.first_row + (r < b.tokens ? r : 0);
-    const uint16_t* gate = p.z + row * 2 * p.intermediate + 128 * tile + column;
-    copy_async(&stage.gate[r][column], gate, bytes);
-    copy_async(&stage.up[r][column], gate + p.intermediate, bytes);
-    copy_async(&stage.dh[r][column], p.dh + row * p.intermediate + 128 * tile + column, bytes);
+  for (int i = 0; i < 8; ++i) {
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
+    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_clamp : of_gate[i];
+    const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
+    dgate[i] = grad.dgate, dup[i] = grad.dup, term[i] = grad.dprob;
+    h[i] = swiglu(in, sigmoid, 1.0f);
+    if (kMultiplied) dgate[i] *= prob, dup[i] *= prob, h[i] *= prob;
   }
+  return tree_sum<8>(term);
 }
 
-// Dgate, dup, h of this thread's rows of a tile, without prob, which their scales take in (where
-// each column has its scale, kMultiplied, with it, and prob is 1). The rows of dz go out, the sums
-// of dprob to tile_sum. Lane l of a group finds the scale of row l / 2 % 4, of dgate where l < 8,
+// Scales of the rows of dz: lane l of a group finds that of row l / 2 % 4, of dgate where l < 8,
 // else of dup.
-template <typename F, bool kClamp, bool kMultiplied, typename Sigmoids>
-__device__ __forceinline__ void tile_gradient(const SwigluBackward& p, TokenBlock b, int tile,
-                                              const BackwardStage& stage, const Sigmoids& sigmoids,
-                                              const float (&probs)[128], float (&v)[3][4][8],
-                                              float (&prob)[4], float (&most)[3], float* tile_sum) {
-  using T = Tile<16>;
-  float row_most[8], sum[4];
-  most[2] = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int r = T::row() + j, column = T::column(0);
-    prob[j] = probs[r];
-    float gate[8], up[8], dh[8], of_gate[8], term[8];
-    const uint4 g = *reinterpret_cast<const uint4*>(&stage.gate[r][column]);
-    const uint4 u = *reinterpret_cast<const uint4*>(&stage.up[r][column]);
-    const uint4 d = *reinterpret_cast<const uint4*>(&stage.dh[r][column]);
-    unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
-    sigmoids.eight(g, of_gate);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
-      const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_clamp : of_gate[i];
-      const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
-      v[0][j][i] = grad.dgate, v[1][j][i] = grad.dup, term[i] = grad.dprob;
-      v[2][j][i] = swiglu(in, sigmoid, 1.0f);
-    }
-    if constexpr (kMultiplied) {
-#pragma unroll
-      for (int o = 0; o < 3; ++o)
-#pragma unroll
-        for (float& x : v[o][j]) x *= prob[j];
-      prob[j] = 1.0f;
-    }
-    row_most[j] = weighted_amax(v[0][j], prob[j]);
-    row_most[4 + j] = weighted_amax(v[1][j], prob[j]);
-    most[2] = fmaxf(most[2], weighted_amax(v[2][j], prob[j]));
-    sum[j] = tree_sum<8>(term);
-    __syncwarp();  // no read of the next row before: fewer registers
-  }
-#pragma unroll
-  for (int o = 0; o < 2; ++o)
-    most[o] = fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
-                    fmaxf(row_most[4 * o + 2], row_most[4 * o + 3]));
-  const float row_sum = lanes_tree_sum_each<16>(sum);
-  if (T::lane() < 4) tile_sum[T::row() + 2 * (T::lane() % 2) + T::lane() / 2] = row_sum;
-
+template <typename F>
+__device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const BackwardItem& item,
+                                                  const float (&row_most)[8]) {
+  using T = BackwardTile;
   const TileScale s = p.scaling.of<F>(lanes_max_each<16>(row_most));
-  const int mine = T::row() + T::lane() / 2 % 4;
-  const int scale_tile = T::lane() < 8 ? tile : p.tiles + tile;
-  if (T::lane() % 2 == 0 && mine < b.rows)
-    p.dz.scale[(b.first_row + int64_t{mine}) * p.dz.scale_row + scale_tile * p.dz.scale_tile] =
-        mine < b.tokens ? s.scale_inv : 0.0f;
-  uint8_t* codes =
-      p.dz.data + (b.first_row + int64_t{T::row()}) * p.dz.ld + 128 * tile + T::column(0);
+  const int r = T::row() + T::lane() / 2 % 4;
+  const int tile = T::lane() < 8 ? item.tile : p.tiles + item.tile;
+  if (T::lane() % 2 == 0 && r < item.rows)
+    p.dz.scale[(item.first_row + int64_t{r}) * p.dz.scale_row + tile * p.dz.scale_tile] =
+        r < item.tokens ? s.scale_inv : 0.0f;
+  return s.scale;
+}
+
+// The rows of dgate (o = 0) or dup (o = 1).
+template <typename F>
+__device__ __forceinline__ void store_rows(const SwigluBackward& p, const BackwardItem& item, int o,
+                                           const float (&v)[4][8], const float (&prob)[4],
+                                           float scales) {
+  using T = BackwardTile;
+  const int left = item.rows - T::row();
+  uint8_t* codes = p.dz.data + (item.first_row + int64_t{T::row()}) * p.dz.ld + o * p.intermediate +
+                   128 * item.tile + T::column(0);
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float gate_scale = __shfl_sync(kFullWarp, s.scale, 2 * j, 16);
-    const float up_scale = __shfl_sync(kFullWarp, s.scale, 8 + 2 * j, 16);
-    if (T::row() + j < b.rows) {
-      T::store_codes<F>(codes, v[0][j], gate_scale * prob[j]);
-      T::store_codes<F>(codes + p.intermediate, v[1][j], up_scale * prob[j]);
-    }
-    codes += p.dz.ld;
+  for (int j = 0; j < 4; ++j, codes += p.dz.ld) {
+    const float scale = __shfl_sync(kFullWarp, scales, 8 * o + 2 * j, 16);
+    if (j < left) T::store_codes<F>(codes, v[j], scale * prob[j]);
   }
 }
 
-template <typename F, ColumnKind kKind, bool kClamp, typename Sigmoids>
+// dprob of the blocks of tokens that come first in what is left of the cluster's share, as many as
+// there are sums of; their tiles are done. Returns where they end.
+__device__ __forceinline__ int store_dprobs(const SwigluBackward& p, const BackwardShare& share,
+                                            int first, BackwardTilesShared& shared) {
+  constexpr int kSums = BackwardTilesShared::kSums;
+  const int last = min(share.blocks, first + share.held);
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.sync();
+  const int quarter = of_warp(threadIdx.x / 128), r = threadIdx.x % 128;
+  for (int block = first + 4 * share.rank + quarter; block < last; block += 4 * share.ranks) {
+    const TokenBlock b = token_block_of_warp(p.plan, share.begin + block);
+    int rank = block * p.tiles % share.ranks, slot = block * p.tiles / share.ranks % kSums;
+    float sum = 0.0f;
+    for (int tile = 0; tile < p.tiles; ++tile) {
+      sum += *cluster.map_shared_rank(&shared.sums[slot][r], rank);
+      if (++rank == share.ranks) rank = 0, slot = slot + 1 == kSums ? 0 : slot + 1;
+    }
+    if (r < b.rows) p.dprobs[b.first_row + int64_t{r}] = sum;
+  }
+  cluster.sync();  // the sums have been read
+  return last;
+}
+
+template <typename F, ColumnKind kKind, bool kClamp>
 __global__ __launch_bounds__(512, 1) void backward_tiles(
     const __grid_constant__ SwigluBackward p, const __grid_constant__ SwigluBackwardColumns to) {
-  namespace cg = cooperative_groups;
-  using T = Tile<16>;
+  using T = BackwardTile;
   extern __shared__ __align__(128) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<BackwardTilesShared<Sigmoids>*>(bytes);
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int block = blockIdx.x / cluster.num_blocks();
-  const TokenBlock b = token_block_of_warp(p.plan, block);
-  if (b.expert < 0) return;  // of the whole cluster
-  const int first = cluster.block_rank() * to.tiles_per_block,
-            last = min(p.tiles, first + to.tiles_per_block);
-
-  if (threadIdx.x < 128)
-    shared.prob[threadIdx.x] = p.probs != nullptr && threadIdx.x < b.tokens
-                                   ? p.probs[b.first_row + int64_t{threadIdx.x}]
-                                   : 1.0f;
-  if (first < last) load_stage(p, b, first, shared.stage[0]);
-  copy_commit();
-  shared.sigmoids.fill();
-#pragma unroll 1
-  for (int tile = first; tile < last; ++tile) {
-    auto& stage = shared.stage[(tile - first) % 2];
-    copy_wait<0>();
-    __syncthreads();  // the tile is there, the last one's codes are out
-    if (tile + 1 < last) load_stage(p, b, tile + 1, shared.stage[(tile + 1 - first) % 2]);
+  auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
+  if (threadIdx.x < 128) shared.prob[threadIdx.x] = 1.0f;
+  if (threadIdx.x == 0) {
+    shared.maxima_done.start(T::kWarps);
+    shared.scales_done.start(T::kWarps);
+    shared.codes_done.start(T::kWarps);
+  }
+  const BackwardShare share = backward_share(p);
+  BackwardItem item{}, next{.block = share.begin - 1};
+  if (share.items > 0) next = item_after(p, next, p.tiles + share.rank);
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (share.items > 0) load_row(p, next, j, shared);
     copy_commit();
-    float v[3][4][8], prob[4], most[3];
-    tile_gradient<F, kClamp, kKind == ColumnKind::column>(p, b, tile, stage, shared.sigmoids,
-                                                          shared.prob, v, prob, most,
-                                                          shared.tile_sums[tile - first]);
-    const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
-    const int tiles[3] = {tile, p.tiles + tile, tile};
-    const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
-    const auto maxima = [&](int o) {
-      return T::Maxima{stage.maxima[0][o], 512, shared.most[o], stage.scale[o]};
-    };
+  }
+  shared.sigmoids.fill();
+  __syncthreads();
+
+  const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
+  const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
+  const auto tile_of = [&](int tile, int o) { return o == 1 ? p.tiles + tile : tile; };
+  const auto maxima = [&](int o) {
+    return T::Maxima{shared.maxima[0][o], 3 * 128, shared.most[o], shared.scale[o]};
+  };
+  const auto store_columns = [&](int turn, int block, int tile) {
+    shared.codes_done.wait(turn);
+#pragma unroll
+    for (int o = 0; o < 3; ++o)
+      if (outs[o].data != nullptr)
+        T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
+  };
+  int summed = 0;  // blocks of tokens whose dprob is out
+#pragma unroll 1
+  for (int n = 0; n < share.items; ++n) {
+    const int last_block = item.block, last_tile = item.tile;
+    item = next;
+    const bool more = n + 1 < share.items;
+    if (more) next = item_after(p, item, share.ranks);
+    if (p.dprobs != nullptr)
+      while (item.block - share.begin >= summed + share.held)
+        summed = store_dprobs(p, share, summed, shared);
+    float v[3][4][8], prob[4], row_most[8], sum[4], most[3];
+    copy_wait<3>();
+    __syncwarp();
+    const float4 probs = *reinterpret_cast<const float4*>(&shared.prob[T::row()]);
+    prob[0] = probs.x, prob[1] = probs.y, prob[2] = probs.z, prob[3] = probs.w;
+    most[2] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      constexpr bool kMultiplied = kKind == ColumnKind::column;
+      if (j > 0) {
+        if (more) load_row(p, next, j - 1, shared);
+        copy_commit();
+        copy_wait<3>();
+      }
+      const auto& operand = shared.operand[j];
+      sum[j] =
+          row_gradient<kClamp, kMultiplied>(p, operand[0], operand[1], operand[2], shared.sigmoids,
+                                            prob[j], v[0][j], v[1][j], v[2][j]);
+      if (kMultiplied) prob[j] = 1.0f;
+      row_most[j] = weighted_amax(v[0][j], prob[j]);
+      row_most[4 + j] = weighted_amax(v[1][j], prob[j]);
+      most[2] = fmaxf(most[2], weighted_amax(v[2][j], prob[j]));
+      __syncwarp();  // no read of the next row before: fewer registers
+      if (j == 0 && n > 0) store_columns(n - 1, last_block, last_tile);
+    }
+    const float row_sum = lanes_tree_sum_each<16>(sum);
+    if (T::lane() < 4)
+      shared.sums[n % BackwardTilesShared::kSums][T::row() + 2 * (T::lane() % 2) + T::lane() / 2] =
+          row_sum;
+#pragma unroll
+    for (int o = 0; o < 2; ++o)
+      most[o] = fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
+                      fmaxf(row_most[4 * o + 2], row_most[4 * o + 3]));
 #pragma unroll
     for (int o = 0; o < 3; ++o)
       if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
-    __syncthreads();  // the maxima are there, the operands in registers
+    shared.maxima_done.arrive();
+
+    const float scales = store_row_scales<F>(p, item, row_most);
+    if (more) load_row(p, next, 3, shared);
+    copy_commit();
+    store_rows<F>(p, item, 0, v[0], prob, scales);
+    shared.maxima_done.wait(n);
     if constexpr (kKind == ColumnKind::column) {
 #pragma unroll
       for (int o = 0; o < 2; ++o)
         if (outs[o].data != nullptr)
-          T::columns_scales<F>(outs[o], tiles[o], block, columns[o], maxima(o), p.scaling, o);
+          T::columns_scales<F>(outs[o], tile_of(item.tile, o), item.block, columns[o], maxima(o),
+                               p.scaling, o);
       if (to.h.data != nullptr)
-        T::columns_scales<E4M3>(to.h, tile, block, p.intermediate, maxima(2), p.scaling, 2);
-      __syncthreads();
+        T::columns_scales<E4M3>(to.h, item.tile, item.block, columns[2], maxima(2), p.scaling, 2);
+      shared.scales_done.arrive();
     }
+    store_rows<F>(p, item, 1, v[1], prob, scales);
+    if constexpr (kKind == ColumnKind::column) shared.scales_done.wait(n);
 #pragma unroll
     for (int o = 0; o < 2; ++o)
       if (outs[o].data != nullptr)
-        T::columns_encode<F, kKind>(outs[o], tiles[o], block, v[o], prob, maxima(o), p.scaling,
-                                    stage.codes[o]);
+        T::columns_encode<F, kKind>(outs[o], tile_of(item.tile, o), item.block, v[o], prob,
+                                    maxima(o), p.scaling, shared.codes[o]);
     if (to.h.data != nullptr)
-      T::columns_encode<E4M3, kKind>(to.h, tile, block, v[2], prob, maxima(2), p.scaling,
-                                     stage.codes[2]);
-    __syncthreads();
-#pragma unroll
-    for (int o = 0; o < 3; ++o)
-      if (outs[o].data != nullptr)
-        T::columns_store(outs[o], tiles[o], block, columns[o], stage.codes[o]);
+      T::columns_encode<E4M3, kKind>(to.h, item.tile, item.block, v[2], prob, maxima(2), p.scaling,
+                                     shared.codes[2]);
+    shared.codes_done.arrive();
   }
-  if (p.dprobs == nullptr) return;
-  cluster.sync();
-  const int share = 128 / cluster.num_blocks(), r = cluster.block_rank() * share + threadIdx.x;
-  if (threadIdx.x < share && r < b.rows) {
-    float sum = 0.0f;
-    for (int tile = 0; tile < p.tiles; ++tile) {
-      const float* sums =
-          cluster.map_shared_rank(&shared.tile_sums[0][0], tile / to.tiles_per_block);
-      sum += sums[tile % to.tiles_per_block * 128 + r];
-    }
-    p.dprobs[b.first_row + int64_t{r}] = sum;
-  }
-  cluster.sync();  // no block leaves while its sums are read
+  if (share.items > 0) store_columns(share.items - 1, item.block, item.tile);
+  if (p.dprobs != nullptr)
+    while (summed < share.blocks) summed = store_dprobs(p, share, summed, shared);
 }
 
 }  // namespace fp8moe::cuda
