@@ -10,7 +10,8 @@ from fp8moe_cutlass import _C, cli, doctor
 
 
 def counted(name: str, m: int, n: int, k: int, experts: int, tile_n: int) -> tuple[int, int]:
-    """Tiles of 128 rows, and multiply-adds over them in halves of 64 rows, walked tile by tile."""
+    """Tiles of 128 rows, and multiply-adds over them in halves of 64 rows, walked tile by tile. Of
+    fprop and dgrad at most 64 columns behind tiles of 192 are 64, where two tiles share them."""
     if name == "dgrad":
         n, k = k, n
     tiles = work = 0
@@ -19,9 +20,12 @@ def counted(name: str, m: int, n: int, k: int, experts: int, tile_n: int) -> tup
         height, width, depth = (n, k, rows) if name == "wgrad" else (rows, n, k)
         for top in range(0, height, 128):
             halves = 1 if height - top <= 64 else 2
-            for _ in range(0, width, tile_n):
+            paired = top // 128 < -(-height // 128) // 2 * 2
+            for left in range(0, width, tile_n):
+                narrow = name != "wgrad" and tile_n == 192 and left > 0 and width - left <= 64
                 tiles += 1
-                work += 64 * halves * tile_n * 128 * len(range(0, depth, 128))
+                columns = 64 if narrow and paired else tile_n
+                work += 64 * halves * columns * 128 * len(range(0, depth, 128))
     return tiles, work
 
 

@@ -42,14 +42,21 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   // A warpgroup multiplies 64 rows; one that has none is idle, not wasted.
   constexpr int kWarpgroupRows = 64, kDepth = cuda::gemm::kBlockK;
   const int64_t tiles_n = cdiv(columns, choice.tile_n);
+  const int64_t narrow =  // columns that the last tile of two, one below the other, leaves out
+      tiles_n * choice.tile_n - cuda::gemm::padded_columns(kind, columns, choice.tile_n);
   double done = 0;
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t rows = m / experts + (e < m % experts);
     const int64_t height = tokens ? n : rows, depth = tokens ? rows : k;
     choice.tiles += cdiv(height, choice.tile_m) * tiles_n;
-    done += padded(height, kWarpgroupRows) * padded(depth, kDepth);
+    const int64_t pairs = cdiv(height, choice.tile_m) / 2;
+    const double left_out =
+        std::min(padded(height, kWarpgroupRows), static_cast<double>(2 * pairs * choice.tile_m)) *
+        static_cast<double>(narrow);
+    done +=
+        (padded(height, kWarpgroupRows) * static_cast<double>(tiles_n * choice.tile_n) - left_out) *
+        padded(depth, kDepth);
   }
-  done *= static_cast<double>(tiles_n * choice.tile_n);
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   choice.waste = done > 0 ? 1 - useful / done : 0;
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);

@@ -29,6 +29,7 @@ COUNTS = {
     "one expert": [300],
     "no tokens": [0, 0],
     "many": [e % 5 * 33 for e in range(70)],
+    "slices": [160, 192, 224, 256, 385],
 }
 COUNTED = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 
@@ -74,7 +75,7 @@ def wgrad_error(dy: Fp8Tensor, x: Fp8Tensor, plan: RoutingPlan, dw: Tensor) -> f
 
 @DTYPES
 @COUNTED
-@pytest.mark.parametrize(("n", "k"), [(144, 272), (16, 16), (400, 128), (1040, 656)])
+@pytest.mark.parametrize(("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (1040, 656)])
 def test_fprop(counts: list[int], n: int, k: int, dtype: torch.dtype) -> None:
     plan = plan_of(counts, spare=37)
     a, w = (
@@ -131,7 +132,7 @@ def test_fprop_writes_padding_rows(align: int) -> None:
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 def test_wgrad(counts: list[int], layout: str, dtype: torch.dtype) -> None:
     plan = plan_of(counts, spare=37)
-    for n, k in ((144, 272), (16, 16), (272, 400)):
+    for n, k in ((144, 272), (16, 16), (144, 320), (272, 400)):
         dy = segments(on_gpu(noise(n, plan.columns, layout=layout, fp8="e5m2")), plan)
         x = segments(on_gpu(noise(k, plan.columns, layout=layout)), plan)
         shape = (len(counts), n, k)
@@ -144,6 +145,23 @@ def test_wgrad(counts: list[int], layout: str, dtype: torch.dtype) -> None:
         before = torch.randn(shape, device="cuda").to(dtype)
         onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
         assert torch.equal(onto, before + dw)
+
+
+@pytest.mark.parametrize("k", [272, 400])
+@pytest.mark.parametrize("layout", ["block", "gemm"])
+@pytest.mark.parametrize("experts", [1, 8])
+def test_wgrad_adds_f32_in_either_way(experts: int, layout: str, k: int) -> None:
+    """By reductions where experts have many tokens (here: one), else by bringing what there is:
+    the same sum, of subnormals, too."""
+    plan = plan_of([128 * 14] + [0] * (experts - 1))
+    dy = segments(on_gpu(noise(208, plan.columns, layout=layout, fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(k, plan.columns, layout=layout)), plan)
+    dy.data.view(torch.uint8)[:16] = 0
+    dw = ops.grouped_gemm_wgrad(dy, x, plan, out_dtype="float32")
+    before = torch.randn_like(dw)
+    before[0, :16] = 1e-40
+    onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
+    assert torch.equal(onto, before + dw)
 
 
 @pytest.mark.parametrize("n", [208, 128])

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cutlass/arch/barrier.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -12,6 +13,9 @@
 #include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using Barrier = cutlass::arch::ClusterBarrier;
 
 // Where a warpgroup's [64, N] part of a tile goes in D.
 struct Destination {
@@ -24,23 +28,24 @@ struct Destination {
   }
 };
 
-// A slab lies under TMA's 128-byte swizzle: the 16 bytes w of row r at w ^ r % 8. D is not read
-// again while L2 holds it, hence the hint. One thread.
+// D is not read again while L2 holds it.
+inline constexpr auto kOutputHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+
+// A slab lies under TMA's 128-byte swizzle: the 16 bytes w of row r at w ^ r % 8. One thread.
 __device__ __forceinline__ void send_slab(const CUtensorMap& d, const uint8_t* slab, int column,
                                           int row, int expert, bool add) {
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
   const uint32_t from = cute::cast_smem_ptr_to_uint(slab);
   if (add)
     asm volatile(
         "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group.L2::cache_hint "
         "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&d),
-        "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kHint)
+        "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kOutputHint)
         : "memory");
   else
     asm volatile(
         "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint "
         "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&d),
-        "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kHint)
+        "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kOutputHint)
         : "memory");
 }
 
@@ -49,7 +54,7 @@ __device__ __forceinline__ void send_slab(const CUtensorMap& d, const uint8_t* s
 // Rows past those of tokens_* lie outside of D, and TMA leaves them out.
 template <Kind kKind, int Columns, int First, int Last>
 __device__ __forceinline__ void send(const Params& params, const Destination& to, int warp,
-                                     const uint8_t* slabs) {
+                                     const uint8_t* slabs, bool reduce) {
   const int row = to.row + kSlabRows * warp, rows = to.rows - kSlabRows * warp;
   if (kKind != Kind::rows || rows >= kSlabRows) {
     if (rows > 0 && cute::elect_one_sync()) {
@@ -57,7 +62,7 @@ __device__ __forceinline__ void send(const Params& params, const Destination& to
       for (int s = First; s < Last; ++s)
         if (s * Columns < to.columns)
           send_slab(params.d_map, slabs + (s - First) * kSlabBytes, to.column + s * Columns, row,
-                    to.expert, kKind != Kind::rows && params.add);
+                    to.expert, kKind != Kind::rows && reduce);
     }
   } else {
     constexpr int kBytes = 128 / Columns;  // of an element
@@ -111,42 +116,145 @@ __device__ __forceinline__ void store_bf16(const SumPair<kKind> (&sums)[N / 4],
                  : "memory");
   }
   slabs_written();
-  send<kKind, 64, 0, N / 64>(params, to, warp, slabs);
+  send<kKind, 64, 0, N / 64>(params, to, warp, slabs, params.add);
   cute::tma_store_arrive();
 }
 
-// Slab S of 32 columns and those after it. Words, the second one of a pair first in odd rows: no
-// conflict of shared-memory banks.
+__device__ __forceinline__ float read_shared(uint32_t at) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void write_shared(uint32_t at, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
+
+// What slab s of a warp's 16 rows of f32 holds. Of rows: 16 rows of 32 columns, as in store_bf16.
+// Of tokens_*: 8 rows of 64 columns in two boxes, first the upper 8 of all columns, then the lower:
+// so a warp sends whole rows of its tile at a time, which are neighbours in memory.
+struct SlabPlace {
+  int row, column;
+};
+
+template <Kind kKind, int N>
+constexpr SlabPlace slab_place(int s) {
+  if (kKind == Kind::rows) return {.row = 0, .column = 32 * s};
+  return {.row = s / (N / 64) * kBoxRows, .column = s % (N / 64) * 64};
+}
+
+// Sends a slab of tokens_*.
+template <Kind kKind>
+__device__ __forceinline__ void send_boxes(const Params& params, const Destination& to, int warp,
+                                           SlabPlace place, const uint8_t* slab, bool reduce) {
+  const int row = kSlabRows * warp + place.row;
+  if (row < to.rows && cute::elect_one_sync()) {
+#pragma unroll
+    for (int box = 0; box < 2; ++box)
+      if (place.column + 32 * box < to.columns)
+        send_slab(params.d_map, slab + box * kBoxBytes, to.column + place.column + 32 * box,
+                  to.row + row, to.expert, reduce);
+  }
+}
+
+// The sums of slab S into it, or (Onto) onto what it holds. Words, the second one of a pair first
+// in odd rows: no conflict of shared-memory banks.
+template <Kind kKind, int N, bool Onto, int S>
+__device__ __forceinline__ void fill_slab(const SumPair<kKind> (&sums)[N / 4], uint8_t* slab) {
+  constexpr bool kHalves = kKind != Kind::rows;
+  constexpr SlabPlace kPlace = slab_place<kKind, N>(S);
+  const uint32_t lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
+  const uint32_t mine = cute::cast_smem_ptr_to_uint(slab) + r * 128 + q % 2 * 8 + r % 2 * 4;
+  const uint32_t word = (q / 2 ^ r) * 16;
+  // Of 8 rows of 8 columns each: which of a slab's two boxes, which columns, whether the lower
+  // rows.
+  const auto at = [&](int i) {
+    const int box = kHalves ? i / 4 : i % 2, group = kHalves ? i % 4 : i / 2;
+    return mine + box * kBoxBytes + (word ^ group * 32);
+  };
+  float2 held[8];
+  if constexpr (Onto) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) held[i] = {read_shared(at(i)), read_shared(at(i) ^ 4)};
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int group = kPlace.column / 8 + (kHalves ? i : i / 2);
+    const int lower = kHalves ? kPlace.row / kBoxRows : i % 2;
+    const float2 pair = columns(sums[2 * group + lower]);
+    float2 v{r % 2 ? pair.y : pair.x, r % 2 ? pair.x : pair.y};
+    if constexpr (Onto) v = {held[i].x + v.x, held[i].y + v.y};
+    write_shared(at(i), v.x);
+    write_shared(at(i) ^ 4, v.y);
+  }
+  slabs_written();
+}
+
+// Slab S and those after it.
 template <Kind kKind, int N, int S = 0>
 __device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                           const Destination& to, int warp, uint8_t* slabs) {
   if constexpr (S < N / 32) {
-    const uint32_t lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
     uint8_t* slab = slabs + S % kSlabs * kSlabBytes;
-    const uint32_t mine = cute::cast_smem_ptr_to_uint(slab) + r * 128 + q % 2 * 8 + r % 2 * 4;
-    const uint32_t word = (q / 2 ^ r) * 16;
     await_slabs<S == 0 ? 0 : kSlabs - 1>();  // the tile before may have ended with any slab
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int lower = i % 2;
-      const float2 pair = columns(sums[2 * (4 * S + i / 2) + lower]);
-      const uint32_t at = mine + lower * 1024 + (word ^ i / 2 * 32);
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(r % 2 ? pair.y : pair.x) : "memory");
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(at ^ 4), "f"(r % 2 ? pair.x : pair.y)
-                   : "memory");
-    }
-    slabs_written();
-    send<kKind, 32, S, S + 1>(params, to, warp, slab);
+    fill_slab<kKind, N, false, S>(sums, slab);
+    if constexpr (kKind == Kind::rows)
+      send<kKind, 32, S, S + 1>(params, to, warp, slab, false);
+    else
+      send_boxes<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, params.add);
     cute::tma_store_arrive();
     store_f32<kKind, N, S + 1>(sums, params, to, warp, slabs);
   }
 }
 
+// The same onto what D holds, which comes into the slabs, is added to, and leaves again. As many
+// slabs as are used twice each: so `full` has the same phase at the start of every tile.
+template <Kind kKind, int N, int S = 0>
+__device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], const Params& params,
+                                        const Destination& to, int warp, uint8_t* slabs,
+                                        FullBarrier* full) {
+  constexpr int kAll = N / 32, kUsed = kAll / 2;
+  static_assert(kUsed <= kSlabs);
+  const auto fetch = [&](int s) {
+    if (!cute::elect_one_sync()) return;
+    const SlabPlace place = slab_place<kKind, N>(s);
+    FullBarrier& barrier = full[s % kUsed];
+    barrier.arrive_and_expect_tx(kSlabBytes);
+#pragma unroll
+    for (int box = 0; box < 2; ++box)
+      cute::SM90_TMA_LOAD_3D::copy(&params.d_map, reinterpret_cast<uint64_t*>(&barrier),
+                                   kOutputHint, slabs + s % kUsed * kSlabBytes + box * kBoxBytes,
+                                   to.column + place.column + 32 * box,
+                                   to.row + kSlabRows * warp + place.row, to.expert);
+  };
+  if constexpr (S == 0) {
+    if (kSlabRows * warp >= to.rows) return;
+    await_slabs<0>();
+#pragma unroll
+    for (int s = 0; s < kUsed; ++s) fetch(s);
+  }
+  if constexpr (S < kAll) {
+    uint8_t* slab = slabs + S % kUsed * kSlabBytes;
+    full[S % kUsed].wait(S / kUsed);
+    fill_slab<kKind, N, true, S>(sums, slab);
+    send_boxes<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, false);
+    cute::tma_store_arrive();
+    if constexpr (S > 0 && S - 1 + kUsed < kAll) {
+      await_slabs<1>();  // the slab before this one has left
+      fetch(S - 1 + kUsed);
+    }
+    add_f32<kKind, N, S + 1>(sums, params, to, warp, slabs, full);
+  }
+}
+
 template <Kind kKind, int N, Output kOutput>
 __device__ __forceinline__ void store(const SumPair<kKind> (&sums)[N / 4], const Params& params,
-                                      const Destination& to, int warp, uint8_t* slabs) {
+                                      const Destination& to, int warp, uint8_t* slabs,
+                                      FullBarrier* slabs_full) {
   if (kOutput == Output::bf16 || (kOutput == Output::either && params.bf16))
     store_bf16<kKind, N>(sums, params, to, warp, slabs);
+  else if (kKind != Kind::rows && params.fetch)
+    add_f32<kKind, N>(sums, params, to, warp, slabs, slabs_full);
   else
     store_f32<kKind, N>(sums, params, to, warp, slabs);
 }

@@ -1,6 +1,6 @@
-// The grouped GEMM kernel: a thread feeds a ring of stages, a warp the scales of blocks; two
-// consumer warpgroups multiply 64 rows each and promote every K-block into fp32 sums.
-// docs/grouped-gemm.md explains it.
+// The grouped GEMM kernel: a thread plans tiles, a thread feeds a ring of stages, a warp the scales
+// of blocks; two consumer warpgroups multiply 64 rows each and promote every K-block into fp32
+// sums. docs/grouped-gemm.md explains it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -12,14 +12,11 @@
 #include "cuda/gemm/epilogue.cuh"
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/promote.cuh"
-#include "cuda/gemm/schedule.cuh"
+#include "cuda/gemm/schedule.h"
 #include "cuda/gemm/stage.h"
 #include "cuda/gemm/wgmma.cuh"
 
 namespace fp8moe::cuda::gemm {
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using Barrier = cutlass::arch::ClusterBarrier;
 
 inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
 // setmaxnreg; under 40 the producers would spill.
@@ -47,8 +44,9 @@ struct Ring {
   __device__ Tile& tile(int s) const {  // whose first K-block the stage holds
     return reinterpret_cast<Tile*>(run(kRuns))[s];
   }
+  __device__ Tile& planned(int i) const { return (&tile(kStages))[i]; }
   __device__ uint64_t* barrier(int i) const {
-    return reinterpret_cast<uint64_t*>(&tile(kStages)) + i;
+    return reinterpret_cast<uint64_t*>(&planned(kPlanned)) + i;
   }
   __device__ FullBarrier& full(int s) const { return *reinterpret_cast<FullBarrier*>(barrier(s)); }
   __device__ Barrier& empty(int s) const {
@@ -60,23 +58,66 @@ struct Ring {
   __device__ Barrier& run_empty(int r) const {
     return *reinterpret_cast<Barrier*>(barrier(2 * kStages + kRuns + r));
   }
-  __device__ int* first_tile() const {
-    return reinterpret_cast<int*>(barrier(2 * (kStages + kRuns)));
+  __device__ Barrier& planned_full(int i) const {
+    return *reinterpret_cast<Barrier*>(barrier(2 * (kStages + kRuns) + i));
   }
+  __device__ Barrier& planned_empty(int i) const {
+    return *reinterpret_cast<Barrier*>(barrier(2 * (kStages + kRuns) + kPlanned + i));
+  }
+  __device__ FullBarrier* slabs_full(int warp) const {
+    return reinterpret_cast<FullBarrier*>(barrier(2 * (kStages + kRuns + kPlanned))) +
+           warp * kSlabs;
+  }
+  __device__ int* row_offsets() const { return reinterpret_cast<int*>(barrier(S::kBarriers)); }
 };
 
 constexpr int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
-// The next one of the runs, and its phase.
-struct RunCursor {
-  int run = 0;
-  uint32_t phase = 0;
+// cutlass's barriers do not tell the compiler that they order memory.
+template <typename SomeBarrier>
+__device__ __forceinline__ void await(const SomeBarrier& barrier, uint32_t phase) {
+  barrier.wait(phase);
+  asm volatile("" ::: "memory");
+}
 
-  __device__ void advance() {
-    run = (run + 1) % kRuns;
-    phase ^= run == 0;
-  }
+template <typename SomeBarrier>
+__device__ __forceinline__ void arrive(const SomeBarrier& barrier) {
+  asm volatile("" ::: "memory");
+  barrier.arrive();
+}
+
+// Where one is in a ring of Length, and the phase there.
+template <int Length>
+struct Cursor {
+  uint32_t passed = 0;
+
+  __device__ int at() const { return static_cast<int>(passed % Length); }
+  __device__ uint32_t phase() const { return passed / Length % 2; }
+  __device__ void advance() { ++passed; }
 };
+
+// Plans tiles ahead of the two who read them. One thread.
+template <Kind kKind, int TileN>
+__device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
+  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
+                                  static_cast<int>(gridDim.x));
+  Cursor<kPlanned> planned;
+  Tile tile;
+  for (bool more = true; more; planned.advance()) {
+    more = schedule.next(tile);
+    if (!more) tile.k_blocks = kNoMore;
+    await(ring.planned_empty(planned.at()), planned.phase() ^ 1);
+    ring.planned(planned.at()) = tile;
+    arrive(ring.planned_full(planned.at()));
+  }
+}
+
+// The next planned tile; its reader gives the place back by `planned_empty`.
+template <Kind kKind, int TileN>
+__device__ Tile read_planned(const Ring<kKind, TileN>& ring, const Cursor<kPlanned>& planned) {
+  await(ring.planned_full(planned.at()), planned.phase());
+  return ring.planned(planned.at());
+}
 
 // What TMA brings. One thread, elected: ptxas then knows that a warp has one such thread, and puts
 // no loop over threads around every TMA instruction. A tile without K-blocks, and the end, are told
@@ -87,35 +128,41 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
   using S = Stage<kKind, TileN>;
   using Load = cute::SM90_TMA_LOAD_2D;
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  Schedule<kKind, TileN> schedule(params, ring.first_tile());
-  RunCursor runs;
+  Cursor<kPlanned> planned;
+  Cursor<kRuns> runs;
   int stage = 0;
   uint32_t phase = 1;
-  for (bool more = true; more;) {
-    Tile tile;
-    more = schedule.next(tile);
-    if (!more) tile.k_blocks = kNoMore;
+  for (bool more = true; more; planned.advance()) {
+    const Tile tile = read_planned(ring, planned);
+    arrive(ring.planned_empty(planned.at()));
+    more = tile.k_blocks != kNoMore;
     const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
+    const int boxes = tile.width / kBoxB;
+    const int bytes = S::kABytes + boxes * kBoxB * kBlockK + S::kScaleLoadBytes;
     for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
-      ring.empty(stage).wait(phase);
+      await(ring.empty(stage), phase);
       FullBarrier& full = ring.full(stage);
       if (k == 0) ring.tile(stage) = tile;
       if (tile.k_blocks > 0) {
-        full.expect_transaction(S::kLoadBytes);
+        full.expect_transaction(bytes);
         auto* barrier = reinterpret_cast<uint64_t*>(&full);
         const int block = tile.k_first + k, depth = block * kBlockK;
         Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
-        Load::copy(&params.b, barrier, kHint, ring.b(stage), depth, row_b);
+#pragma unroll
+        for (int i = 0; i < TileN / kBoxB; ++i)
+          if (i < boxes)
+            Load::copy(&params.b, barrier, kHint, ring.b(stage) + i * kBoxB * kBlockK, depth,
+                       row_b + i * kBoxB);
         if constexpr (S::kScaleABytes > 0)
           Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
         if (S::kBlockScales && k % kRunLength == 0) {
-          ring.run_full(runs.run).wait(runs.phase);
+          ring.run_full(runs.at()).wait(runs.phase());
           runs.advance();
         }
       }
-      full.arrive();
+      arrive(full);
       stage = after(stage);
       phase ^= stage == 0;
     }
@@ -128,19 +175,23 @@ template <Kind kKind, int TileN>
 __device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& ring) {
   static_assert(kRunLength == 32);  // a lane loads the scales of one K-block
   const int lane = threadIdx.x % 32;
-  Schedule<kKind, TileN> schedule(params, ring.first_tile());
-  RunCursor runs;
+  Cursor<kPlanned> planned;
+  Cursor<kRuns> runs;
   float4 loaded;
   bool pending = false;
   const auto store = [&] {
     if (!pending) return;
-    ring.run_empty(runs.run).wait(runs.phase ^ 1);
-    ring.run(runs.run)[lane] = loaded;
+    ring.run_empty(runs.at()).wait(runs.phase() ^ 1);
+    ring.run(runs.at())[lane] = loaded;
     __syncwarp();
-    if (lane == 0) ring.run_full(runs.run).arrive();
+    if (lane == 0) ring.run_full(runs.at()).arrive();
     runs.advance();
   };
-  for (Tile tile; schedule.next(tile);) {
+  for (;; planned.advance()) {
+    const Tile tile = read_planned(ring, planned);
+    __syncwarp();
+    if (lane == 0) ring.planned_empty(planned.at()).arrive();
+    if (tile.k_blocks == kNoMore) break;
     const BlockScales<kKind, TileN> scales(params, tile);
     for (int k = lane; k - lane < tile.k_blocks; k += kRunLength) {
       const float4 next = k < tile.k_blocks ? scales(k) : float4{};
@@ -155,20 +206,14 @@ __device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& r
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
 template <Kind kKind, DType A, DType B, int TileN>
 struct Consumer {
-  using Scales = Promoter<kKind, TileN>;
-
   const Ring<kKind, TileN>& ring;
   uint32_t a, b;        // descriptors of stage 0
   int stage = 0;        // the next one, which is full, and so is its run
   uint32_t phases = 0;  // bit s: the phase of stage s
-  RunCursor runs;
-  SumPair<kKind> sums[TileN / 4];  // of the tile, scaled
-  float part[TileN / 2];           // of one K-block
+  Cursor<kRuns> runs;
+  SumPair<kKind> sums[TileN / 4] = {};  // of the tile, scaled
 
-  __device__ __forceinline__ void await(int s) {
-    ring.full(s).wait(phases >> s & 1);
-    asm volatile("" ::: "memory");  // what is read of the stage is read after this
-  }
+  __device__ __forceinline__ void await(int s) { gemm::await(ring.full(s), phases >> s & 1); }
 
   // A warp is done with what a barrier guards.
   __device__ __forceinline__ void release(Barrier& empty) {
@@ -178,7 +223,7 @@ struct Consumer {
 
   __device__ __forceinline__ void close_run() {
     if constexpr (Stage<kKind, TileN>::kBlockScales) {
-      release(ring.run_empty(runs.run));
+      release(ring.run_empty(runs.at()));
       runs.advance();
     }
   }
@@ -197,12 +242,13 @@ struct Consumer {
   // The K-block in stage s. Under its multiply runs `meanwhile`. Ends when the next stage is full,
   // too: there always is one, if only to tell the end. The wait comes before the release because
   // ptxas then starts it early among the multiply-adds and not behind them.
-  template <bool First, typename Meanwhile>
-  __device__ __forceinline__ void step(int s, Scales& scales, const float4* of_blocks,
-                                       Meanwhile meanwhile) {
+  template <bool First, int N, typename Meanwhile>
+  __device__ __forceinline__ void step(int s, Promoter<kKind, TileN, N>& scales,
+                                       const float4* of_blocks, Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
+    float part[N / 2];  // of this K-block
     scales.load(ring.scale_a(s), of_blocks);
-    multiply<A, B, TileN>(a + s * kStride, b + s * kStride, part);
+    multiply<A, B, N>(a + s * kStride, b + s * kStride, part);
     meanwhile();
     finish(part);
     phases ^= 1u << s;
@@ -211,22 +257,24 @@ struct Consumer {
     release(ring.empty(s));
   }
 
-  // The K-blocks of a tile. From stage 0 on the loop is unrolled over the stages: addresses,
-  // descriptors and barriers are immediates, and no branch is taken but the one back.
-  template <typename Meanwhile>
-  __device__ __forceinline__ void steps(Scales& scales, int k_blocks, Meanwhile meanwhile) {
+  // The K-blocks of a tile, of N columns. From stage 0 on the loop over a whole tile is unrolled
+  // over the stages: addresses, descriptors and barriers are immediates, and no branch is taken but
+  // the one back.
+  template <int N, typename Meanwhile>
+  __device__ __forceinline__ void steps(Promoter<kKind, TileN, N> scales, int k_blocks,
+                                        Meanwhile meanwhile) {
     const auto nothing = [] {};
-    const float4* of_blocks = ring.run(runs.run);
+    const float4* of_blocks = ring.run(runs.at());
     step<true>(stage, scales, of_blocks++, meanwhile);
     stage = after(stage);
     for (int left = k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
       int now = min(left, in_run);
       left -= now;
-      for (; now > 0 && stage != 0; --now) {
+      for (; now > 0 && (N < TileN || stage != 0); --now) {
         step<false>(stage, scales, of_blocks++, nothing);
         stage = after(stage);
       }
-      while (now > 0) {
+      while (N == TileN && now > 0) {
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
           step<false>(s, scales, of_blocks + s, nothing);
@@ -239,7 +287,7 @@ struct Consumer {
       }
       close_run();
       if (left == 0) break;
-      of_blocks = ring.run(runs.run);
+      of_blocks = ring.run(runs.at());
     }
   }
 };
@@ -258,7 +306,9 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   Destination finished;  // where the sums go once the next tile's first multiply is under way
   bool pending = false;
   const auto finish = [&] {
-    if (pending) store<kKind, TileN, kOutput>(consumer.sums, params, finished, warp, slabs);
+    if (pending)
+      store<kKind, TileN, kOutput>(consumer.sums, params, finished, warp, slabs,
+                                   ring.slabs_full(4 * half + warp));
   };
 
   consumer.await(0);
@@ -275,12 +325,15 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       consumer.pass(tile.k_blocks);
       continue;
     }
-    Promoter<kKind, TileN> scales(tile, half);
-    consumer.steps(scales, tile.k_blocks, [&] {
+    const auto meanwhile = [&] {
       finish();
       finished = to;
       pending = true;
-    });
+    };
+    if (kKind == Kind::rows && TileN > 128 && tile.width == kNarrow)
+      consumer.steps(Promoter<kKind, TileN, kNarrow>(tile, half), tile.k_blocks, meanwhile);
+    else
+      consumer.steps(Promoter<kKind, TileN, TileN>(tile, half), tile.k_blocks, meanwhile);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
@@ -302,9 +355,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       ring.run_full(r).init(1);
       ring.run_empty(r).init(kConsumerWarps);
     }
+    for (int i = 0; i < kPlanned; ++i) {
+      ring.planned_full(i).init(1);
+      ring.planned_empty(i).init(Stage<kKind, TileN>::kBlockScales ? 2 : 1);  // its readers
+    }
+    for (int s = 0; s < Stage<kKind, TileN>::kSlabBarriers; ++s) ring.slabs_full(0)[s].init(1);
     cutlass::arch::fence_barrier_init();
   }
-  if (kKind == Kind::rows && threadIdx.x < 32) scan_tiles<TileN>(params, ring.first_tile());
+  if (kKind == Kind::rows)
+    for (int e = threadIdx.x; e <= params.experts; e += kThreads)
+      ring.row_offsets()[e] = params.row_offsets[e];
   __syncthreads();
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
@@ -312,6 +372,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileN>(params, ring);
     if (Stage<kKind, TileN>::kBlockScales && warp == 1) produce_scales<kKind, TileN>(params, ring);
+    if (warp == 2 && cute::elect_one_sync()) plan<kKind, TileN>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     consume<kKind, A, B, TileN, kOutput>(params, shared);

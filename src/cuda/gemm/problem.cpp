@@ -1,6 +1,7 @@
 #include "cuda/gemm/problem.h"
 
 #include "core/check.h"
+#include "cuda/gemm/stage.h"
 #include "cuda/gemm/tensor_map.h"
 
 namespace fp8moe::cuda::gemm {
@@ -22,15 +23,16 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   Params params{};
   params.bf16 = d.dtype == DType::bf16;
   params.a = operand_map(op, "a", a.data.data, rows, k, kTileM);
-  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, config.tile_n);
+  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, kBoxB);
   params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBoxA);
-  params.d_map = output_map(op, "d", d, 1, rows, n);
+  params.d_map = output_map(op, "d", d, 1, rows, n, output_box_rows(Kind::rows, params.bf16));
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
   params.d = d.data;
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
+  params.band = choose_band(Kind::rows, k_blocks, plan.experts);
   return params;
 }
 
@@ -42,8 +44,9 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   params.bf16 = dw.dtype == DType::bf16;
   params.add = accumulate;
   params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM);
-  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, config.tile_n);
-  params.d_map = output_map(op, "dw", dw, plan.experts, m, n);
+  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, kBoxB);
+  params.d_map = output_map(op, "dw", dw, plan.experts, m, n,
+                            output_box_rows(Kind::tokens_block, params.bf16));
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =
@@ -61,6 +64,8 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   params.m = static_cast<int>(m);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(columns / kTile);
+  params.band = choose_band(Kind::tokens_block, params.k_blocks, plan.experts);
+  params.fetch = accumulate && !params.bf16 && fetches_output(params.k_blocks, plan.experts);
   return params;
 }
 

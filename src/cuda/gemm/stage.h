@@ -9,10 +9,23 @@ inline constexpr int kSharedBytes = 227 * 1024;  // what a block of compute capa
 inline constexpr int kStages = 4;
 inline constexpr int kConsumerWarps = 8;
 
-// D on its way out: a slab is 16 rows of 128 bytes, and a consumer warp has kSlabs of them.
+// D on its way out: a slab is 16 rows of 128 bytes, or as many bytes of 8 rows, and a consumer warp
+// has kSlabs of them.
 inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * 128;
 inline constexpr int kSlabs = 3;
+// TMA takes f32 of tokens_* by boxes of half a slab, else by slabs (epilogue.cuh).
+inline constexpr int kBoxRows = 8;
+inline constexpr int kBoxBytes = kBoxRows * 128;
+constexpr int output_box_rows(Kind kind, bool bf16) {
+  return kind == Kind::rows || bf16 ? kSlabRows : kBoxRows;
+}
+
+// B comes in boxes of so many rows, so that a narrow tile reads less.
+inline constexpr int kBoxB = 64;
+
+// Tiles are planned this far ahead.
+inline constexpr int kPlanned = 4;
 
 // The scales of blocks come in runs of K-blocks, a tile's first K-blocks being a new run.
 inline constexpr int kRunLength = 32;
@@ -28,7 +41,7 @@ struct Stage {
   static constexpr bool kBlockScales = kKind != Kind::tokens_column;
   static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kScaleBoxA;
   static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
-  static constexpr int kLoadBytes = kTileBytes + kScaleABytes + kScaleBBytes;  // by TMA
+  static constexpr int kScaleLoadBytes = kScaleABytes + kScaleBBytes;  // by TMA
   // Behind the scales of rows: those of columns, which TMA writes at multiples of 128 bytes.
   static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;
   static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
@@ -36,10 +49,12 @@ struct Stage {
   static_assert(kABytes % 1024 == 0 && kBBytes % 1024 == 0, "swizzled tiles start at 1024 bytes");
 
   static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
-  static constexpr int kBarrierBytes = 8 * 2 * (kStages + kRuns);  // full and empty
-  static constexpr int kSumsBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
-  static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes + kTileStructBytes) +
-                                kOutBytes + kRuns * kRunBytes + kBarrierBytes + kSumsBytes;
+  static constexpr int kSlabBarriers = kKind == Kind::rows ? 0 : kConsumerWarps * kSlabs;
+  static constexpr int kBarriers = 2 * (kStages + kRuns + kPlanned) + kSlabBarriers;
+  static constexpr int kRowOffsetsBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
+  static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes) +
+                                (kStages + kPlanned) * kTileStructBytes + kOutBytes +
+                                kRuns * kRunBytes + 8 * kBarriers + kRowOffsetsBytes;
   static_assert(kBytes <= kSharedBytes);
 };
 

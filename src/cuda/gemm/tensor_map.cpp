@@ -59,14 +59,15 @@ CUtensorMap operand_map(const char* op, const char* name, const void* data, int6
 }
 
 CUtensorMap output_map(const char* op, const char* name, const Tensor& d, int64_t experts,
-                       int64_t m, int64_t n) {
+                       int64_t m, int64_t n, int box_rows) {
   const bool bf16 = d.dtype == DType::bf16;
   const auto row = static_cast<cuuint64_t>(n * (bf16 ? 2 : 4));
   return encode<3>(
       op, name, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
       CU_TENSOR_MAP_SWIZZLE_128B, d.data,
       {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(m), static_cast<cuuint64_t>(experts)},
-      {row, static_cast<cuuint64_t>(m) * row}, {bf16 ? 64u : 32u, 16, 1});
+      {row, static_cast<cuuint64_t>(m) * row},
+      {bf16 ? 64u : 32u, static_cast<cuuint32_t>(box_rows), 1});
 }
 
 CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,

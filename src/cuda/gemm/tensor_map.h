@@ -13,11 +13,11 @@ namespace fp8moe::cuda::gemm {
 CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t rows, int64_t k,
                         int box_rows);
 
-// Writes bf16 or f32 [experts, m, n] row-major from boxes of 16 rows and 128 bytes of columns in
+// Writes bf16 or f32 [experts, m, n] row-major from boxes of box_rows and 128 bytes of columns in
 // 128-byte-swizzled shared memory; what lies outside is left out. Coordinates: (column, row,
 // expert).
 CUtensorMap output_map(const char* op, const char* name, const Tensor& d, int64_t experts,
-                       int64_t m, int64_t n);
+                       int64_t m, int64_t n, int box_rows);
 
 // f32 [k_blocks, row_length] row-major, read in boxes of [1, box_rows].
 CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,

@@ -1,0 +1,136 @@
+// Which tiles a CTA works on, in what order: static, computed by each CTA for itself. Plain C++, so
+// that a host can walk it, too.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/hd.h"
+#include "cuda/gemm/config.h"
+
+namespace fp8moe::cuda::gemm {
+
+// What decides the order. The experts' sizes are read on the device.
+struct Sizes {
+  const int32_t* row_offsets;        // [E+1] rows
+  const int32_t* tokens_per_expert;  // [E]   tokens_*
+  const int32_t* col_offsets;        // [E+1] tokens_*
+  int experts;
+  int m;         // rows of D per expert (tokens_*; unused for rows)
+  int n;         // columns of D
+  int k_blocks;  // cdiv(K, 128) or Kcap / 128
+  int band;      // columns of tiles
+};
+
+inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
+
+struct alignas(16) Tile {
+  int expert = 0;
+  int row = 0;      // first row of A
+  int rows = 0;     // rows of D from here on; none or less: nothing to store
+  int column = 0;   // first column of D
+  int width = 0;    // columns multiplied: TileN, or kNarrow
+  int k_first = 0;  // first K-block
+  int k_blocks = 0;
+};
+
+// Tile `within` of an expert, in bands of columns of tiles, rows of tiles outside: what the SMs
+// work on at one time stays near square, so it reads few distinct bytes and finds them in L2.
+struct Place {
+  int row, column;  // in tiles
+};
+
+FP8MOE_HD Place place_in_bands(int band, int within, int tiles_m, int tiles_n) {
+  const int first = within / (tiles_m * band) * band, in_band = within - first * tiles_m;
+  const int width = std::min(band, tiles_n - first), row = in_band / width;
+  return {row, first + in_band - row * width};
+}
+
+template <Kind kKind, int TileN>
+class Schedule;
+
+// Tiles of an expert's rows, dealt in turn. The last columns of D, if no more than kNarrow, are
+// dealt as pairs of narrow tiles, one below the other, after the other columns: a pair takes as
+// long as a whole tile. So the CTAs stay at the same depth of the contraction, and what one of them
+// reads the others find in L2.
+template <int TileN>
+class Schedule<Kind::rows, TileN> {
+ public:
+  // row_offsets: in shared memory.
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas)
+      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas) {}
+
+  // The next tile of this CTA, `tile` being the one before; false when there is none.
+  FP8MOE_HD bool next(Tile& tile) {
+    if (pair_) {
+      pair_ = false;
+      tile.row += kTileM;
+      tile.rows -= kTileM;
+      return true;
+    }
+    const bool narrow = has_narrow_columns(TileN, sizes_.n);
+    const int wide = narrow ? sizes_.n / TileN : (sizes_.n + TileN - 1) / TileN;
+    int first = 0, rows = 0, tiles_m = 0;
+    for (;; ++expert_) {
+      if (expert_ >= sizes_.experts) return false;
+      first = row_offsets_[expert_];
+      rows = row_offsets_[expert_ + 1] - first;
+      tiles_m = (rows + kTileM - 1) / kTileM;
+      const int units = tiles_m * wide + (narrow ? (tiles_m + 1) / 2 : 0);
+      if (at_ < before_ + units) break;
+      before_ += units;
+    }
+    const int within = at_ - before_;
+    Place place{2 * (within - tiles_m * wide), wide};
+    if (within < tiles_m * wide)
+      place = place_in_bands(sizes_.band, within, tiles_m, wide);
+    else
+      pair_ = place.row + 1 < tiles_m;
+    tile.expert = expert_;
+    tile.row = first + place.row * kTileM;
+    tile.rows = rows - place.row * kTileM;
+    tile.column = place.column * TileN;
+    tile.width = pair_ ? kNarrow : TileN;
+    tile.k_blocks = sizes_.k_blocks;
+    at_ += ctas_;
+    return true;
+  }
+
+ private:
+  const Sizes& sizes_;
+  const int32_t* row_offsets_;
+  int at_, ctas_;
+  int expert_ = 0, before_ = 0;  // units of the experts before it
+  bool pair_ = false;            // the tile below the last one is next
+};
+
+// Tiles of dw, [M, N] for each expert: dealt in turn.
+template <Kind kKind, int TileN>
+class Schedule {
+ public:
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas)
+      : sizes_(sizes), at_(cta), ctas_(ctas) {}
+
+  FP8MOE_HD bool next(Tile& tile) {
+    const int tiles_m = (sizes_.m + kTileM - 1) / kTileM;
+    const int tiles_n = (sizes_.n + TileN - 1) / TileN;
+    tile.expert = at_ / (tiles_m * tiles_n);
+    if (tile.expert >= sizes_.experts) return false;
+    const Place place =
+        place_in_bands(sizes_.band, at_ - tile.expert * tiles_m * tiles_n, tiles_m, tiles_n);
+    tile.row = place.row * kTileM;
+    tile.rows = sizes_.m - tile.row;
+    tile.column = place.column * TileN;
+    tile.width = TileN;
+    tile.k_first = sizes_.col_offsets[tile.expert] / kBlockK;
+    tile.k_blocks = (sizes_.tokens_per_expert[tile.expert] + kBlockK - 1) / kBlockK;
+    at_ += ctas_;
+    return true;
+  }
+
+ private:
+  const Sizes& sizes_;
+  int at_, ctas_;
+};
+
+}  // namespace fp8moe::cuda::gemm

@@ -1,0 +1,105 @@
+// The order of the grouped GEMM's tiles: every element of D in one tile of one CTA, and CTAs in
+// step: each has as many whole tiles, or pairs of narrow ones, as any other, or one fewer.
+#include "cuda/gemm/schedule.h"
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "check.h"
+
+using namespace fp8moe::cuda::gemm;
+
+namespace {
+
+constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::rows
+
+// Walks all CTAs. d_row [E+1]: where the experts' rows of D begin.
+template <Kind kKind, int TileN>
+void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
+  std::vector<int> seen(  // tiles that 16 columns of a row are in
+      static_cast<size_t>(d_row.back()) * sizes.n / 16);
+  int most = 0, least = 0;
+  for (int cta = 0; cta < ctas; ++cta) {
+    Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, cta, ctas);
+    int halves = 0, last = 0;
+    for (Tile tile; schedule.next(tile);) {
+      CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
+      last = tile.expert;
+      CHECK(tile.column % TileN == 0 && (tile.width == TileN || tile.width == kNarrow));
+      const int end = std::min(sizes.n, tile.column + tile.width);
+      CHECK(tile.column < end && (tile.width == TileN || end == sizes.n));
+      const int rows = std::min(kTileM, tile.rows);
+      const int first = kKind == Kind::rows ? tile.row : d_row[tile.expert] + tile.row;
+      CHECK(rows > 0 && first >= d_row[tile.expert] && first + rows <= d_row[tile.expert + 1]);
+      for (int r = first; r < first + rows; ++r)
+        for (int c = tile.column; c < end; c += 16)
+          ++seen[(static_cast<size_t>(r) * sizes.n + c) / 16];
+      halves += tile.width == TileN ? 2 : 1;
+      if (kKind == Kind::rows) {
+        CHECK(tile.k_first == 0 && tile.k_blocks == kBlocks);
+      } else {
+        CHECK(tile.k_first == sizes.col_offsets[tile.expert] / kBlockK);
+        CHECK(tile.k_blocks == (sizes.tokens_per_expert[tile.expert] + kBlockK - 1) / kBlockK);
+      }
+    }
+    CHECK(halves % 2 == 0);
+    most = std::max(most, halves);
+    least = cta == 0 ? halves : std::min(least, halves);
+  }
+  CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }));
+  CHECK(most - least <= 2);
+}
+
+template <int TileN>
+void rows(const std::vector<int>& counts, int n, int ctas) {
+  std::vector<int> offsets{0};
+  for (int rows : counts) offsets.push_back(offsets.back() + rows);
+  Sizes sizes{};
+  sizes.row_offsets = offsets.data();
+  sizes.experts = static_cast<int>(counts.size());
+  sizes.n = n;
+  sizes.k_blocks = kBlocks;
+  sizes.band = 8;
+  walk<Kind::rows, TileN>(sizes, ctas, offsets);
+}
+
+template <int TileN>
+void tokens(const std::vector<int>& counts, int m, int n, int ctas) {
+  std::vector<int> columns{0}, d_row{0};
+  for (int tokens : counts) {
+    columns.push_back(columns.back() + (tokens + 127) / 128 * 128);
+    d_row.push_back(d_row.back() + m);
+  }
+  Sizes sizes{};
+  sizes.tokens_per_expert = counts.data();
+  sizes.col_offsets = columns.data();
+  sizes.experts = static_cast<int>(counts.size());
+  sizes.m = m;
+  sizes.n = n;
+  sizes.band = 4;
+  walk<Kind::tokens_block, TileN>(sizes, ctas, d_row);
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(7);
+  const std::vector<std::vector<int>> fixed{
+      {5, 0, 130, 1, 64, 65, 257}, {0, 0, 700, 0}, {300}, {0, 0}, {128, 128, 128}, {64}};
+  for (int n : {16, 64, 80, 96, 112, 128, 144, 192, 208, 256, 1408, 2048, 4096}) {
+    for (const auto& counts : fixed)
+      for (int ctas : {1, 3, 132}) {
+        rows<128>(counts, n, ctas);
+        rows<192>(counts, n, ctas);
+        tokens<128>(counts, 272, n, ctas);
+        tokens<192>(counts, 272, n, ctas);
+      }
+    for (int experts : {2, 9, 40}) {
+      std::vector<int> counts(experts);
+      for (int& count : counts) count = static_cast<int>(random() % 400);
+      rows<128>(counts, n, 132);
+      rows<192>(counts, n, 132);
+    }
+  }
+}
