@@ -2,9 +2,9 @@
 // full 128x128 tiles, power-of-two scales.
 //
 // Two blocks an SM, or two teams of one block where they share a table, each with a contiguous
-// share of the tiles. A tile's operands come to shared memory by cp.async; once they are in
-// registers as f32, the next tile's are asked for, and while they are on their way the columns are
-// encoded, transposed and stored.
+// share of the tiles. A tile's operands come to shared memory by cp.async, each to the thread that
+// reads it, so no barrier stands between: once a warp has them in registers as f32, it asks for the
+// next tile's, and while they are on their way the columns are encoded, transposed and stored.
 #pragma once
 
 #include <type_traits>
@@ -53,26 +53,25 @@ struct StagedBlock {
   typename Source::Table table;
 };
 
+// A thread asks for what it reads itself, a warp for the weights of its rows.
 template <typename Source>
 __device__ __forceinline__ void stage_tile(const StagedTiles<Source>& p, TokenBlock b, int tile,
                                            StagedShared<Source>& shared) {
-  const int thread = StagedTile<Source>::thread(), first = thread / 16, column = 8 * (thread % 16);
+  using T = StagedTile<Source>;
 #pragma unroll
   for (int plane = 0; plane < Source::kPlanes; ++plane) {
     // Rows past the last token are not read.
-    const uint16_t* from = p.source.row(plane, b.first_row + int64_t{first}) + 128 * tile + column;
+    const uint16_t* from =
+        p.source.row(plane, b.first_row + int64_t{T::row()}) + 128 * tile + T::column(0);
 #pragma unroll
-    for (int pass = 0; pass < 4; ++pass, from += 32 * p.source.stride()) {
-      const int r = 32 * pass + first;
-      copy_async(&shared.operand[plane][r][column], from, r < b.tokens ? 16 : 0);
-    }
+    for (int j = 0; j < 4; ++j, from += p.source.stride())
+      copy_async(&shared.operand[plane][T::row() + j][T::column(0)], from,
+                 T::row() + j < b.tokens ? 16 : 0);
   }
-  if (p.weights != nullptr && thread < 128) {
-    if (thread < b.tokens)
-      copy_async_word(&shared.weight[thread], p.weights + b.first_row + thread, 4);
-    else
-      shared.weight[thread] = 1.0f;
-  }
+  const int r = 8 * (T::thread() / 32) + T::thread() % 32;
+  if (p.weights != nullptr && T::thread() % 32 < 8)
+    copy_async_word(&shared.weight[r], p.weights + b.first_row + (r < b.tokens ? r : 0),
+                    r < b.tokens ? 4 : 0);
 }
 
 // The rows of a tile. Lanes 4 j ... 4 j + 3 of a group find the scale of its row j.
@@ -120,7 +119,7 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
 #pragma unroll 1
   for (int left = static_cast<int>(end - begin); left > 0; --left) {
     copy_wait<0>();
-    T::sync();
+    __syncwarp();
     typename T::Row v[4];
     uint4 packed[4][Source::kPlanes];
     float weight[4], row_most[4];
@@ -151,8 +150,8 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
           {packed[0][0], packed[1][0], packed[2][0], packed[3][0]}, shared.amax);
     else
       T::template columns_amax<kKind>(v, weight, most, shared.amax);
-    T::sync();  // the maxima are there, the operands in registers
     const int done_block = block, done_tile = tile;
+    __syncwarp();  // the weights have been read
     if (left > 1) {
       if (++tile == p.tiles) {
         tile = 0;
@@ -161,6 +160,7 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
       stage_tile(p, b, tile, shared);
     }
     copy_commit();
+    T::sync();  // the maxima are there, the last tile's codes are out
     if constexpr (kKind == ColumnKind::column) {
       T::template columns_scales<F>(p.columns_to, done_tile, done_block, p.columns, shared.amax,
                                     p.scaling);
