@@ -11,13 +11,11 @@ namespace fp8moe::cuda {
 namespace shift {
 namespace {
 
-constexpr int kBlocksPerSm = 4;  // what registers allow without spills
+constexpr int kBlocksPerSm = 8;  // what registers allow without spills
 
 struct Shared {
   TransposedCodes<16> codes;
-  int top[kWarps];              // of each warp's tokens
-  uint8_t exponent[2][128];     // of the tokens' scales, of this tile and the next
-  uint4 incoming[4][kThreads];  // the next tile's codes, each thread's own
+  int top[kWarps];  // of each warp's tokens
 };
 
 template <typename F>
@@ -56,35 +54,31 @@ struct Shift {
 };
 
 // S = the largest scale among rows that hold a nonzero code; 1 where none does.
-// load_next: called once the codes are in registers.
-template <typename F, typename LoadNext>
-__device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv, Shared& shared,
-                                               LoadNext load_next) {
+template <typename F>
+__device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv,
+                                               int (&top_of_warp)[kWarps]) {
   const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
   int top = 0;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const uint32_t any =
         (rows.code[j][0] | rows.code[j][1] | rows.code[j][2] | rows.code[j][3]) & kMagnitudes;
-    if (any != 0 || rows.exponent[j] == kPoison) top = max(top, rows.exponent[j]);
+    const int e = rows.exponent(j);
+    if (any != 0 || e == kPoison) top = max(top, e);
   }
   top = __reduce_max_sync(kFullWarp, top);
-  if (in_warp == 0) shared.top[warp] = top;
-  load_next();
+  if (in_warp == 0) top_of_warp[warp] = top;
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) top = max(top, shared.top[w]);
+  top = __reduce_max_sync(kFullWarp, top_of_warp[in_warp % kWarps]);
   if (top == 0) top = 127;
   if (threadIdx.x == 0) *scale_inv = __uint_as_float(static_cast<uint32_t>(top) << 23);
-  uint32_t special = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-#pragma unroll
-    for (const uint32_t codes : rows.code[j]) special |= specials<F>(codes);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int e = rows.exponent[j];
+    const int e = rows.exponent(j);
     const Shift<F> shift(e == 0 ? kFp8ShiftToZero<F> : min(max(top - e, 0), kFp8ShiftToZero<F>));
+    uint32_t special = 0;
+#pragma unroll
+    for (const uint32_t codes : rows.code[j]) special |= specials<F>(codes);
     if (special == 0) {
 #pragma unroll
       for (uint32_t& codes : rows.code[j]) codes = shift(codes);
@@ -95,57 +89,27 @@ __device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv, Sha
   }
 }
 
-template <typename F, bool kGather>
+template <typename F>
 __global__ __launch_bounds__(kThreads,
                              kBlocksPerSm) void shift_tiles(const __grid_constant__ Params p) {
   __shared__ Shared shared;
+  const int block = blockIdx.x, tile = blockIdx.y;
+  const TokenBlock tokens = token_block_of_warp(p.plan, block);
+  if (tokens.expert < 0) return;
   const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
-  const Runs runs(p);
-  int side = 0;
-#pragma unroll 1
-  for (uint32_t index = blockIdx.x; index < runs.count(); index += gridDim.x) {
-    const auto [block, begin, end] = runs.at<kGather>(index, p);
-    Incoming next;
-    next.aim<kGather>(p, token_block_of_warp(p.plan, block));
-    next.load_codes<kGather>(p, begin, shared.incoming);
-    next.load_scale(p, begin);
-    if (threadIdx.x < 128) shared.exponent[side][threadIdx.x] = next.exponent(p);
-    __syncthreads();
-#pragma unroll 1
-    for (int tile = begin; tile < end; ++tile, side ^= 1) {
-      Rows rows;
-      rows.take_exponents(*reinterpret_cast<const uchar4*>(&shared.exponent[side][4 * group]));
-      copy_wait<0>();
-      rows.take_codes(shared.incoming);
-      const bool more = tile + 1 < end;
-      shift_to_block<F>(rows, p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block,
-                        shared, [&] {
-                          if (!more) return;
-                          next.load_codes<kGather>(p, tile + 1, shared.incoming);
-                          next.load_scale(p, tile + 1);
-                        });
+  Rows rows;
+  rows.load(p, tokens, tile);
+  shift_to_block<F>(rows, p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block,
+                    shared.top);
 #pragma unroll
-      for (int four = 0; four < 4; ++four) {
-        uint32_t codes[4] = {rows.code[0][four], rows.code[1][four], rows.code[2][four],
-                             rows.code[3][four]};
-        shared.codes.put(16 * lane + 4 * four, group, codes);
-      }
-      if (more && threadIdx.x < 128) shared.exponent[side ^ 1][threadIdx.x] = next.exponent(p);
-      __syncthreads();
-      shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
-                            p.out.ld, p.channels - 128 * tile, 128);
-    }
+  for (int four = 0; four < 4; ++four) {
+    uint32_t codes[4] = {rows.code[0][four], rows.code[1][four], rows.code[2][four],
+                         rows.code[3][four]};
+    shared.codes.put(16 * lane + 4 * four, group, codes);
   }
-}
-
-// The length of runs that ends first on `slots` concurrent blocks: whole waves of runs, each run
-// waiting about one tile's time for its first.
-int64_t run_of(int64_t blocks, int64_t tiles, int64_t slots) {
-  const auto time = [&](int64_t run) { return cdiv(blocks * cdiv(tiles, run), slots) * (run + 1); };
-  int64_t best = 1;
-  for (int64_t run = 2; run <= 8; ++run)
-    if (time(run) < time(best)) best = run;
-  return best;
+  __syncthreads();
+  shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
+                        p.out.ld, p.channels - 128 * tile, 128);
 }
 
 }  // namespace
@@ -154,29 +118,24 @@ int64_t run_of(int64_t blocks, int64_t tiles, int64_t slots) {
 void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan, bool gather,
                    const Fp8Tensor& columns, Stream stream) {
   const RowsOut rows = rows_out(q);
-  const int64_t tiles = cdiv(rows.ld, kTile), blocks = plan.columns() / kTile;
   const bool per_channel = columns.layout == ScaleLayout::gemm;
-  const int per_sm = per_channel ? shift::kChannelBlocksPerSm : shift::kBlocksPerSm;
-  const int64_t run =
-      shift::run_of(blocks, tiles, int64_t{per_sm} * device_info(q.data.device).sm_count);
   const shift::Params params = {
       .codes = rows.data,
       .scale_inv = rows.scale,
       .scale_row = q.layout == ScaleLayout::row ? q.scale_inv.stride() : 1,
       .scale_tile = rows.scale_tile,
+      .stride = q.data.stride(),
       .channels = static_cast<int>(rows.ld),
-      .tiles = static_cast<int>(tiles),
-      .run = static_cast<int>(run),
+      .gather = gather,
       .plan = view_of(plan),
-      .out = columns_out(columns),
-      .stride = static_cast<int>(q.data.stride())};
+      .out = columns_out(columns)};
+  // Neighbours take neighbouring tokens: they end the lines of the output that they share, and the
+  // slice of gathered rows stays in L2. Blocks past the plan's columns end at once.
+  const dim3 grid(static_cast<unsigned>(plan.columns() / kTile),
+                  static_cast<unsigned>(cdiv(rows.ld, kTile)));
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    const auto block_kernel = gather ? shift::shift_tiles<F, true> : shift::shift_tiles<F, false>;
-    const auto channel_kernel =
-        gather ? shift::shift_channels<F, true> : shift::shift_channels<F, false>;
-    launch(op, per_channel ? channel_kernel : block_kernel,
-           persistent_grid(q.data.device, blocks * cdiv(tiles, run), per_sm), shift::kThreads,
-           per_channel ? sizeof(shift::ChannelShared) : 0, stream_of(stream), params);
+    launch(op, per_channel ? shift::shift_channels<F> : shift::shift_tiles<F>, grid,
+           shift::kThreads, 0, stream_of(stream), params);
   });
 }
 

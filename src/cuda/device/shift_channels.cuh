@@ -1,5 +1,5 @@
 // The tiles of shift_columns.cu where each channel has its own scale S. Two passes over a tile's
-// codes in shared memory, in packed f16, two channels an instruction: the channels' largest values,
+// codes in registers, in packed f16, two channels an instruction: the channels' largest values,
 // then the codes, as value = code * 2^-k (k: how far the token's scale is under the largest of its
 // warp) and code' = value * 2^raise. Powers of two are exact there as long as value fits; the warps
 // whose tokens spread too far, or hold specials, compute in f32 instead.
@@ -9,17 +9,17 @@
 
 namespace fp8moe::cuda::shift {
 
-constexpr int kChannelBlocksPerSm = 4;
-constexpr int kStages = 2;
+constexpr int kChannelBlocksPerSm = 6;
 constexpr int kLeastBase = 32;  // exponent field: what is made of it in f32 stays normal
 
 struct ChannelShared {
-  TransposedCodes<16> codes;
-  alignas(16) float top[kWarps][128];    // of each warp's tokens, times 2^-kDown; [0]: then 1 / S
-  alignas(16) uint16_t raise[128];       // f16, from the largest base of the tile's warps
-  alignas(16) int base[kWarps];          // exponent field: the largest scale of the warp's tokens
-  alignas(16) int exponent[2][128];      // of the tokens' scales, of this tile and the next
-  uint4 incoming[kStages][4][kThreads];  // codes of the tiles ahead, each thread's own
+  union {
+    TransposedCodes<16> codes;
+    uint4 own[4][kThreads];  // each thread's codes, for channel_tops_in_f32
+  };
+  alignas(16) float top[kWarps][128];  // of each warp's tokens, times 2^-kDown; [0]: then 1 / S
+  alignas(16) uint16_t raise[128];     // f16, from the largest base of the tile's warps
+  int base[kWarps];                    // exponent field: the largest scale of the warp's tokens
 };
 
 // f16: 2^x, -14 <= x <= 15, in both halves.
@@ -81,11 +81,6 @@ __device__ __forceinline__ int field_of(float top) {
   return max(exponent - kMaxExponent + carry, 1);
 }
 
-// Word `four` of this thread's codes of its token j.
-__device__ __forceinline__ uint32_t word_of(const uint4 (&incoming)[4][kThreads], int j, int four) {
-  return reinterpret_cast<const uint32_t*>(&incoming[j][threadIdx.x])[four];
-}
-
 // The f16 factors of a thread's 4 tokens.
 struct Factors {
   uint32_t of[4];  // 2^(kUp - k), zero for tokens without values
@@ -100,7 +95,8 @@ struct Factors {
     for (int j = 0; j < 4; ++j) {
       const uint32_t any =
           (rows.code[j][0] | rows.code[j][1] | rows.code[j][2] | rows.code[j][3]) & kMagnitudes;
-      live[j] = any != 0 || rows.exponent[j] == kPoison ? rows.exponent[j] : 0;
+      const int e = rows.exponent(j);
+      live[j] = any != 0 || e == kPoison ? e : 0;
       top = max(top, live[j]);
       least = min(least, live[j] - 1u);
     }
@@ -147,18 +143,23 @@ __device__ __forceinline__ bool channel_tops_in_f16(const Rows& rows, const Fact
   return true;
 }
 
-// The same of any scales and codes. A word of codes at a time, to need few registers.
+// The same of any scales and codes. A word of codes at a time, by way of `own`, to need few
+// registers.
 template <typename F>
-__device__ __forceinline__ void channel_tops_in_f32(const uint4 (&incoming)[4][kThreads],
-                                                    const int (&exponent)[4], float (&tops)[128]) {
+__device__ __forceinline__ void channel_tops_in_f32(const Rows& rows, uint4 (&own)[4][kThreads],
+                                                    float (&tops)[128]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    own[j][threadIdx.x] = {rows.code[j][0], rows.code[j][1], rows.code[j][2], rows.code[j][3]};
   const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8;
 #pragma unroll 1
   for (int four = 0; four < 4; ++four) {
     float top[4] = {};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t codes = word_of(incoming, j, four);
-      const float down = scale_of_field(exponent[j]) * __uint_as_float((127u - kDown<F>) << 23);
+      const uint32_t codes = reinterpret_cast<const uint32_t*>(&own[j][threadIdx.x])[four];
+      const float down =
+          scale_of_field(rows.exponent(j)) * __uint_as_float((127u - kDown<F>) << 23);
       float v[4];
       fp8_decode4<F>(codes, v);
       // fmaxf ignores E4M3's NaNs; E5M2's infinities are left out here.
@@ -204,15 +205,12 @@ __device__ __forceinline__ void shift_in_f16(const Rows& rows, const Factors& fa
                                              ChannelShared& shared) {
   const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
   const uint32_t factor = halves_of_exponent(-under);
-  uint32_t raise[8];
-#pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    const uint4 r = *reinterpret_cast<const uint4*>(&shared.raise[16 * lane + 2 * i]);
-    raise[i] = multiply_halves(r.x, factor), raise[i + 1] = multiply_halves(r.y, factor);
-    raise[i + 2] = multiply_halves(r.z, factor), raise[i + 3] = multiply_halves(r.w, factor);
-  }
 #pragma unroll
   for (int four = 0; four < 4; ++four) {
+    const int channel = 16 * lane + 4 * four;
+    const uint2 raise = *reinterpret_cast<const uint2*>(&shared.raise[channel]);
+    const uint32_t raise_low = multiply_halves(raise.x, factor);
+    const uint32_t raise_high = multiply_halves(raise.y, factor);
     uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -220,25 +218,24 @@ __device__ __forceinline__ void shift_in_f16(const Rows& rows, const Factors& fa
       const auto shift = [&](uint32_t halves, uint32_t up) {
         return codes_of_halves<F>(multiply_halves(multiply_halves(halves, factors.of[j]), up));
       };
-      const uint32_t low = shift(halves_of_codes<F, 0>(before), raise[2 * four]);
-      codes[j] = low | shift(halves_of_codes<F, 1>(before), raise[2 * four + 1]) << 16;
+      const uint32_t low = shift(halves_of_codes<F, 0>(before), raise_low);
+      codes[j] = low | shift(halves_of_codes<F, 1>(before), raise_high) << 16;
     }
-    shared.codes.put(16 * lane + 4 * four, group, codes);
+    shared.codes.put(channel, group, codes);
   }
 }
 
 template <typename F>
-__device__ __forceinline__ void shift_in_f32(const uint4 (&incoming)[4][kThreads],
-                                             const int (&exponent)[4], ChannelShared& shared) {
+__device__ __forceinline__ void shift_in_f32(const Rows& rows, ChannelShared& shared) {
   const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
-#pragma unroll 1
+#pragma unroll
   for (int four = 0; four < 4; ++four) {
     const float4 inverse = *reinterpret_cast<const float4*>(&shared.top[0][16 * lane + 4 * four]);
     uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t before = word_of(incoming, j, four);
-      const float scale = scale_of_field(exponent[j]);
+      const uint32_t before = rows.code[j][four];
+      const float scale = scale_of_field(rows.exponent(j));
       float v[4];
       fp8_decode4<F>(before, v);
       // A ratio over 2^40 meets only zeros.
@@ -250,66 +247,36 @@ __device__ __forceinline__ void shift_in_f32(const uint4 (&incoming)[4][kThreads
   }
 }
 
-// While a tile of a run is worked on the next one's codes are on their way: 64 KB an SM.
-template <typename F, bool kGather>
+template <typename F>
 __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
     const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) unsigned char of_block[];
-  ChannelShared& shared = *reinterpret_cast<ChannelShared*>(of_block);
-  const int warp = threadIdx.x / 32;
-  const Runs runs(p);
-  int side = 0;
-#pragma unroll 1
-  for (uint32_t index = blockIdx.x; index < runs.count(); index += gridDim.x) {
-    const auto [block, begin, end] = runs.at<kGather>(index, p);
-    Incoming next;
-    next.aim<kGather>(p, token_block_of_warp(p.plan, block));
-    next.load_codes<kGather>(p, begin, shared.incoming[side]);
-    if (begin + 1 < end) next.load_codes<kGather>(p, begin + 1, shared.incoming[side ^ 1]);
-    next.load_scale(p, begin);
-    if (threadIdx.x < 128) shared.exponent[side][threadIdx.x] = next.exponent(p);
-    __syncthreads();
-#pragma unroll 1
-    for (int tile = begin; tile < end; ++tile, side ^= 1) {
-      const auto& incoming = shared.incoming[side];
-      const bool more = tile + 1 < end;
-      if (more) next.load_scale(p, tile + 1);
-      Rows rows;
-      Factors factors;
-      rows.take_exponents(
-          *reinterpret_cast<const int4*>(&shared.exponent[side][threadIdx.x / 8 * 4]));
-      // Of this tile; those of the next may take longer.
-      if (more)
-        copy_wait<1>();
-      else
-        copy_wait<0>();
-      rows.take_codes(incoming);
-      factors.set<F>(rows);
-      factors.exact = channel_tops_in_f16<F>(rows, factors, shared.top[warp]);
-      if (!factors.exact) channel_tops_in_f32<F>(incoming, rows.exponent, shared.top[warp]);
-      if (threadIdx.x % 32 == 0) shared.base[warp] = factors.base;
-      __syncthreads();
+  __shared__ ChannelShared shared;
+  const int block = blockIdx.x, tile = blockIdx.y, warp = threadIdx.x / 32;
+  const TokenBlock tokens = token_block_of_warp(p.plan, block);
+  if (tokens.expert < 0) return;
+  Rows rows;
+  Factors factors;
+  rows.load(p, tokens, tile);
+  factors.set<F>(rows);
+  factors.exact = channel_tops_in_f16<F>(rows, factors, shared.top[warp]);
+  rows.make_again();
+  if (!factors.exact) channel_tops_in_f32<F>(rows, shared.own, shared.top[warp]);
+  if (threadIdx.x % 32 == 0) shared.base[warp] = factors.base;
+  __syncthreads();
 
-      int base = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) base = max(base, shared.base[w]);
-      const bool steep = threadIdx.x < 128 && set_scale<F>(shared, base, p.channels - 128 * tile,
-                                                           p.out.scale + tile * p.out.scale_tile +
-                                                               block * p.out.scale_block);
-      const bool in_f32 = __syncthreads_or(steep) || !factors.exact || base - factors.base > 14;
-      if (in_f32) {
-        shift_in_f32<F>(incoming, rows.exponent, shared);
-      } else {
-        rows.take_codes(incoming);
-        shift_in_f16<F>(rows, factors, base - factors.base, shared);
-      }
-      if (tile + 2 < end) next.load_codes<kGather>(p, tile + 2, shared.incoming[side]);
-      if (more && threadIdx.x < 128) shared.exponent[side ^ 1][threadIdx.x] = next.exponent(p);
-      __syncthreads();
-      shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
-                            p.out.ld, p.channels - 128 * tile, 128);
-    }
-  }
+  const int base = __reduce_max_sync(kFullWarp, shared.base[threadIdx.x % kWarps]);
+  const int channels = p.channels - 128 * tile;
+  const bool steep = threadIdx.x < 128 && set_scale<F>(shared, base, channels,
+                                                       p.out.scale + tile * p.out.scale_tile +
+                                                           block * p.out.scale_block);
+  const bool any_steep = __syncthreads_or(steep);
+  if (any_steep || !factors.exact || base - factors.base > 14)
+    shift_in_f32<F>(rows, shared);
+  else
+    shift_in_f16<F>(rows, factors, base - factors.base, shared);
+  __syncthreads();
+  shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
+                        p.out.ld, channels, 128);
 }
 
 }  // namespace fp8moe::cuda::shift

@@ -1,8 +1,7 @@
-// What the kernels of shift_columns.cu share: a block of 256 threads walks the channel tiles of a
-// block of 128 tokens, a thread with 4 tokens at 16 channels of each.
+// What the kernels of shift_columns.cu share: a block of 256 threads for a tile of 128 tokens and
+// 128 channels, 8 lanes a token, a thread with 4 tokens at 16 channels.
 #pragma once
 
-#include "cuda/device/eight.cuh"
 #include "cuda/device/outputs.cuh"
 #include "cuda/device/plan.cuh"
 #include "cuda/device/reduce.cuh"
@@ -19,12 +18,17 @@ struct Params {
   const uint8_t* codes;  // [rows, C]
   const float* scale_inv;
   int64_t scale_row, scale_tile;
-  int channels, tiles;
-  int run;  // tiles
+  int64_t stride;  // of rows
+  int channels;
+  bool gather;
   PlanView plan;
   ColumnsOut out;  // [C, Kcap]
-  int stride;      // of gathered rows
 };
+
+// The scale's exponent field; kPoison for one that is neither zero nor a power of two.
+__device__ __forceinline__ int exponent_or_poison(float scale) {
+  return is_pow2_scale(scale) || __float_as_uint(scale) == 0 ? exponent_field(scale) : kPoison;
+}
 
 // 0x80 in every byte whose code is NaN (or E5M2's infinity): copied, never shifted.
 template <typename F>
@@ -50,89 +54,46 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return product;
 }
 
-// A thread's 4 tokens at 16 channels.
+// A thread's 4 tokens at 16 channels: tokens 4 (t / 8) + j at channels 16 (t % 8) on.
 struct Rows {
   uint32_t code[4][4];  // [token][4 channels each]
-  int exponent[4];      // field of the scale; 0: zero scale or no token; kPoison: a bad scale
+  uint32_t exponents;   // a byte a token, see exponent()
 
-  // From a vector of four.
-  template <typename Four>
-  __device__ __forceinline__ void take_exponents(const Four& of) {
-    exponent[0] = of.x, exponent[1] = of.y, exponent[2] = of.z, exponent[3] = of.w;
-  }
-  // As Incoming left them.
-  __device__ __forceinline__ void take_codes(const uint4 (&from)[4][kThreads]) {
+  // Field of the token's scale; 0: zero scale or no token; kPoison: a bad scale.
+  __device__ __forceinline__ int exponent(int j) const { return exponents >> (8 * j) & 0xFF; }
+
+  // Zeros where there is nothing. Bad scales are counted. Whole warps.
+  __device__ __forceinline__ void load(const Params& p, TokenBlock tokens, int tile) {
+    const int lane = threadIdx.x % 8, token = threadIdx.x / 8 * 4 + lane % 4;
+    int row = -1;  // of one token of the four; the others' come from the lanes beside
+    if (token < tokens.tokens) {
+      row = tokens.first_row + token;
+      if (p.gather) row = p.plan.token_of_row[row];
+    }
+    float scale = 0.0f;
+    if (row >= 0) scale = __ldg(p.scale_inv + row * p.scale_row + tile * p.scale_tile);
+    const int channel = 128 * tile + 16 * lane;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint4 codes = from[j][threadIdx.x];
+      const int of_token = __shfl_sync(kFullWarp, row, j, 8);
+      uint4 codes = {};
+      if (of_token >= 0 && channel < p.channels)
+        codes = load_once<uint4>(p.codes + of_token * p.stride + channel);
       code[j][0] = codes.x, code[j][1] = codes.y, code[j][2] = codes.z, code[j][3] = codes.w;
     }
+    const int field = exponent_or_poison(scale);
+    if (field == kPoison && lane < 4) atomicAdd(p.plan.status + kBadScale, 1);
+    exponents = static_cast<uint32_t>(field) << (8 * (lane % 4));
+    exponents |= __shfl_xor_sync(kFullWarp, exponents, 1);
+    exponents |= __shfl_xor_sync(kFullWarp, exponents, 2);
   }
-};
-
-struct Run {
-  int block;       // of tokens
-  int begin, end;  // tiles of channels
-};
-
-// Where runs lie. kGather: neighbouring blocks take neighbouring tokens of one run of channels, so
-// that the slice of the gathered rows stays in L2; else they share whole rows.
-struct Runs {
-  uint32_t blocks, runs;
-
-  __device__ __forceinline__ explicit Runs(const Params& p)
-      : blocks(p.plan.col_offsets[p.plan.experts] / 128), runs((p.tiles + p.run - 1) / p.run) {}
-  __device__ __forceinline__ uint32_t count() const { return blocks * runs; }
-  template <bool kGather>
-  __device__ __forceinline__ Run at(uint32_t index, const Params& p) const {
-    const int begin = static_cast<int>(kGather ? index / blocks : index % runs) * p.run;
-    return {.block = static_cast<int>(kGather ? index % blocks : index / runs),
-            .begin = begin,
-            .end = min(begin + p.run, p.tiles)};
-  }
-};
-
-// One thread's share of the tiles of a token block, as it comes from memory. Its codes: tokens
-// 4 (t / 8) + j at channels 16 (t % 8) on. Its scale: that of token t, t < 128.
-struct Incoming {
-  int row[4];              // -1: no token
-  const float* scale_row;  // nullptr: none
-  float scale;
-
-  template <bool kGather>
-  __device__ __forceinline__ void aim(const Params& p, TokenBlock tokens) {
-    const auto row_of = [&](int token) {
-      const int r = tokens.first_row + token;
-      return token >= tokens.tokens ? -1 : kGather ? p.plan.token_of_row[r] : r;
-    };
+  // What was made of the rows so far is made again, not kept: registers are scarcer.
+  __device__ __forceinline__ void make_again() {
+    asm volatile("" : "+r"(exponents));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) row[j] = row_of(static_cast<int>(threadIdx.x) / 8 * 4 + j);
-    const int own = row_of(threadIdx.x);
-    scale_row = own >= 0 ? p.scale_inv + own * p.scale_row : nullptr;
-  }
-  template <bool kGather>
-  __device__ __forceinline__ void load_codes(const Params& p, int tile,
-                                             uint4 (&to)[4][kThreads]) const {
-    const int stride = kGather ? p.stride : p.channels;
-    const int channel = 128 * tile + static_cast<int>(threadIdx.x) % 8 * 16;
-    const uint8_t* from = p.codes + channel;
+    for (uint32_t (&of_token)[4] : code)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      // Zeros where there is nothing; the address is not used then.
-      const bool there = row[j] >= 0 && channel < p.channels;
-      copy_async(&to[j][threadIdx.x], from + int64_t{row[j]} * stride, there ? 16 : 0);
-    }
-    copy_commit();
-  }
-  __device__ __forceinline__ void load_scale(const Params& p, int tile) {
-    scale = scale_row != nullptr ? __ldg(scale_row + tile * p.scale_tile) : 0.0f;
-  }
-  // The scale's exponent field; a bad scale is counted.
-  __device__ __forceinline__ uint8_t exponent(const Params& p) const {
-    if (is_pow2_scale(scale) || __float_as_uint(scale) == 0)
-      return static_cast<uint8_t>(exponent_field(scale));
-    atomicAdd(p.plan.status + kBadScale, 1);
-    return kPoison;
+      for (uint32_t& codes : of_token) asm volatile("" : "+r"(codes));
   }
 };
 
