@@ -23,6 +23,7 @@ def counted(name: str, m: int, n: int, k: int, experts: int, tile_n: int) -> tup
             paired = top // 128 < -(-height // 128) // 2 * 2
             for left in range(0, width, tile_n):
                 narrow = name != "wgrad" and tile_n == 192 and left > 0 and width - left <= 64
+                narrow = narrow and m >= 256 * experts
                 tiles += 1
                 columns = 64 if narrow and paired else tile_n
                 work += 64 * halves * columns * 128 * len(range(0, depth, 128))

@@ -42,8 +42,9 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   // A warpgroup multiplies 64 rows; one that has none is idle, not wasted.
   constexpr int kWarpgroupRows = 64, kDepth = cuda::gemm::kBlockK;
   const int64_t tiles_n = cdiv(columns, choice.tile_n);
-  const int64_t narrow =  // columns that the last tile of two, one below the other, leaves out
-      tiles_n * choice.tile_n - cuda::gemm::padded_columns(kind, columns, choice.tile_n);
+  const bool narrow = !tokens && cuda::gemm::has_narrow_columns(choice.tile_n, columns, m, experts);
+  const int64_t cut =
+      narrow ? choice.tile_n - cuda::gemm::kNarrow : 0;  // of two tiles, one below the other
   double done = 0;
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t rows = m / experts + (e < m % experts);
@@ -52,7 +53,7 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
     const int64_t pairs = cdiv(height, choice.tile_m) / 2;
     const double left_out =
         std::min(padded(height, kWarpgroupRows), static_cast<double>(2 * pairs * choice.tile_m)) *
-        static_cast<double>(narrow);
+        static_cast<double>(cut);
     done +=
         (padded(height, kWarpgroupRows) * static_cast<double>(tiles_n * choice.tile_n) - left_out) *
         padded(depth, kDepth);

@@ -27,25 +27,24 @@ struct Config {
   int tile_n = 192;  // columns of a tile of D: 128 or 192; its rows are kTileM = 128
 };
 
-// Where no more than kNarrow columns are left of D behind whole tiles of 192, Kind::rows computes
-// kNarrow of them.
-inline constexpr int kNarrow = 64;
-constexpr bool has_narrow_columns(int tile_n, int64_t n) {
-  return tile_n == 192 && n > tile_n && n % tile_n > 0 && n % tile_n <= kNarrow;
-}
-
-// Columns computed for n columns of D.
-constexpr int64_t padded_columns(Kind kind, int64_t n, int tile_n) {
-  const int64_t whole = n / tile_n * tile_n;
-  if (whole == n) return n;
-  return whole + (kind == Kind::rows && has_narrow_columns(tile_n, n) ? kNarrow : tile_n);
+// Columns computed for n columns of D, tiles being whole.
+constexpr int64_t padded_columns(int64_t n, int tile_n) {
+  return (n + tile_n - 1) / tile_n * tile_n;
 }
 
 // A tile of 192 columns runs at about 1.1 times the rate of one of 128 (docs/notes); the narrow one
 // pays where it leaves out more than that. f32 rows are rare and have no wide instance.
 constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
-  const bool narrow = 10 * padded_columns(kind, n, 192) > 11 * padded_columns(kind, n, 128);
+  const bool narrow = 10 * padded_columns(n, 192) > 11 * padded_columns(n, 128);
   return {.tile_n = narrow || (kind == Kind::rows && !bf16) ? 128 : 192};
+}
+
+// Whether Kind::rows multiplies the last columns of D, behind whole tiles of 192, as kNarrow. Not
+// where experts have so few rows that memory bounds the time: there it costs 5%.
+inline constexpr int kNarrow = 64;
+constexpr bool has_narrow_columns(int tile_n, int64_t n, int64_t rows, int64_t experts) {
+  const int64_t rest = n % tile_n;
+  return tile_n == 192 && n > tile_n && rest > 0 && rest <= kNarrow && rows >= 2 * kTileM * experts;
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for
@@ -54,10 +53,10 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
   return k_blocks < few * experts;
 }
 
-// Columns of tiles in a band (schedule.h), by measurement. Where stores bound the time the rows of
-// D are best stored whole.
-constexpr int choose_band(Kind kind, int64_t k_blocks, int64_t experts) {
-  if (kind == Kind::rows) return 8;
+// Columns of tiles in a band (schedule.h), by measurement. Where wgrad's stores bound the time,
+// rows of D are best stored whole.
+constexpr int rows_band(int64_t tiles_n) { return tiles_n % 8 == 0 ? 8 : 6; }
+constexpr int tokens_band(int64_t k_blocks, int64_t experts) {
   return few_tokens(k_blocks, experts, 5) ? 16 : 4;
 }
 

@@ -32,7 +32,8 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
-  params.band = choose_band(Kind::rows, k_blocks, plan.experts);
+  params.narrow = has_narrow_columns(config.tile_n, n, rows, plan.experts);
+  params.band = rows_band(cdiv(n, config.tile_n) - params.narrow);
   return params;
 }
 
@@ -64,7 +65,7 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   params.m = static_cast<int>(m);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(columns / kTile);
-  params.band = choose_band(Kind::tokens_block, params.k_blocks, plan.experts);
+  params.band = tokens_band(params.k_blocks, plan.experts);
   params.fetch = accumulate && !params.bf16 && fetches_output(params.k_blocks, plan.experts);
   return params;
 }

@@ -20,6 +20,7 @@ struct Sizes {
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
   int band;      // columns of tiles
+  bool narrow;   // rows: the last columns are multiplied as kNarrow
 };
 
 inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
@@ -68,15 +69,14 @@ class Schedule<Kind::rows, TileN> {
       tile.rows -= kTileM;
       return true;
     }
-    const bool narrow = has_narrow_columns(TileN, sizes_.n);
-    const int wide = narrow ? sizes_.n / TileN : (sizes_.n + TileN - 1) / TileN;
+    const int wide = sizes_.narrow ? sizes_.n / TileN : (sizes_.n + TileN - 1) / TileN;
     int first = 0, rows = 0, tiles_m = 0;
     for (;; ++expert_) {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
       tiles_m = (rows + kTileM - 1) / kTileM;
-      const int units = tiles_m * wide + (narrow ? (tiles_m + 1) / 2 : 0);
+      const int units = tiles_m * wide + (sizes_.narrow ? (tiles_m + 1) / 2 : 0);
       if (at_ < before_ + units) break;
       before_ += units;
     }
