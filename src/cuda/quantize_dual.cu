@@ -24,22 +24,9 @@ struct Params {
 constexpr int kThreads = 256;
 
 struct Shared {
-  TransposedCodes<8, 16> codes;
+  TransposedCodes<16> codes;
   float amax[kThreads / 32];
 };
-
-template <typename F>
-__device__ __forceinline__ void encode(const float (&v)[8], float scale, uint32_t (&codes)[2]) {
-#pragma unroll
-  for (int four = 0; four < 2; ++four)
-    codes[four] = fp8_encode4<F>(v[4 * four] * scale, v[4 * four + 1] * scale,
-                                 v[4 * four + 2] * scale, v[4 * four + 3] * scale);
-}
-
-template <typename F>
-__device__ __forceinline__ TileScale scale_of(float amax, Scaling scaling) {
-  return tile_scale(amax, F::kMax, scaling.pow2, scaling.eps, scaling.overflow);
-}
 
 // Columns by 128x128 tiles. 16 lanes share a token: a warp stores whole lines of 128 codes. A
 // thread holds tokens 64 half + 4 group + j at channels 8 lane, 8 of them.
@@ -73,7 +60,7 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
     top = fmaxf(top, token_top[i]);
   }
   // Two lanes find the scale of a token. Padding rows: data 0 from the zeros above, scale 0.
-  const TileScale of_token = scale_of<F>(lanes_max_each<16>(token_top), p.scaling);
+  const TileScale of_token = p.scaling.template of<F>(lanes_max_each<16>(token_top));
   const int mine = 64 * (lane / 8) + 4 * group + lane / 2 % 4;
   if (lane % 2 == 0 && mine < tokens.rows)
     p.rows.scale[(tokens.first_row + int64_t{mine}) * p.rows.scale_row + tile * p.rows.scale_tile] =
@@ -96,7 +83,7 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
   __syncthreads();
 #pragma unroll
   for (float m : shared.amax) top = fmaxf(top, m);
-  const TileScale s = scale_of<F>(top, p.scaling);
+  const TileScale s = p.scaling.template of<F>(top);
   if (threadIdx.x == 0)
     p.columns.scale[tile * p.columns.scale_tile + block * p.columns.scale_block] = s.scale_inv;
 #pragma unroll

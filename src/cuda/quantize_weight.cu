@@ -26,7 +26,7 @@ struct Params {
 constexpr int kThreads = 256;
 
 struct Shared {
-  TransposedCodes<8, 16> codes;
+  TransposedCodes<16> codes;
   float amax[kThreads / 32];
 };
 
@@ -72,7 +72,7 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_til
   __syncthreads();
 #pragma unroll
   for (float m : shared.amax) top = fmaxf(top, m);
-  const TileScale s = tile_scale(top, F::kMax, p.scaling.pow2, p.scaling.eps, p.scaling.overflow);
+  const TileScale s = p.scaling.template of<F>(top);
   if (threadIdx.x == 0) {
     if (p.q != nullptr) p.scale[(expert * p.n_tiles + n_tile) * p.k_tiles + k_tile] = s.scale_inv;
     if (p.q_t != nullptr)
@@ -86,10 +86,9 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_til
     for (int j = 0; j < 4; ++j) {
       float v[8];
       x[half][j].values(v);
-#pragma unroll
-      for (int four = 0; four < 2; ++four)
-        codes[four][j] = fp8_encode4<F>(v[4 * four] * s.scale, v[4 * four + 1] * s.scale,
-                                        v[4 * four + 2] * s.scale, v[4 * four + 3] * s.scale);
+      uint32_t encoded[2];
+      encode<F>(v, s.scale, encoded);
+      codes[0][j] = encoded[0], codes[1][j] = encoded[1];
       const int i = row + 64 * half + j;
       if (p.q != nullptr && i < p.n && column < p.k)
         store(p.q + base + int64_t{stored_row(i, p.n, p.interleave)} * p.k + column,

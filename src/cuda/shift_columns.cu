@@ -14,7 +14,7 @@ namespace {
 constexpr int kBlocksPerSm = 8;  // what registers allow without spills
 
 struct Shared {
-  TransposedCodes<16> codes;
+  TransposedCodes<8> codes;
   int top[kWarps];  // of each warp's tokens
 };
 

@@ -1,8 +1,9 @@
 // dz = Q([dgate | dup]) [R, 2I] and dprob [R] of dh [R, I] and z [R, 2I]; optional columns of dz
 // [2I, Kcap] and of h [I, Kcap], h recomputed.
 //
-// bf16 operands and I % 128 == 0 take one pass: quantize_rows, or quantize_tiles where columns are
-// asked for (device/swiglu_backward.cuh). The rest takes a pass an output.
+// bf16 operands and I % 128 == 0 take one pass: backward_rows (device/swiglu_backward.cuh), or
+// backward_tiles (device/swiglu_backward_tiles.cuh) where columns are asked for. The rest takes a
+// pass an output.
 #include <algorithm>
 #include <array>
 #include <atomic>

@@ -147,6 +147,17 @@ def test_wgrad(counts: list[int], layout: str, dtype: torch.dtype) -> None:
         assert torch.equal(onto, before + dw)
 
 
+@pytest.mark.parametrize("layout", ["block", "gemm"])
+def test_wgrad_over_many_tiles_without_tokens(layout: str) -> None:
+    """Five and more of them in a row for a CTA: none of its roles waits for what another holds."""
+    plan = plan_of([300] + [0] * 16 + [300])
+    dy = segments(on_gpu(noise(1024, plan.columns, layout=layout, fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(1024, plan.columns, layout=layout)), plan)
+    dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(18, 1024, 1024, dtype=torch.bfloat16))
+    assert wgrad_error(dy, x, plan, dw) <= C_CUDA
+    assert not dw[1:17].any()
+
+
 @pytest.mark.parametrize("k", [272, 400])
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("experts", [1, 8])

@@ -14,7 +14,7 @@ constexpr int kLeastBase = 32;  // exponent field: what is made of it in f32 sta
 
 struct ChannelShared {
   union {
-    TransposedCodes<16> codes;
+    TransposedCodes<8> codes;
     uint4 own[4][kThreads];  // each thread's codes, for channel_tops_in_f32
   };
   alignas(16) float top[kWarps][128];  // of each warp's tokens, times 2^-kDown; [0]: then 1 / S

@@ -15,12 +15,13 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&w)[4]) {
   w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// In shared memory. kLanes lanes (8 or 16) share a token; a lane writes runs of kRun neighbouring
-// channels (8 or 16; 8 of 16 lanes), and a warp 32 / kLanes neighbouring groups of 4 tokens. Word g
-// of a channel, its codes at tokens 4 g ... 4 g + 3, lies at g ^ swizzle: no bank conflicts, and 4
-// aligned words stay together, of 16 lanes from channel 64 on swapped by twos.
-template <int kRun, int kLanes = 8>
+// In shared memory. kLanes lanes (8 or 16) share a token, and a warp writes 32 / kLanes
+// neighbouring groups of 4 tokens. Word g of a channel, its codes at tokens 4 g ... 4 g + 3, lies
+// at g ^ swizzle: no bank conflicts, and 4 aligned words stay together, of 16 lanes from channel 64
+// on swapped by twos.
+template <int kLanes>
 struct TransposedCodes {
+  static constexpr int kRun = 128 / kLanes;  // channels of a lane
   alignas(16) uint32_t word[128][32];
 
   static __device__ __forceinline__ int swizzle(int channel) { return 4 * (channel / kRun & 7); }

@@ -3,19 +3,16 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cutlass/arch/barrier.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/promote.cuh"
+#include "cuda/gemm/ring.cuh"
 #include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using Barrier = cutlass::arch::ClusterBarrier;
 
 // Where a warpgroup's [64, N] part of a tile goes in D.
 struct Destination {

@@ -12,7 +12,7 @@ namespace fp8moe::cuda::gemm {
 struct Params : Sizes {
   CUtensorMap a, b;              // FP8, 2-D (K, row), boxes of 128 bytes swizzled
   CUtensorMap scale_a, scale_b;  // f32 1x128 scales, 2-D (row, K-block)
-  CUtensorMap d_map;             // 3-D (column, row, expert), boxes of one slab
+  CUtensorMap d_map;             // 3-D (column, row, expert), boxes of output_box_rows (stage.h)
   const float* block_scale_a;    // [cdiv(M,128), K-blocks]         tokens_block
   const float* block_scale_b;    // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
   void* d;                       // [R, N] or [E, M, N]

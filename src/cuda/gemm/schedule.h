@@ -19,7 +19,7 @@ struct Sizes {
   int m;         // rows of D per expert (tokens_*; unused for rows)
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
-  int band;      // columns of tiles
+  int band;      // columns of tiles in a band, see place_in_bands
   bool narrow;   // rows: the last columns are multiplied as kNarrow
 };
 

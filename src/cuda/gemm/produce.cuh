@@ -1,0 +1,122 @@
+// Warpgroup 0: a thread plans tiles, a thread brings operands by TMA, a warp the scales of blocks.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "cuda/gemm/params.h"
+#include "cuda/gemm/promote.cuh"
+#include "cuda/gemm/ring.cuh"
+
+namespace fp8moe::cuda::gemm {
+
+// Plans tiles ahead of the two who read them. One thread.
+template <Kind kKind, int TileN>
+__device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
+  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
+                                  static_cast<int>(gridDim.x));
+  Cursor<kPlanned> planned;
+  Tile tile;
+  for (bool more = true; more; planned.advance()) {
+    more = schedule.next(tile);
+    if (!more) tile.k_blocks = kNoMore;
+    await(ring.planned_empty(planned.at()), planned.phase() ^ 1);
+    ring.planned(planned.at()) = tile;
+    arrive(ring.planned_full(planned.at()));
+  }
+}
+
+// The next planned tile; its reader gives the place back by `planned_empty`.
+template <Kind kKind, int TileN>
+__device__ Tile read_planned(const Ring<kKind, TileN>& ring, const Cursor<kPlanned>& planned) {
+  await(ring.planned_full(planned.at()), planned.phase());
+  return ring.planned(planned.at());
+}
+
+// What TMA brings. One thread, elected: ptxas then knows that a warp has one such thread, and puts
+// no loop over threads around every TMA instruction. A tile without K-blocks, and the end, are told
+// through a stage that holds nothing. Consumers wait for stages alone: so the first stage of a run
+// is full once the run is.
+template <Kind kKind, int TileN>
+__device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
+  using S = Stage<kKind, TileN>;
+  using Load = cute::SM90_TMA_LOAD_2D;
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  Cursor<kPlanned> planned;
+  Cursor<kRuns> runs;
+  int stage = 0;
+  uint32_t phase = 1;
+  for (bool more = true; more; planned.advance()) {
+    const Tile tile = read_planned(ring, planned);
+    arrive(ring.planned_empty(planned.at()));
+    more = tile.k_blocks != kNoMore;
+    const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
+    const int boxes = tile.width / kBoxB;
+    const int bytes = S::kABytes + boxes * kBoxB * kBlockK + S::kScaleLoadBytes;
+    for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
+      await(ring.empty(stage), phase);
+      FullBarrier& full = ring.full(stage);
+      if (k == 0) ring.tile(stage) = tile;
+      if (tile.k_blocks > 0) {
+        full.expect_transaction(bytes);
+        auto* barrier = reinterpret_cast<uint64_t*>(&full);
+        const int block = tile.k_first + k, depth = block * kBlockK;
+        Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
+#pragma unroll
+        for (int i = 0; i < TileN / kBoxB; ++i)
+          if (i < boxes)
+            Load::copy(&params.b, barrier, kHint, ring.b(stage) + i * kBoxB * kBlockK, depth,
+                       row_b + i * kBoxB);
+        if constexpr (S::kScaleABytes > 0)
+          Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
+        if constexpr (S::kScaleBBytes > 0)
+          Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
+        if (S::kBlockScales && k % kRunLength == 0) {
+          ring.run_full(runs.at()).wait(runs.phase());
+          runs.advance();
+        }
+      }
+      arrive(full);
+      stage = after(stage);
+      phase ^= stage == 0;
+    }
+  }
+}
+
+// The scales of blocks, which lie too scattered for TMA. One warp, a run ahead with its loads:
+// under the traffic of TMA they take as long as a short tile.
+template <Kind kKind, int TileN>
+__device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& ring) {
+  static_assert(kRunLength == 32);  // a lane loads the scales of one K-block
+  const int lane = threadIdx.x % 32;
+  Cursor<kPlanned> planned;
+  Cursor<kRuns> runs;
+  float4 loaded;
+  bool pending = false;
+  const auto store = [&] {
+    if (!pending) return;
+    await(ring.run_empty(runs.at()), runs.phase() ^ 1);
+    ring.run(runs.at())[lane] = loaded;
+    __syncwarp();
+    if (lane == 0) ring.run_full(runs.at()).arrive();
+    runs.advance();
+    pending = false;
+  };
+  for (;; planned.advance()) {
+    const Tile tile = read_planned(ring, planned);
+    __syncwarp();
+    if (lane == 0) ring.planned_empty(planned.at()).arrive();
+    if (tile.k_blocks == kNoMore) break;
+    // TMA reads no further tile before it has the run, and few are planned beyond it.
+    if (tile.k_blocks == 0) store();
+    const BlockScales<kKind, TileN> scales(params, tile);
+    for (int k = lane; k - lane < tile.k_blocks; k += kRunLength) {
+      const float4 next = k < tile.k_blocks ? scales(k) : float4{};
+      store();
+      loaded = next;
+      pending = true;
+    }
+  }
+  store();
+}
+
+}  // namespace fp8moe::cuda::gemm
