@@ -60,7 +60,7 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.experts = static_cast<int>(counts.size());
   sizes.n = n;
   sizes.k_blocks = kBlocks;
-  sizes.band = rows_band(n / TileN);
+  sizes.band = rows_band(n / TileN, 256, 1);
   sizes.narrow = has_narrow_columns(TileN, n, 256, 1);
   walk<Kind::rows, TileN>(sizes, ctas, offsets);
 }

@@ -39,12 +39,15 @@ constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
   return {.tile_n = narrow || (kind == Kind::rows && !bf16) ? 128 : 192};
 }
 
-// Whether Kind::rows multiplies the last columns of D, behind whole tiles of 192, as kNarrow. Not
-// where experts have so few rows that memory bounds the time: there it costs 5%.
+// Whether experts have so few rows, of Kind::rows, that reading weights may bound the time.
+constexpr bool few_rows(int64_t rows, int64_t experts) { return rows < 2 * kTileM * experts; }
+
+// Whether Kind::rows multiplies the last columns of D, behind whole tiles of 192, as kNarrow. At
+// few rows it costs 5%.
 inline constexpr int kNarrow = 64;
 constexpr bool has_narrow_columns(int tile_n, int64_t n, int64_t rows, int64_t experts) {
   const int64_t rest = n % tile_n;
-  return tile_n == 192 && n > tile_n && rest > 0 && rest <= kNarrow && rows >= 2 * kTileM * experts;
+  return tile_n == 192 && n > tile_n && rest > 0 && rest <= kNarrow && !few_rows(rows, experts);
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for
@@ -55,7 +58,9 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
 
 // Columns of tiles in a band (schedule.h), by measurement. Where wgrad's stores bound the time,
 // rows of D are best stored whole.
-constexpr int rows_band(int64_t tiles_n) { return tiles_n % 8 == 0 ? 8 : 6; }
+constexpr int rows_band(int64_t tiles_n, int64_t rows, int64_t experts) {
+  return tiles_n % 8 == 0 || few_rows(rows, experts) ? 8 : 6;
+}
 constexpr int tokens_band(int64_t k_blocks, int64_t experts) {
   return few_tokens(k_blocks, experts, 5) ? 16 : 4;
 }

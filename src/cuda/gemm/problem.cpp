@@ -33,7 +33,7 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
   params.narrow = has_narrow_columns(config.tile_n, n, rows, plan.experts);
-  params.band = rows_band(cdiv(n, config.tile_n) - params.narrow);
+  params.band = rows_band(cdiv(n, config.tile_n) - params.narrow, rows, plan.experts);
   return params;
 }
 
