@@ -43,8 +43,8 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   constexpr int kWarpgroupRows = 64, kDepth = cuda::gemm::kBlockK;
   const int64_t tiles_n = cdiv(columns, choice.tile_n);
   const bool narrow = !tokens && cuda::gemm::has_narrow_columns(choice.tile_n, columns, m, experts);
-  const int64_t cut =
-      narrow ? choice.tile_n - cuda::gemm::kNarrow : 0;  // of two tiles, one below the other
+  // Columns that the last tiles leave out where two of them are one below the other.
+  const int64_t cut = narrow ? choice.tile_n - cuda::gemm::kNarrow : 0;
   double done = 0;
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t rows = m / experts + (e < m % experts);

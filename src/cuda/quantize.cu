@@ -48,9 +48,7 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
     const TileScale s = tile_scale(lanes_max<16>(amax(v)), F::kMax, p.scaling.pow2, p.scaling.eps,
                                    p.scaling.overflow);
     scale_inv[j] = s.scale_inv;
-    const uint2 codes = {
-        fp8_encode4<F>(v[0] * s.scale, v[1] * s.scale, v[2] * s.scale, v[3] * s.scale),
-        fp8_encode4<F>(v[4] * s.scale, v[5] * s.scale, v[6] * s.scale, v[7] * s.scale)};
+    const uint2 codes = fp8_encode8<F>(v, s.scale);
     if (inside && row + j < p.m) store(p.q.data + (row + j) * p.k + column, codes);
   }
   if (lane != 0 || tile >= p.tiles || row >= p.m) return;

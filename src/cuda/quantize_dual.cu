@@ -72,10 +72,8 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
     if (token >= tokens.rows || channel >= p.channels) continue;
     float v[8];
     x[i / 4][i % 4].values(v);
-    uint32_t codes[2];
-    encode<F>(v, scale, codes);
-    store(p.rows.data + int64_t{tokens.first_row + token} * p.channels + channel,
-          uint2{codes[0], codes[1]});
+    const uint2 codes = fp8_encode8<F>(v, scale);
+    store(p.rows.data + int64_t{tokens.first_row + token} * p.channels + channel, codes);
   }
 
   top = lanes_max<32>(top);
@@ -93,9 +91,8 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_bot
     for (int j = 0; j < 4; ++j) {
       float v[8];
       x[half][j].values(v);
-      uint32_t pair[2];
-      encode<F>(v, s.scale, pair);
-      codes[0][j] = pair[0], codes[1][j] = pair[1];
+      const uint2 eight = fp8_encode8<F>(v, s.scale);
+      codes[0][j] = eight.x, codes[1][j] = eight.y;
     }
 #pragma unroll
     for (int four = 0; four < 2; ++four)

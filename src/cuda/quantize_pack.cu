@@ -60,9 +60,7 @@ __device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token
       float v[8];
       x[j].values(v);
       const TileScale s = p.scaling.template of<F>(lanes_max<16>(amax(v)));
-      const uint2 codes = {
-          fp8_encode4<F>(v[0] * s.scale, v[1] * s.scale, v[2] * s.scale, v[3] * s.scale),
-          fp8_encode4<F>(v[4] * s.scale, v[5] * s.scale, v[6] * s.scale, v[7] * s.scale)};
+      const uint2 codes = fp8_encode8<F>(v, s.scale);
       if (column < p.hidden) store(row + column, codes);
       if (lane == 0 && tile < p.tiles)
         store(row + p.hidden + 4 * tile, __float_as_uint(s.scale_inv));

@@ -86,13 +86,11 @@ __global__ __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3) void quantize_til
     for (int j = 0; j < 4; ++j) {
       float v[8];
       x[half][j].values(v);
-      uint32_t encoded[2];
-      encode<F>(v, s.scale, encoded);
-      codes[0][j] = encoded[0], codes[1][j] = encoded[1];
+      const uint2 eight = fp8_encode8<F>(v, s.scale);
+      codes[0][j] = eight.x, codes[1][j] = eight.y;
       const int i = row + 64 * half + j;
       if (p.q != nullptr && i < p.n && column < p.k)
-        store(p.q + base + int64_t{stored_row(i, p.n, p.interleave)} * p.k + column,
-              uint2{codes[0][j], codes[1][j]});
+        store(p.q + base + int64_t{stored_row(i, p.n, p.interleave)} * p.k + column, eight);
     }
     if (p.q_t == nullptr) continue;
 #pragma unroll

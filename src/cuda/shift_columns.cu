@@ -42,8 +42,7 @@ struct Shift {
 
   __device__ __forceinline__ explicit Shift(int k) {
     const int k1 = min(k, 24);
-    const float a = __uint_as_float(static_cast<uint32_t>(127 - k1) << 23);
-    const float b = __uint_as_float(static_cast<uint32_t>(127 - (k - k1)) << 23);
+    const float a = scale_of_field(127 - k1), b = scale_of_field(127 - (k - k1));
     first = pack2<Fp16>(a, a), second = pack2<Fp16>(b, b);
   }
   __device__ __forceinline__ uint32_t operator()(uint32_t codes) const {
@@ -71,7 +70,7 @@ __device__ __forceinline__ void shift_to_block(Rows& rows, float* scale_inv,
   __syncthreads();
   top = __reduce_max_sync(kFullWarp, top_of_warp[in_warp % kWarps]);
   if (top == 0) top = 127;
-  if (threadIdx.x == 0) *scale_inv = __uint_as_float(static_cast<uint32_t>(top) << 23);
+  if (threadIdx.x == 0) *scale_inv = scale_of_field(top);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int e = rows.exponent(j);

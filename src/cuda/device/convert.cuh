@@ -104,6 +104,13 @@ __device__ __forceinline__ uint32_t fp8_encode4(float a, float b, float c, float
   return fp8_encode2<F>(a, b) | fp8_encode2<F>(c, d) << 16;
 }
 
+// The codes of eight values times `scale`.
+template <typename F>
+__device__ __forceinline__ uint2 fp8_encode8(const float* v, float scale) {
+  return {fp8_encode4<F>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale),
+          fp8_encode4<F>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale)};
+}
+
 // fp8_decode of the two codes in the low 16 bits; exact (NaNs keep no payload).
 template <typename F>
 __device__ __forceinline__ float2 fp8_decode2(uint32_t codes) {

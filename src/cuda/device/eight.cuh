@@ -26,14 +26,6 @@ struct Eight {
   __device__ __forceinline__ void values(float (&v)[8]) const { unpack<T>(word, v); }
 };
 
-template <typename F>
-__device__ __forceinline__ void encode(const float (&v)[8], float scale, uint32_t (&codes)[2]) {
-#pragma unroll
-  for (int four = 0; four < 2; ++four)
-    codes[four] = fp8_encode4<F>(v[4 * four] * scale, v[4 * four + 1] * scale,
-                                 v[4 * four + 2] * scale, v[4 * four + 3] * scale);
-}
-
 // The largest finite value of a source type: the scale where FMAX / amax overflows.
 inline float max_finite(DType dtype) {
   return dtype == DType::f16 ? 65504.0f : dtype == DType::bf16 ? 0x1.fep127f : 0x1.fffffep127f;

@@ -158,8 +158,7 @@ __device__ __forceinline__ void channel_tops_in_f32(const Rows& rows, uint4 (&ow
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t codes = reinterpret_cast<const uint32_t*>(&own[j][threadIdx.x])[four];
-      const float down =
-          scale_of_field(rows.exponent(j)) * __uint_as_float((127u - kDown<F>) << 23);
+      const float down = scale_of_field(rows.exponent(j)) * scale_of_field(127 - kDown<F>);
       float v[4];
       fp8_decode4<F>(codes, v);
       // fmaxf ignores E4M3's NaNs; E5M2's infinities are left out here.

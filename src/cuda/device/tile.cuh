@@ -73,10 +73,7 @@ struct Tile {
   static __device__ __forceinline__ void store_codes(uint8_t* codes, const Row& v, float scale) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const float* x = v + 8 * half;
-      store(codes + 64 * half,
-            uint2{fp8_encode4<F>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
-                  fp8_encode4<F>(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale)});
+      store(codes + 64 * half, fp8_encode8<F>(v + 8 * half, scale));
     }
   }
 
@@ -87,9 +84,7 @@ struct Tile {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const int at = 128 * tile + column(half);
-      const float* x = v + 8 * half;
-      const uint2 codes = {fp8_encode4<F>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
-                           fp8_encode4<F>(x[4] * scale, x[5] * scale, x[6] * scale, x[7] * scale)};
+      const uint2 codes = fp8_encode8<F>(v + 8 * half, scale);
       if (at < columns) store(out.data + row * out.ld + at, codes);
     }
   }

@@ -51,7 +51,7 @@ __device__ __forceinline__ void send_slab(const CUtensorMap& d, const uint8_t* s
 // Rows past those of tokens_* lie outside of D, and TMA leaves them out.
 template <Kind kKind, int Columns, int First, int Last>
 __device__ __forceinline__ void send(const Params& params, const Destination& to, int warp,
-                                     const uint8_t* slabs, bool reduce) {
+                                     const uint8_t* slabs) {
   const int row = to.row + kSlabRows * warp, rows = to.rows - kSlabRows * warp;
   if (kKind != Kind::rows || rows >= kSlabRows) {
     if (rows > 0 && cute::elect_one_sync()) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void send(const Params& params, const Destination& to
       for (int s = First; s < Last; ++s)
         if (s * Columns < to.columns)
           send_slab(params.d_map, slabs + (s - First) * kSlabBytes, to.column + s * Columns, row,
-                    to.expert, kKind != Kind::rows && reduce);
+                    to.expert, kKind != Kind::rows && params.add);
     }
   } else {
     constexpr int kBytes = 128 / Columns;  // of an element
@@ -113,7 +113,7 @@ __device__ __forceinline__ void store_bf16(const SumPair<kKind> (&sums)[N / 4],
                  : "memory");
   }
   slabs_written();
-  send<kKind, 64, 0, N / 64>(params, to, warp, slabs, params.add);
+  send<kKind, 64, 0, N / 64>(params, to, warp, slabs);
   cute::tma_store_arrive();
 }
 
@@ -137,7 +137,7 @@ struct SlabPlace {
 template <Kind kKind, int N>
 constexpr SlabPlace slab_place(int s) {
   if (kKind == Kind::rows) return {.row = 0, .column = 32 * s};
-  return {.row = s / (N / 64) * kBoxRows, .column = s % (N / 64) * 64};
+  return {.row = s / (N / 64) * kHalfSlabRows, .column = s % (N / 64) * 64};
 }
 
 // Sends a slab of tokens_*.
@@ -149,7 +149,7 @@ __device__ __forceinline__ void send_boxes(const Params& params, const Destinati
 #pragma unroll
     for (int box = 0; box < 2; ++box)
       if (place.column + 32 * box < to.columns)
-        send_slab(params.d_map, slab + box * kBoxBytes, to.column + place.column + 32 * box,
+        send_slab(params.d_map, slab + box * kHalfSlabBytes, to.column + place.column + 32 * box,
                   to.row + row, to.expert, reduce);
   }
 }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void fill_slab(const SumPair<kKind> (&sums)[N / 4], u
   // rows.
   const auto at = [&](int i) {
     const int box = kHalves ? i / 4 : i % 2, group = kHalves ? i % 4 : i / 2;
-    return mine + box * kBoxBytes + (word ^ group * 32);
+    return mine + box * kHalfSlabBytes + (word ^ group * 32);
   };
   float2 held[8];
   if constexpr (Onto) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void fill_slab(const SumPair<kKind> (&sums)[N / 4], u
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int group = kPlace.column / 8 + (kHalves ? i : i / 2);
-    const int lower = kHalves ? kPlace.row / kBoxRows : i % 2;
+    const int lower = kHalves ? kPlace.row / kHalfSlabRows : i % 2;
     const float2 pair = columns(sums[2 * group + lower]);
     float2 v{r % 2 ? pair.y : pair.x, r % 2 ? pair.x : pair.y};
     if constexpr (Onto) v = {held[i].x + v.x, held[i].y + v.y};
@@ -196,7 +196,7 @@ __device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], c
     await_slabs<S == 0 ? 0 : kSlabs - 1>();  // the tile before may have ended with any slab
     fill_slab<kKind, N, false, S>(sums, slab);
     if constexpr (kKind == Kind::rows)
-      send<kKind, 32, S, S + 1>(params, to, warp, slab, false);
+      send<kKind, 32, S, S + 1>(params, to, warp, slab);
     else
       send_boxes<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, params.add);
     cute::tma_store_arrive();
@@ -219,10 +219,10 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
     barrier.arrive_and_expect_tx(kSlabBytes);
 #pragma unroll
     for (int box = 0; box < 2; ++box)
-      cute::SM90_TMA_LOAD_3D::copy(&params.d_map, reinterpret_cast<uint64_t*>(&barrier),
-                                   kOutputHint, slabs + s % kUsed * kSlabBytes + box * kBoxBytes,
-                                   to.column + place.column + 32 * box,
-                                   to.row + kSlabRows * warp + place.row, to.expert);
+      cute::SM90_TMA_LOAD_3D::copy(
+          &params.d_map, reinterpret_cast<uint64_t*>(&barrier), kOutputHint,
+          slabs + s % kUsed * kSlabBytes + box * kHalfSlabBytes,
+          to.column + place.column + 32 * box, to.row + kSlabRows * warp + place.row, to.expert);
   };
   if constexpr (S == 0) {
     if (kSlabRows * warp >= to.rows) return;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
   }
   if constexpr (S < kAll) {
     uint8_t* slab = slabs + S % kUsed * kSlabBytes;
-    full[S % kUsed].wait(S / kUsed);
+    await(full[S % kUsed], S / kUsed);
     fill_slab<kKind, N, true, S>(sums, slab);
     send_boxes<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, false);
     cute::tma_store_arrive();

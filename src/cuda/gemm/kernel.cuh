@@ -150,10 +150,13 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       finished = to;
       pending = true;
     };
-    if (kKind == Kind::rows && TileN > 128 && tile.width == kNarrow)
-      consumer.steps(Promoter<kKind, TileN, kNarrow>(tile, half), tile.k_blocks, meanwhile);
-    else
-      consumer.steps(Promoter<kKind, TileN, TileN>(tile, half), tile.k_blocks, meanwhile);
+    if constexpr (kKind == Kind::rows && TileN > 128) {
+      if (tile.width == kNarrow) {
+        consumer.steps(Promoter<kKind, TileN, kNarrow>(tile, half), tile.k_blocks, meanwhile);
+        continue;
+      }
+    }
+    consumer.steps(Promoter<kKind, TileN, TileN>(tile, half), tile.k_blocks, meanwhile);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA

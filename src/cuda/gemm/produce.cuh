@@ -71,7 +71,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
         if (S::kBlockScales && k % kRunLength == 0) {
-          ring.run_full(runs.at()).wait(runs.phase());
+          await(ring.run_full(runs.at()), runs.phase());
           runs.advance();
         }
       }

@@ -88,20 +88,16 @@ __device__ __forceinline__ void add_scaled(const float (&part)[N / 2], BoundPair
     accumulate<First>(sums[i], part[2 * i], part[2 * i + 1], scale[i % 2][i / 2 / kPerGroup]);
 }
 
-// The consumers' side, for N columns of a tile: all of them, or the first kNarrow. `load` reads a
-// K-block's scales before its multiply is issued: ptxas would sink what comes later below the wait.
-// of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
+// The consumers' side, for N columns of a tile: all of them, or of rows the first kNarrow. `load`
+// reads a K-block's scales before its multiply is issued: ptxas would sink what comes later below
+// the wait. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
 template <Kind kKind, int TileN, int N>
 class Promoter;
-
-// Column groups that N columns of a tile lie in.
-template <int TileN, int N>
-inline constexpr int kGroupsOf = N == TileN ? kColumnGroups<TileN> : 1;
 
 // A by rows of 1x128, B by blocks of 128x128.
 template <int TileN, int N>
 class Promoter<Kind::rows, TileN, N> {
-  static constexpr int kGroups = kGroupsOf<TileN, N>;
+  static constexpr int kGroups = N == TileN ? kColumnGroups<TileN> : 1;
 
  public:
   __device__ Promoter(const Tile& tile, int half)
@@ -133,9 +129,9 @@ class Promoter<Kind::rows, TileN, N> {
 };
 
 // Blocks of 128x128 on both sides: one scale for a column group.
-template <int TileN, int N>
-class Promoter<Kind::tokens_block, TileN, N> {
-  static constexpr int kGroups = kGroupsOf<TileN, N>;
+template <int TileN>
+class Promoter<Kind::tokens_block, TileN, TileN> {
+  static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
   __device__ Promoter(const Tile&, int) {}
@@ -146,10 +142,10 @@ class Promoter<Kind::tokens_block, TileN, N> {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g];
   }
-  template <bool First, int Pairs>
-  __device__ __forceinline__ void add(const float (&part)[N / 2], BoundPair (&sums)[Pairs],
+  template <bool First>
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], BoundPair (&sums)[TileN / 4],
                                       const float*) const {
-    add_scaled<First, N>(part, sums, scale_);
+    add_scaled<First, TileN>(part, sums, scale_);
   }
 
  private:
@@ -158,8 +154,8 @@ class Promoter<Kind::tokens_block, TileN, N> {
 
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, read
 // from the stage while it is added.
-template <int TileN, int N>
-class Promoter<Kind::tokens_column, TileN, N> {
+template <int TileN>
+class Promoter<Kind::tokens_column, TileN, TileN> {
  public:
   __device__ Promoter(const Tile&, int half)
       : row_(64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
@@ -168,12 +164,12 @@ class Promoter<Kind::tokens_column, TileN, N> {
     upper_ = of_rows[row_];
     lower_ = of_rows[row_ + 8];
   }
-  template <bool First, int Pairs>
-  __device__ __forceinline__ void add(const float (&part)[N / 2], float2 (&sums)[Pairs],
+  template <bool First>
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], float2 (&sums)[TileN / 4],
                                       const float* of_columns) const {
     const auto* pairs = reinterpret_cast<const float2*>(of_columns) + threadIdx.x % 4;
 #pragma unroll
-    for (int g = 0; g < N / 8; ++g) {
+    for (int g = 0; g < TileN / 8; ++g) {
       const float2 b = pairs[4 * g];
       const float* p = &part[4 * g];
       accumulate<First>(sums[2 * g], p[0] * b.x, p[1] * b.y, upper_);

@@ -15,10 +15,10 @@ inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * 128;
 inline constexpr int kSlabs = 3;
 // TMA takes f32 of tokens_* by boxes of half a slab, else by slabs (epilogue.cuh).
-inline constexpr int kBoxRows = 8;
-inline constexpr int kBoxBytes = kBoxRows * 128;
+inline constexpr int kHalfSlabRows = 8;
+inline constexpr int kHalfSlabBytes = kHalfSlabRows * 128;
 constexpr int output_box_rows(Kind kind, bool bf16) {
-  return kind == Kind::rows || bf16 ? kSlabRows : kBoxRows;
+  return kind == Kind::rows || bf16 ? kSlabRows : kHalfSlabRows;
 }
 
 // B comes in boxes of so many rows, so that a narrow tile reads less.
