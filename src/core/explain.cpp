@@ -1,8 +1,10 @@
 #include "fp8moe/explain.h"
 
-#include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
+#include "cuda/gemm/schedule.h"
 #include "cuda/gemm/stage.h"
 
 namespace fp8moe {
@@ -10,18 +12,63 @@ namespace {
 
 using cuda::gemm::Kind;
 
-template <Kind kKind>
-GemmChoice describe(const cuda::gemm::Config& config) {
+// Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a low tile 128
+// columns; one that has none is idle, not wasted.
+int64_t work(const cuda::gemm::Tile& tile, int tile_n, int64_t n) {
+  using namespace cuda::gemm;
+  int64_t elements = 0;
+  for (int half = 0; half < 2; ++half) {
+    if (tile.low())
+      elements += n - tile.column > 2 * kBox * half ? kBox * 2 * kBox : 0;
+    else if (tile.rows > kBox * half)
+      elements += tile.boxes_a == kFlankBoxes ? 2 * kBox * kBox : kBox * tile_n;
+  }
+  return elements * kBlockK;
+}
+
+// Walks the tiles of an evenly routed batch as one CTA would.
+template <Kind kKind, int TileN>
+GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
+  using namespace cuda::gemm;
+  std::vector<int32_t> row_offsets(experts + 1), tokens(experts), col_offsets(experts + 1);
+  for (int64_t e = 0; e < experts; ++e) {
+    tokens[e] = static_cast<int32_t>(m / experts + (e < m % experts));
+    row_offsets[e + 1] = row_offsets[e] + tokens[e];
+    col_offsets[e + 1] = col_offsets[e] + static_cast<int32_t>(cdiv(tokens[e], kBlockK) * kBlockK);
+  }
+  const bool rows = kKind == Kind::rows;
+  Sizes sizes{};
+  sizes.row_offsets = row_offsets.data();
+  sizes.tokens_per_expert = tokens.data();
+  sizes.col_offsets = col_offsets.data();
+  sizes.experts = static_cast<int>(experts);
+  sizes.m = static_cast<int>(n);
+  sizes.n = static_cast<int>(rows ? n : k);
+  sizes.k_blocks = static_cast<int>(cdiv(k, kBlockK));
+  sizes.band = 1;
+  sizes.low = has_low(TileN);
+  sizes.flank = has_flank(TileN, n, m, experts);
   GemmChoice choice{};
-  choice.tile_m = cuda::gemm::kTileM;
-  choice.tile_n = config.tile_n;
-  choice.stages = cuda::gemm::kStages;
-  choice.shared_bytes = config.tile_n == 128 ? cuda::gemm::Stage<kKind, 128>::kBytes
-                                             : cuda::gemm::Stage<kKind, 192>::kBytes;
+  choice.tile_m = kTileM;
+  choice.tile_n = TileN;
+  choice.stages = kStages;
+  choice.shared_bytes = Stage<kKind, TileN>::kBytes;
+  double done = 0;
+  Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
+  for (Tile tile; schedule.next(tile); ++choice.tiles)
+    done += static_cast<double>(work(tile, TileN, sizes.n)) * tile.k_blocks;
+  const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+  choice.waste = done > 0 ? 1 - useful / done : 0;
   return choice;
 }
 
-double padded(int64_t n, int64_t to) { return static_cast<double>(cdiv(n, to) * to); }
+template <Kind kKind>
+GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
+  const int64_t columns = kKind == Kind::rows ? n : k;
+  return cuda::gemm::choose_config(kKind, columns, true).tile_n == 128
+             ? walk<kKind, 128>(m, n, k, experts)
+             : walk<kKind, 192>(m, n, k, experts);
+}
 
 }  // namespace
 
@@ -31,35 +78,10 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
       m >= 0 && n >= 0 && k >= 0 && experts > 0 && sm_count > 0,
       "[explain_grouped_gemm] sizes must not be negative, experts and SMs positive; got M ", m,
       ", N ", n, ", K ", k, ", ", experts, " experts, ", sm_count, " SMs");
-  const bool tokens = pass == GemmPass::wgrad;
   if (pass == GemmPass::dgrad) std::swap(n, k);
   // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
-  const int64_t columns = tokens ? k : n;
-  const Kind kind = tokens ? Kind::tokens_block : Kind::rows;
-  const auto config = cuda::gemm::choose_config(kind, columns, true);
-  GemmChoice choice = tokens ? describe<Kind::tokens_block>(config) : describe<Kind::rows>(config);
-
-  // A warpgroup multiplies 64 rows; one that has none is idle, not wasted.
-  constexpr int kWarpgroupRows = 64, kDepth = cuda::gemm::kBlockK;
-  const int64_t tiles_n = cdiv(columns, choice.tile_n);
-  const bool narrow = !tokens && cuda::gemm::has_narrow_columns(choice.tile_n, columns, m, experts);
-  // Columns that the last tiles leave out where two of them are one below the other.
-  const int64_t cut = narrow ? choice.tile_n - cuda::gemm::kNarrow : 0;
-  double done = 0;
-  for (int64_t e = 0; e < experts; ++e) {
-    const int64_t rows = m / experts + (e < m % experts);
-    const int64_t height = tokens ? n : rows, depth = tokens ? rows : k;
-    choice.tiles += cdiv(height, choice.tile_m) * tiles_n;
-    const int64_t pairs = cdiv(height, choice.tile_m) / 2;
-    const double left_out =
-        std::min(padded(height, kWarpgroupRows), static_cast<double>(2 * pairs * choice.tile_m)) *
-        static_cast<double>(cut);
-    done +=
-        (padded(height, kWarpgroupRows) * static_cast<double>(tiles_n * choice.tile_n) - left_out) *
-        padded(depth, kDepth);
-  }
-  const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
-  choice.waste = done > 0 ? 1 - useful / done : 0;
+  GemmChoice choice = pass == GemmPass::wgrad ? walk<Kind::tokens_block>(m, n, k, experts)
+                                              : walk<Kind::rows>(m, n, k, experts);
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);
   const int64_t whole = cdiv(choice.tiles, sm_count);
   choice.idle = whole > 0 ? 1 - choice.waves / static_cast<double>(whole) : 0;

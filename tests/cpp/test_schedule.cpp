@@ -1,5 +1,5 @@
 // The order of the grouped GEMM's tiles: every element of D in one tile of one CTA, and CTAs in
-// step: each has as many whole tiles, or pairs of narrow ones, as any other, or one fewer.
+// step: each has as many tiles as any other, or one fewer.
 #include "cuda/gemm/schedule.h"
 
 #include <algorithm>
@@ -22,20 +22,23 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
   int most = 0, least = 0;
   for (int cta = 0; cta < ctas; ++cta) {
     Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, cta, ctas);
-    int halves = 0, last = 0;
+    int tiles = 0, last = 0;
     for (Tile tile; schedule.next(tile);) {
       CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
       last = tile.expert;
-      CHECK(tile.column % TileN == 0 && (tile.width == TileN || tile.width == kNarrow));
-      const int end = std::min(sizes.n, tile.column + tile.width);
-      CHECK(tile.column < end && (tile.width == TileN || end == sizes.n));
-      const int rows = std::min(kTileM, tile.rows);
+      const bool whole = tile.boxes_a == kTileM / kBox;
+      const int width = whole ? TileN : kBox * (kBoxes - tile.boxes_a);
+      CHECK(tile.column % (tile.low() ? kLowColumns : TileN) == 0);
+      const int end = std::min(sizes.n, tile.column + width);
+      CHECK(tile.column < end && (whole || tile.low() || end == sizes.n));
+      CHECK(!tile.low() || tile.rows <= kBox);
+      const int rows = std::min(kBox * tile.boxes_a, tile.rows);
       const int first = kKind == Kind::rows ? tile.row : d_row[tile.expert] + tile.row;
       CHECK(rows > 0 && first >= d_row[tile.expert] && first + rows <= d_row[tile.expert + 1]);
       for (int r = first; r < first + rows; ++r)
         for (int c = tile.column; c < end; c += 16)
           ++seen[(static_cast<size_t>(r) * sizes.n + c) / 16];
-      halves += tile.width == TileN ? 2 : 1;
+      ++tiles;
       if (kKind == Kind::rows) {
         CHECK(tile.k_first == 0 && tile.k_blocks == kBlocks);
       } else {
@@ -43,12 +46,11 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
         CHECK(tile.k_blocks == (sizes.tokens_per_expert[tile.expert] + kBlockK - 1) / kBlockK);
       }
     }
-    CHECK(halves % 2 == 0);
-    most = std::max(most, halves);
-    least = cta == 0 ? halves : std::min(least, halves);
+    most = std::max(most, tiles);
+    least = cta == 0 ? tiles : std::min(least, tiles);
   }
   CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }));
-  CHECK(most - least <= 2);
+  CHECK(most - least <= 1);
 }
 
 template <int TileN>
@@ -61,7 +63,8 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.n = n;
   sizes.k_blocks = kBlocks;
   sizes.band = rows_band(n / TileN, 256, 1);
-  sizes.narrow = has_narrow_columns(TileN, n, 256, 1);
+  sizes.low = has_low(TileN);
+  sizes.flank = has_flank(TileN, n, 256, 1);
   walk<Kind::rows, TileN>(sizes, ctas, offsets);
 }
 

@@ -29,7 +29,7 @@ COUNTS = {
     "one expert": [300],
     "no tokens": [0, 0],
     "many": [e % 5 * 33 for e in range(70)],
-    "long": [900, 0, 130, 257],  # enough rows for narrow last columns
+    "long": [900, 0, 130, 257],  # enough rows for flank tiles
 }
 COUNTED = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 
@@ -103,7 +103,7 @@ def test_fprop_formats_and_adversarial_operands(kind: str, left: str, right: str
 @pytest.mark.parametrize("n", [208, 128])
 def test_fprop_over_several_runs_of_scales(n: int) -> None:
     """The scales of blocks come 32 K-blocks at a time, eight such runs in shared memory: 301 are
-    nine and a part, for tiles of both warpgroups and of one alone (30 rows), whole and narrow."""
+    nine and a part, for whole, low (30 rows) and flank tiles."""
     k = 300 * 128 + 64
     plan = plan_of([800, 0, 30])
     a = on_gpu(noise(plan.rows, k, layout="gemm"))

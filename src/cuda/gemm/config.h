@@ -18,9 +18,11 @@ enum class Output : int { bf16, f32, either };
 
 inline constexpr int kTileM = 128;
 inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
+// Operands come in boxes of so many rows of A or B.
+inline constexpr int kBox = 64;
 // TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
-// starts at the multiple of 4 rows before the tile and holds 4 more than it.
-inline constexpr int kScaleBoxA = kTileM + 4;
+// starts at the multiple of 4 rows before the operand's and holds 4 more than it.
+inline constexpr int kScaleBox = kBox + 4;
 inline constexpr int kMaxExperts = 1024;
 
 struct Config {
@@ -42,12 +44,16 @@ constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
 // Whether experts have so few rows, of Kind::rows, that reading weights may bound the time.
 constexpr bool few_rows(int64_t rows, int64_t experts) { return rows < 2 * kTileM * experts; }
 
-// Whether Kind::rows multiplies the last columns of D, behind whole tiles of 192, as kNarrow. At
-// few rows it costs 5%.
-inline constexpr int kNarrow = 64;
-constexpr bool has_narrow_columns(int tile_n, int64_t n, int64_t rows, int64_t experts) {
-  const int64_t rest = n % tile_n;
-  return tile_n == 192 && n > tile_n && rest > 0 && rest <= kNarrow && !few_rows(rows, experts);
+// A tile of Kind::rows beside those of 192 columns is [64 a, 64 (5 - a)] of D, a being its boxes of
+// A: stages hold five boxes whatever the shape, so the CTAs keep the same pace. An expert's last
+// rows, if no more than kBox, are low tiles of 64x256; the last columns of D, if no more than kBox,
+// flank tiles of 256x64, but at few rows, where that costs 3% (docs/notes).
+inline constexpr int kBoxes = 5, kLowBoxes = 1, kFlankBoxes = 4;
+inline constexpr int kLowColumns = kBox * (kBoxes - kLowBoxes);
+inline constexpr int kFlankRows = kBox * kFlankBoxes;
+constexpr bool has_low(int tile_n) { return tile_n == 192; }
+constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
+  return tile_n == 192 && n % tile_n > 0 && n % tile_n <= kBox && !few_rows(rows, experts);
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for

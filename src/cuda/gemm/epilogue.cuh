@@ -19,6 +19,7 @@ struct Destination {
   int row = 0, column = 0, expert = 0;  // of the part's first element
   int rows = 0;                         // rows to write
   int columns = 0;                      // columns to write, a multiple of 16
+  bool flank = false;                   // a second part goes 128 rows further down
 
   __device__ int64_t element(const Params& params) const {
     return (int64_t{expert} * params.m + row) * params.n + column;
@@ -53,23 +54,28 @@ template <Kind kKind, int Columns, int First, int Last>
 __device__ __forceinline__ void send(const Params& params, const Destination& to, int warp,
                                      const uint8_t* slabs) {
   const int row = to.row + kSlabRows * warp, rows = to.rows - kSlabRows * warp;
-  if (kKind != Kind::rows || rows >= kSlabRows) {
+  // A flank tile's slabs lie below one another.
+  const bool flank = kKind == Kind::rows && to.flank;
+  const int down = flank ? kTileM : 0, across = flank ? 0 : Columns;
+  const int last = flank ? 2 : Last;
+  if (kKind != Kind::rows || rows - (last - 1) * down >= kSlabRows) {
     if (rows > 0 && cute::elect_one_sync()) {
 #pragma unroll
       for (int s = First; s < Last; ++s)
-        if (s * Columns < to.columns)
-          send_slab(params.d_map, slabs + (s - First) * kSlabBytes, to.column + s * Columns, row,
-                    to.expert, kKind != Kind::rows && params.add);
+        if (s < last && s * across < to.columns)
+          send_slab(params.d_map, slabs + (s - First) * kSlabBytes, to.column + s * across,
+                    row + s * down, to.expert, kKind != Kind::rows && params.add);
     }
   } else {
     constexpr int kBytes = 128 / Columns;  // of an element
     const int lane = threadIdx.x % 32, word = lane % 8;
     auto* d = static_cast<uint8_t*>(params.d) + (int64_t{row} * params.n + to.column) * kBytes +
               16 * word;
-    for (int s = First; s < Last; ++s) {
-      if (s * Columns + 16 / kBytes * word >= to.columns) break;
-      for (int r = lane / 8; r < rows; r += 4)
-        __stcs(reinterpret_cast<uint4*>(d + int64_t{r} * params.n * kBytes + 128 * s),
+    for (int s = First; s < last; ++s) {
+      if (s * across + 16 / kBytes * word >= to.columns) break;
+      for (int r = lane / 8; r < min(kSlabRows, rows - s * down); r += 4)
+        __stcs(reinterpret_cast<uint4*>(d + int64_t{s * down + r} * params.n * kBytes +
+                                        s * across * kBytes),
                *reinterpret_cast<const uint4*>(slabs + (s - First) * kSlabBytes + 128 * r +
                                                16 * (word ^ r % 8)));
     }

@@ -23,11 +23,42 @@ inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kConsumerRegisters = 232;
 
+// Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile, or of an edge tile
+// two parts of 64 columns each: a low tile's are neighbours in B, a flank tile's 128 rows apart in
+// A.
+struct Operands {
+  uint32_t a, b, next_a, next_b;
+};
+
+template <bool Edge, Kind kKind, int TileN>
+__device__ __forceinline__ Operands operands(const Ring<kKind, TileN>& ring, int half, bool low) {
+  const auto box = [&](int i) { return descriptor(ring.box(0, i)); };
+  if (Edge && low) return {box(0), box(1 + 2 * half), box(0), box(2 + 2 * half)};
+  if (Edge) return {box(half), box(kFlankBoxes), box(2 + half), box(kFlankBoxes)};
+  return {.a = box(half), .b = box(kTileM / kBox)};
+}
+
+// Where its sums go.
+template <Kind kKind, int TileN>
+__device__ __forceinline__ Destination destination(const Params& params, const Tile& tile,
+                                                   int half) {
+  constexpr bool kEdges = Stage<kKind, TileN>::kEdges;
+  const bool low = kEdges && tile.low();
+  const int row = low ? 0 : kBox * half, column = low ? 2 * kBox * half : 0;
+  return {.row = tile.row + row,
+          .column = tile.column + column,
+          .expert = kKind == Kind::rows ? 0 : tile.expert,
+          .rows = tile.rows - row,
+          .columns = min(low ? 2 * kBox : TileN, params.n - tile.column - column),
+          .flank = kEdges && tile.boxes_a == kFlankBoxes};
+}
+
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
 template <Kind kKind, DType A, DType B, int TileN>
 struct Consumer {
   const Ring<kKind, TileN>& ring;
-  uint32_t a, b;        // descriptors of stage 0
+  int half;             // which of the two warpgroups
+  Operands whole;       // of whole tiles
   int stage = 0;        // the next one, which is full, and so is its run
   uint32_t phases = 0;  // bit s: the phase of stage s
   Cursor<kRuns> runs;
@@ -62,13 +93,18 @@ struct Consumer {
   // The K-block in stage s. Under its multiply runs `meanwhile`. Ends when the next stage is full,
   // too: there always is one, if only to tell the end. The wait comes before the release because
   // ptxas then starts it early among the multiply-adds and not behind them.
-  template <bool First, int N, typename Meanwhile>
-  __device__ __forceinline__ void step(int s, Promoter<kKind, TileN, N>& scales,
+  template <bool First, bool Edge, typename Meanwhile>
+  __device__ __forceinline__ void step(int s, const Operands& at,
+                                       Promoter<kKind, TileN, Edge>& scales,
                                        const float4* of_blocks, Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    float part[N / 2];  // of this K-block
+    float part[(Edge ? 2 * kBox : TileN) / 2];  // of this K-block
     scales.load(ring.scale_a(s), of_blocks);
-    multiply<A, B, N>(a + s * kStride, b + s * kStride, part);
+    begin_multiply(part);
+    multiply<A, B, Edge ? kBox : TileN>(at.a + s * kStride, at.b + s * kStride, part);
+    if constexpr (Edge)
+      multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
+    cute::warpgroup_commit_batch();
     meanwhile();
     finish(part);
     phases ^= 1u << s;
@@ -77,27 +113,27 @@ struct Consumer {
     release(ring.empty(s));
   }
 
-  // The K-blocks of a tile, of N columns. From stage 0 on the loop over a whole tile is unrolled
-  // over the stages: addresses, descriptors and barriers are immediates, and no branch is taken but
-  // the one back.
-  template <int N, typename Meanwhile>
-  __device__ __forceinline__ void steps(Promoter<kKind, TileN, N> scales, int k_blocks,
-                                        Meanwhile meanwhile) {
+  // The K-blocks of a tile. From stage 0 on the loop over a whole tile is unrolled over the stages:
+  // addresses, descriptors and barriers are immediates, and no branch is taken but the one back.
+  template <bool Edge, typename Meanwhile>
+  __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile) {
+    Promoter<kKind, TileN, Edge> scales(tile, half);
+    const Operands at = Edge ? operands<true>(ring, half, tile.low()) : whole;
     const auto nothing = [] {};
     const float4* of_blocks = ring.run(runs.at());
-    step<true>(stage, scales, of_blocks++, meanwhile);
+    step<true>(stage, at, scales, of_blocks++, meanwhile);
     stage = after(stage);
-    for (int left = k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
+    for (int left = tile.k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
       int now = min(left, in_run);
       left -= now;
-      for (; now > 0 && (N < TileN || stage != 0); --now) {
-        step<false>(stage, scales, of_blocks++, nothing);
+      for (; now > 0 && (Edge || stage != 0); --now) {
+        step<false>(stage, at, scales, of_blocks++, nothing);
         stage = after(stage);
       }
-      while (N == TileN && now > 0) {
+      while (!Edge && now > 0) {
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
-          step<false>(s, scales, of_blocks + s, nothing);
+          step<false>(s, at, scales, of_blocks + s, nothing);
           if (--now == 0) {
             stage = after(s);
             break;
@@ -120,7 +156,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   const Ring<kKind, TileN> ring{static_cast<uint8_t*>(
       __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
   Consumer<kKind, A, B, TileN> consumer{
-      .ring = ring, .a = descriptor(ring.a(0) + half * 64 * kBlockK), .b = descriptor(ring.b(0))};
+      .ring = ring, .half = half, .whole = operands<false>(ring, half, false)};
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   uint8_t* const slabs = ring.slabs(4 * half + warp);
   Destination finished;  // where the sums go once the next tile's first multiply is under way
@@ -135,12 +171,8 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   for (;;) {
     const Tile tile = ring.tile(consumer.stage);
     if (tile.k_blocks == kNoMore) break;
-    const Destination to{.row = tile.row + 64 * half,
-                         .column = tile.column,
-                         .expert = kKind == Kind::rows ? 0 : tile.expert,
-                         .rows = min(64, tile.rows - 64 * half),
-                         .columns = min(TileN, params.n - tile.column)};
-    if (to.rows <= 0 || tile.k_blocks == 0) {
+    const Destination to = destination<kKind, TileN>(params, tile, half);
+    if (to.rows <= 0 || to.columns <= 0 || tile.k_blocks == 0) {
       if (to.rows > 0 && !params.add) store_zeros(params, to);
       consumer.pass(tile.k_blocks);
       continue;
@@ -150,13 +182,13 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       finished = to;
       pending = true;
     };
-    if constexpr (kKind == Kind::rows && TileN > 128) {
-      if (tile.width == kNarrow) {
-        consumer.steps(Promoter<kKind, TileN, kNarrow>(tile, half), tile.k_blocks, meanwhile);
+    if constexpr (Stage<kKind, TileN>::kEdges) {
+      if (tile.boxes_a != kTileM / kBox) {
+        consumer.template steps<true>(tile, meanwhile);
         continue;
       }
     }
-    consumer.steps(Promoter<kKind, TileN, TileN>(tile, half), tile.k_blocks, meanwhile);
+    consumer.template steps<false>(tile, meanwhile);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA

@@ -22,9 +22,9 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
   params.bf16 = d.dtype == DType::bf16;
-  params.a = operand_map(op, "a", a.data.data, rows, k, kTileM);
-  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, kBoxB);
-  params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBoxA);
+  params.a = operand_map(op, "a", a.data.data, rows, k, kBox);
+  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, kBox);
+  params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBox);
   params.d_map = output_map(op, "d", d, 1, rows, n, output_box_rows(Kind::rows, params.bf16));
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
@@ -32,8 +32,9 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
-  params.narrow = has_narrow_columns(config.tile_n, n, rows, plan.experts);
-  params.band = rows_band(cdiv(n, config.tile_n) - params.narrow, rows, plan.experts);
+  params.low = has_low(config.tile_n);
+  params.flank = has_flank(config.tile_n, n, rows, plan.experts);
+  params.band = rows_band(cdiv(n, config.tile_n) - params.flank, rows, plan.experts);
   return params;
 }
 
@@ -44,14 +45,14 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   Params params{};
   params.bf16 = dw.dtype == DType::bf16;
   params.add = accumulate;
-  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM);
-  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, kBoxB);
+  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kBox);
+  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, kBox);
   params.d_map = output_map(op, "dw", dw, plan.experts, m, n,
                             output_box_rows(Kind::tokens_block, params.bf16));
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =
-        scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kScaleBoxA);
+        scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kScaleBox);
     params.scale_b =
         scale_map(op, "x_t.scale_inv", x_t.scale_inv.data, k_blocks, pad4(n), config.tile_n);
   } else {

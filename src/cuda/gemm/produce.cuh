@@ -49,9 +49,10 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
     const Tile tile = read_planned(ring, planned);
     arrive(ring.planned_empty(planned.at()));
     more = tile.k_blocks != kNoMore;
+    const int boxes_a = S::kEdges ? tile.boxes_a : kTileM / kBox;
     const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
-    const int boxes = tile.width / kBoxB;
-    const int bytes = S::kABytes + boxes * kBoxB * kBlockK + S::kScaleLoadBytes;
+    const int bytes =
+        S::kTileBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
     for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
       await(ring.empty(stage), phase);
       FullBarrier& full = ring.full(stage);
@@ -60,14 +61,17 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
         full.expect_transaction(bytes);
         auto* barrier = reinterpret_cast<uint64_t*>(&full);
         const int block = tile.k_first + k, depth = block * kBlockK;
-        Load::copy(&params.a, barrier, kHint, ring.a(stage), depth, tile.row);
-#pragma unroll
-        for (int i = 0; i < TileN / kBoxB; ++i)
-          if (i < boxes)
-            Load::copy(&params.b, barrier, kHint, ring.b(stage) + i * kBoxB * kBlockK, depth,
-                       row_b + i * kBoxB);
-        if constexpr (S::kScaleABytes > 0)
-          Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage), tile.row / 4 * 4, block);
+        uint8_t* box = ring.box(stage, 0);
+#pragma unroll(S::kEdges ? 1 : S::kBoxes)
+        for (int i = 0; i < boxes_a; ++i, box += S::kBoxBytes) {
+          Load::copy(&params.a, barrier, kHint, box, depth, tile.row + i * kBox);
+          if constexpr (S::kRowScales)
+            Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
+                       tile.row / 4 * 4 + i * kBox, block);
+        }
+#pragma unroll(S::kEdges ? 1 : S::kBoxes)
+        for (int i = 0; i < S::kBoxes - boxes_a; ++i, box += S::kBoxBytes)
+          Load::copy(&params.b, barrier, kHint, box, depth, row_b + i * kBox);
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
         if (S::kBlockScales && k % kRunLength == 0) {

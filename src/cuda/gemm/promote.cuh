@@ -5,6 +5,7 @@
 
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/schedule.h"
+#include "cuda/gemm/stage.h"
 
 namespace fp8moe::cuda::gemm {
 
@@ -79,29 +80,34 @@ __device__ __forceinline__ void accumulate(BoundPair& pair, float x, float y, fl
 }
 
 // sums (+)= part * scale of its row half and column group.
-template <bool First, int N, int Groups, int Pairs>
-__device__ __forceinline__ void add_scaled(const float (&part)[N / 2], BoundPair (&sums)[Pairs],
+template <bool First, int Groups, int Parts, int Pairs>
+__device__ __forceinline__ void add_scaled(const float (&part)[Parts], BoundPair (&sums)[Pairs],
                                            const float (&scale)[2][Groups]) {
-  constexpr int kPerGroup = N / 8 / Groups;  // instructions' column groups of 8
+  constexpr int kPerGroup = Parts / 4 / Groups;  // instructions' column groups of 8
 #pragma unroll
-  for (int i = 0; i < N / 4; ++i)
+  for (int i = 0; i < Parts / 2; ++i)
     accumulate<First>(sums[i], part[2 * i], part[2 * i + 1], scale[i % 2][i / 2 / kPerGroup]);
 }
 
-// The consumers' side, for N columns of a tile: all of them, or of rows the first kNarrow. `load`
-// reads a K-block's scales before its multiply is issued: ptxas would sink what comes later below
-// the wait. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
-template <Kind kKind, int TileN, int N>
+// Where the scale of a thread's upper row stands behind a box's first.
+__device__ __forceinline__ int row_in_box() {
+  return static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
+}
+
+// The consumers' side, for a warpgroup's share of a tile, whole or of an edge. `load` reads a
+// K-block's scales before its multiply is issued: ptxas would sink what comes later below the wait.
+// of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
+template <Kind kKind, int TileN, bool Edge>
 class Promoter;
 
 // A by rows of 1x128, B by blocks of 128x128.
-template <int TileN, int N>
-class Promoter<Kind::rows, TileN, N> {
-  static constexpr int kGroups = N == TileN ? kColumnGroups<TileN> : 1;
+template <int TileN>
+class Promoter<Kind::rows, TileN, false> {
+  static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
   __device__ Promoter(const Tile& tile, int half)
-      : row_(tile.row % 4 + 64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
+      : row_(tile.row % 4 + kScaleStride * half + row_in_box()) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float upper = of_rows[row_], lower = of_rows[row_ + 8];
@@ -117,10 +123,10 @@ class Promoter<Kind::rows, TileN, N> {
       scale_[1][g] = lower * blocks[g];
     }
   }
-  template <bool First, int Pairs>
-  __device__ __forceinline__ void add(const float (&part)[N / 2], BoundPair (&sums)[Pairs],
+  template <bool First>
+  __device__ __forceinline__ void add(const float (&part)[TileN / 2], BoundPair (&sums)[TileN / 4],
                                       const float*) const {
-    add_scaled<First, N>(part, sums, scale_);
+    add_scaled<First>(part, sums, scale_);
   }
 
  private:
@@ -128,9 +134,38 @@ class Promoter<Kind::rows, TileN, N> {
   float scale_[2][kGroups];
 };
 
+// The same for two parts of 64 columns. Those of a low tile have rows in common, and a warpgroup's
+// lie in one block of B; those of a flank tile have columns in common.
+template <int TileN>
+class Promoter<Kind::rows, TileN, true> {
+ public:
+  __device__ Promoter(const Tile& tile, int half)
+      : row_(tile.row % 4 + (tile.low() ? 0 : kScaleStride * half) + row_in_box()),
+        next_(tile.low() ? 0 : 2 * kScaleStride),
+        second_(tile.low() && half != 0) {}
+
+  __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
+    const float4 b = *of_blocks;
+    const float block = second_ ? b.z : b.x;
+    for (int r = 0; r < 2; ++r)
+      for (int part = 0; part < 2; ++part)
+        scale_[r][part] = of_rows[row_ + 8 * r + part * next_] * block;
+  }
+  template <bool First>
+  __device__ __forceinline__ void add(const float (&part)[kBox], BoundPair (&sums)[TileN / 4],
+                                      const float*) const {
+    add_scaled<First>(part, sums, scale_);
+  }
+
+ private:
+  int row_, next_;
+  bool second_;
+  float scale_[2][2];
+};
+
 // Blocks of 128x128 on both sides: one scale for a column group.
 template <int TileN>
-class Promoter<Kind::tokens_block, TileN, TileN> {
+class Promoter<Kind::tokens_block, TileN, false> {
   static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
@@ -145,7 +180,7 @@ class Promoter<Kind::tokens_block, TileN, TileN> {
   template <bool First>
   __device__ __forceinline__ void add(const float (&part)[TileN / 2], BoundPair (&sums)[TileN / 4],
                                       const float*) const {
-    add_scaled<First, TileN>(part, sums, scale_);
+    add_scaled<First>(part, sums, scale_);
   }
 
  private:
@@ -155,10 +190,9 @@ class Promoter<Kind::tokens_block, TileN, TileN> {
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, read
 // from the stage while it is added.
 template <int TileN>
-class Promoter<Kind::tokens_column, TileN, TileN> {
+class Promoter<Kind::tokens_column, TileN, false> {
  public:
-  __device__ Promoter(const Tile&, int half)
-      : row_(64 * half + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
+  __device__ Promoter(const Tile&, int half) : row_(kScaleStride * half + row_in_box()) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4*) {
     upper_ = of_rows[row_];

@@ -18,9 +18,12 @@ struct Ring {
   using S = Stage<kKind, TileN>;
   uint8_t* base;
 
-  __device__ uint8_t* a(int s) const { return base + s * S::kTileBytes; }
-  __device__ uint8_t* b(int s) const { return a(s) + S::kABytes; }
-  __device__ uint8_t* slabs(int warp) const { return a(kStages) + warp * (kSlabs * kSlabBytes); }
+  __device__ uint8_t* box(int s, int i) const {  // those of A, then those of B
+    return base + s * S::kTileBytes + i * S::kBoxBytes;
+  }
+  __device__ uint8_t* slabs(int warp) const {
+    return box(kStages, 0) + warp * (kSlabs * kSlabBytes);
+  }
   __device__ uint8_t* scales(int s) const { return slabs(kConsumerWarps) + s * S::kScaleBytes; }
   __device__ float* scale_a(int s) const { return reinterpret_cast<float*>(scales(s)); }
   __device__ float* scale_b(int s) const {

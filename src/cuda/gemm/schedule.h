@@ -20,7 +20,8 @@ struct Sizes {
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
   int band;      // columns of tiles in a band, see place_in_bands
-  bool narrow;   // rows: the last columns are multiplied as kNarrow
+  bool low;      // rows: at most kBox last rows of an expert are low tiles
+  bool flank;    // rows: the last columns are flank tiles
 };
 
 inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
@@ -30,15 +31,17 @@ struct alignas(16) Tile {
   int row = 0;      // first row of A
   int rows = 0;     // rows of D from here on; none or less: nothing to store
   int column = 0;   // first column of D
-  int width = 0;    // columns multiplied: TileN, or kNarrow
+  int boxes_a = 0;  // rows of A, in boxes
   int k_first = 0;  // first K-block
   int k_blocks = 0;
+
+  FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
 };
 
 // Tile `within` of an expert, in bands of columns of tiles, rows of tiles outside: what the SMs
 // work on at one time stays near square, so it reads few distinct bytes and finds them in L2.
 struct Place {
-  int row, column;  // in tiles
+  int row, column;
 };
 
 FP8MOE_HD Place place_in_bands(int band, int within, int tiles_m, int tiles_n) {
@@ -50,47 +53,51 @@ FP8MOE_HD Place place_in_bands(int band, int within, int tiles_m, int tiles_n) {
 template <Kind kKind, int TileN>
 class Schedule;
 
-// Tiles of an expert's rows, dealt in turn. The last columns of D, if no more than kNarrow, are
-// dealt as pairs of narrow tiles, one below the other, after the other columns: a pair takes as
-// long as a whole tile. So the CTAs stay at the same depth of the contraction, and what one of them
-// reads the others find in L2.
+// Tiles of an expert's rows, dealt in turn: those of 128xTileN, then flank ones, then low ones.
 template <int TileN>
 class Schedule<Kind::rows, TileN> {
  public:
   // row_offsets: in shared memory.
   FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas)
-      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas) {}
+      : sizes_(sizes),
+        row_offsets_(row_offsets),
+        at_(cta),
+        ctas_(ctas),
+        wide_(sizes.flank ? sizes.n / TileN : (sizes.n + TileN - 1) / TileN) {}
 
-  // The next tile of this CTA, `tile` being the one before; false when there is none.
+  // The next tile of this CTA; false when there is none.
   FP8MOE_HD bool next(Tile& tile) {
-    if (pair_) {
-      pair_ = false;
-      tile.row += kTileM;
-      tile.rows -= kTileM;
-      return true;
-    }
-    const int wide = sizes_.narrow ? sizes_.n / TileN : (sizes_.n + TileN - 1) / TileN;
-    int first = 0, rows = 0, tiles_m = 0;
+    int first = 0, rows = 0, whole = 0, flanks = 0;
     for (;; ++expert_) {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
-      tiles_m = (rows + kTileM - 1) / kTileM;
-      const int units = tiles_m * wide + (sizes_.narrow ? (tiles_m + 1) / 2 : 0);
+      const int low = sizes_.low && rows % kTileM <= kBox ? rows % kTileM : 0;
+      rows -= low;
+      whole = (rows + kTileM - 1) / kTileM * wide_;
+      flanks = sizes_.flank ? (rows + kFlankRows - 1) / kFlankRows : 0;
+      const int units = whole + flanks + (low > 0 ? (sizes_.n + kLowColumns - 1) / kLowColumns : 0);
       if (at_ < before_ + units) break;
       before_ += units;
     }
     const int within = at_ - before_;
-    Place place{2 * (within - tiles_m * wide), wide};
-    if (within < tiles_m * wide)
-      place = place_in_bands(sizes_.band, within, tiles_m, wide);
-    else
-      pair_ = place.row + 1 < tiles_m;
+    Place place;  // in rows and columns
+    if (within < whole) {
+      place = place_in_bands(sizes_.band, within, (rows + kTileM - 1) / kTileM, wide_);
+      place = {place.row * kTileM, place.column * TileN};
+      tile.boxes_a = kTileM / kBox;
+    } else if (within < whole + flanks) {
+      place = {(within - whole) * kFlankRows, wide_ * TileN};
+      tile.boxes_a = kFlankBoxes;
+    } else {
+      place = {rows, (within - whole - flanks) * kLowColumns};
+      rows = row_offsets_[expert_ + 1] - first;
+      tile.boxes_a = kLowBoxes;
+    }
     tile.expert = expert_;
-    tile.row = first + place.row * kTileM;
-    tile.rows = rows - place.row * kTileM;
-    tile.column = place.column * TileN;
-    tile.width = pair_ ? kNarrow : TileN;
+    tile.row = first + place.row;
+    tile.rows = rows - place.row;
+    tile.column = place.column;
     tile.k_blocks = sizes_.k_blocks;
     at_ += ctas_;
     return true;
@@ -100,8 +107,8 @@ class Schedule<Kind::rows, TileN> {
   const Sizes& sizes_;
   const int32_t* row_offsets_;
   int at_, ctas_;
-  int expert_ = 0, before_ = 0;  // units of the experts before it
-  bool pair_ = false;            // the tile below the last one is next
+  int wide_;                     // columns of tiles of TileN
+  int expert_ = 0, before_ = 0;  // tiles of the experts before it
 };
 
 // Tiles of dw, [M, N] for each expert: dealt in turn.
@@ -121,7 +128,7 @@ class Schedule {
     tile.row = place.row * kTileM;
     tile.rows = sizes_.m - tile.row;
     tile.column = place.column * TileN;
-    tile.width = TileN;
+    tile.boxes_a = kTileM / kBox;
     tile.k_first = sizes_.col_offsets[tile.expert] / kBlockK;
     tile.k_blocks = (sizes_.tokens_per_expert[tile.expert] + kBlockK - 1) / kBlockK;
     at_ += ctas_;

@@ -21,8 +21,7 @@ constexpr int output_box_rows(Kind kind, bool bf16) {
   return kind == Kind::rows || bf16 ? kSlabRows : kHalfSlabRows;
 }
 
-// B comes in boxes of so many rows, so that a narrow tile reads less.
-inline constexpr int kBoxB = 64;
+inline constexpr int kScaleStride = (kScaleBox + 31) / 32 * 32;
 
 // Tiles are planned this far ahead.
 inline constexpr int kPlanned = 4;
@@ -32,21 +31,24 @@ inline constexpr int kRunLength = 32;
 inline constexpr int kRuns = 8;
 inline constexpr int kRunBytes = 16 * kRunLength;
 
-// 128x192: 16 KB of A, 24 KB of B, 640 bytes of scales; four stages and D take 211 of the 227 KB.
+// 128x192: 16 KB of A, 24 KB of B, 1.5 KB for scales; four stages and D take 215 of the 227 KB.
 template <Kind kKind, int TileN>
 struct Stage {
-  static constexpr int kABytes = kTileM * kBlockK;
-  static constexpr int kBBytes = TileN * kBlockK;
-  static constexpr int kTileBytes = kABytes + kBBytes;
+  static constexpr bool kEdges =
+      kKind == Kind::rows && TileN == 192;  // has low and flank tiles, too
+  static constexpr int kBoxes = (kTileM + TileN) / kBox;
+  static constexpr int kMaxBoxesA = kEdges ? kFlankBoxes : kTileM / kBox;
+  static constexpr int kBoxBytes = kBox * kBlockK;
+  static constexpr int kTileBytes = kBoxes * kBoxBytes;
   static constexpr bool kBlockScales = kKind != Kind::tokens_column;
-  static constexpr int kScaleABytes = kKind == Kind::tokens_block ? 0 : 4 * kScaleBoxA;
+  static constexpr bool kRowScales = kKind != Kind::tokens_block;
   static constexpr int kScaleBBytes = kKind == Kind::tokens_column ? 4 * TileN : 0;
-  static constexpr int kScaleLoadBytes = kScaleABytes + kScaleBBytes;  // by TMA
-  // Behind the scales of rows: those of columns, which TMA writes at multiples of 128 bytes.
-  static constexpr int kScaleBAt = (kScaleABytes + 127) / 128 * 128;
+  // Scales of a box of rows take kScaleStride floats, as TMA writes to multiples of 128 bytes.
+  // Behind those of rows come those of columns.
+  static constexpr int kScaleBAt = kRowScales ? kMaxBoxesA * 4 * kScaleStride : 0;
   static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
   static constexpr int kTileStructBytes = 32;
-  static_assert(kABytes % 1024 == 0 && kBBytes % 1024 == 0, "swizzled tiles start at 1024 bytes");
+  static_assert(kBoxBytes % 1024 == 0, "swizzled boxes start at 1024 bytes");
 
   static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
   static constexpr int kSlabBarriers = kKind == Kind::rows ? 0 : kConsumerWarps * kSlabs;

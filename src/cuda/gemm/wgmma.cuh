@@ -45,24 +45,28 @@ __device__ __forceinline__ uint64_t whole(uint32_t descriptor) {
   return uint64_t{kDescriptorHigh} << 32 | descriptor;
 }
 
-template <typename Op, int N, size_t... I>
-__device__ __forceinline__ void issue(uint64_t a, uint64_t b, float (&sum)[N], bool add,
+template <typename Op, size_t... I>
+__device__ __forceinline__ void issue(uint64_t a, uint64_t b, float* sum, bool add,
                                       std::index_sequence<I...>) {
   Op::fma(a, b, sum[I]...,
           add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// part [64, N] = a [64, 128] b [N, 128]^T, asynchronously: part is undefined until `finish`.
+// part [64, N] = a [64, 128] b [N, 128]^T, asynchronously: part, N / 2 values, is undefined until
+// `finish`. Between `begin_multiply` of all parts and `cute::warpgroup_commit_batch`.
 template <DType A, DType B, int N>
-__device__ __forceinline__ void multiply(uint32_t a, uint32_t b, float (&part)[N / 2]) {
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) cute::warpgroup_fence_operand(part[i]);
-  cute::warpgroup_arrive();
+__device__ __forceinline__ void multiply(uint32_t a, uint32_t b, float* part) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)  // 32 bytes of K are 2 units of the descriptor's address
     issue<typename Instruction<A, B, N>::Op>(whole(a + 2 * k), whole(b + 2 * k), part, k > 0,
                                              std::make_index_sequence<N / 2>{});
-  cute::warpgroup_commit_batch();
+}
+
+template <int N>
+__device__ __forceinline__ void begin_multiply(float (&part)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) cute::warpgroup_fence_operand(part[i]);
+  cute::warpgroup_arrive();
 }
 
 template <int N>
