@@ -8,6 +8,7 @@ from typing import Any
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
+_TILES = {"row": (1, TILE), "gemm": (1, TILE), "block": (TILE, TILE)}
 _FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
@@ -54,8 +55,8 @@ class Fp8Tensor:
     fp8_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        tile = (TILE, TILE) if self.scale_layout == "block" else (1, TILE)
-        if self.scale_layout not in ("row", "gemm", "block"):
+        tile = _TILES.get(self.scale_layout)
+        if tile is None:
             raise ValueError(
                 "[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; "
                 f"got {self.scale_layout!r}"
