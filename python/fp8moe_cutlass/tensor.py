@@ -8,6 +8,7 @@ from typing import Any
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
+_TILES = {"row": (1, TILE), "gemm": (1, TILE), "block": (TILE, TILE)}
 _FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
@@ -24,14 +25,15 @@ def pad4(a: int) -> int:
 def scale_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """Shape of `scale_inv` for data of `shape`: [M, K], or [E, M, K] in block layout."""
     *outer, m, k = shape
+    tiles = cdiv(k, TILE)
     if layout == "row":
-        return (m, cdiv(k, TILE))
+        return (m, tiles)
     if layout == "gemm":
-        return (cdiv(k, TILE), pad4(m))
-    return (*outer, cdiv(m, TILE), cdiv(k, TILE))
+        return (tiles, pad4(m))
+    return (*outer, cdiv(m, TILE), tiles)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Fp8Tensor:
     """value = decode(data) * scale_inv of its tile.
 
@@ -53,30 +55,40 @@ class Fp8Tensor:
     interleave: int = 0
     fp8_dtype: str | None = None
 
-    def __post_init__(self) -> None:
-        tile = (TILE, TILE) if self.scale_layout == "block" else (1, TILE)
-        if self.scale_layout not in ("row", "gemm", "block"):
+    def __init__(
+        self,
+        data: Array,
+        scale_inv: Array,
+        block: tuple[int, int] = (1, TILE),
+        scale_layout: str = "row",
+        pow2: bool = True,
+        interleave: int = 0,
+        fp8_dtype: str | None = None,
+    ) -> None:
+        tile = _TILES.get(scale_layout)
+        if tile is None:
             raise ValueError(
-                "[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; "
-                f"got {self.scale_layout!r}"
+                f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {scale_layout!r}"
             )
-        if self.block != tile:
+        if block != tile:
             raise ValueError(
-                f"[Fp8Tensor] block must be {tile} with scale_layout {self.scale_layout!r}; "
-                f"got {self.block}"
+                f"[Fp8Tensor] block must be {tile} with scale_layout {scale_layout!r}; got {block}"
             )
-        if self.fp8_dtype is None:
-            name = str(self.data.dtype).removeprefix("torch.")
+        if fp8_dtype is None:
+            name = str(data.dtype).removeprefix("torch.")
             if name not in _FORMATS:
                 raise ValueError(
                     "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
                     f"fp8_dtype given; got {name}"
                 )
-            object.__setattr__(self, "fp8_dtype", _FORMATS[name])
-        elif self.fp8_dtype not in ("e4m3", "e5m2"):
-            raise ValueError(
-                f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {self.fp8_dtype!r}"
-            )
+            fp8_dtype = _FORMATS[name]
+        elif fp8_dtype not in ("e4m3", "e5m2"):
+            raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
+        # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
+        own = self.__dict__
+        own["data"], own["scale_inv"] = data, scale_inv
+        own["block"], own["scale_layout"], own["pow2"] = block, scale_layout, pow2
+        own["interleave"], own["fp8_dtype"] = interleave, fp8_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:

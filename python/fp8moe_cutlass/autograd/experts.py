@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
 from fp8moe_cutlass.autograd.saving import load, save
-from fp8moe_cutlass.autograd.weight_grad import WeightGrad
+from fp8moe_cutlass.autograd.weight_grad import WeightGrad, cast
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -41,7 +41,7 @@ def fp8_experts(
     shown what flows, where gradients are needed.
     """
     if not needs_grad(x, probs, gate_up.weight, down.weight):
-        return fp8.forward(quantize(x, recipe), probs, plan, weights, recipe)[0].to(x.dtype)
+        return cast(fp8.forward(quantize(x, recipe), probs, plan, weights, recipe)[0], x.dtype)
     out: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep, observe
     )
@@ -112,7 +112,7 @@ class _Fp8Experts(torch.autograd.Function):
             need_down=need_down,
             observe=ctx.observe,
         )
-        dx = None if grads.dx is None else grads.dx.to(ctx.dtype)
+        dx = None if grads.dx is None else cast(grads.dx, ctx.dtype)
         d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
         d_down = ctx.down.accept(grads.down) if need_down else None
         return dx, grads.dprobs, d_gate_up, d_down, *(None,) * 7
@@ -164,7 +164,7 @@ def _returned(out: Tensor, dtype: torch.dtype) -> Tensor:
     and gives that one the gradient, unless the two are different tensors."""
     if torch.compiler.is_compiling() and out.dtype == dtype:
         return out.view(out.shape)
-    return out.to(dtype)
+    return cast(out, dtype)
 
 
 def needs_grad(*tensors: Tensor) -> bool:

@@ -86,9 +86,9 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise ValueError(
             f"[MoEExperts] topk_weights must be floating point; got {topk_weights.dtype}"
         )
+    device = weight.device
     for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if t.device != weight.device:
+        if t.device != device:
             raise ValueError(
-                f"[MoEExperts] {name} must be on the parameters' device "
-                f"{weight.device}; got {t.device}"
+                f"[MoEExperts] {name} must be on the parameters' device {device}; got {t.device}"
             )

@@ -174,7 +174,8 @@ class MoEExperts(nn.Module):
         beside: with a group, is called as soon as the tokens are on their way to their experts, to
         queue (on another stream) what does not depend on them; else before anything.
         """
-        check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
+        weights = (self.gate_up_proj, self.down_proj)  # once: a look-up takes a microsecond
+        check_inputs(weights[0], x, topk_idx, topk_weights)
         if torch.compiler.is_compiling():
             self._check_compilable()
         if beside is not None and self._exchange is None:
@@ -182,12 +183,9 @@ class MoEExperts(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
-        x = x.reshape(-1, self.hidden_size).contiguous()
-        topk_idx = topk_idx.reshape(-1, topk_idx.shape[-1]).contiguous()
-        probs = topk_weights.reshape(topk_idx.shape).float().contiguous()
+        x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
         queue = self._wgrads if self.delay_wgrad else None
-        gate_up = WeightGrad(self.gate_up_proj, is_first_microbatch, queue)
-        down = WeightGrad(self.down_proj, is_first_microbatch, queue)
+        gate_up, down = (WeightGrad(w, is_first_microbatch, queue) for w in weights)
         keep = "none" if self.recompute == "expert" else self.save_preactivation
         if self.recipe is not None:
             self._refresh(is_first_microbatch)
@@ -201,11 +199,9 @@ class MoEExperts(nn.Module):
             )
         else:
             plan = ops.route(self.num_experts, topk_idx=topk_idx)
-            weights, observe = self.fp8_weights(), self.observer
-            out = fp8_experts(
-                x, probs, plan, weights, self.recipe, keep=keep, observe=observe, **to
-            )
-        return out.view(shape)
+            copies, observe = self.fp8_weights(), self.observer
+            out = fp8_experts(x, probs, plan, copies, self.recipe, keep=keep, observe=observe, **to)
+        return out if len(shape) == 2 else out.view(shape)
 
     def _block(self, keep: str) -> Fp8Block | Bf16Block:
         if self.recipe is None:
@@ -246,16 +242,15 @@ class MoEExperts(nn.Module):
         )
 
     def _refresh(self, is_first_microbatch: bool | None) -> None:
-        if torch.compiler.is_compiling() or capturing(self.gate_up_proj):
+        parameters = (self.gate_up_proj, self.down_proj)
+        if torch.compiler.is_compiling() or capturing(parameters[0]):
             if not self._quantized:
                 raise RuntimeError(
                     "[MoEExperts] call quantize_weights() before a compiled or captured forward: "
                     "a changed parameter is not noticed there; got weights never quantized"
                 )
             return
-        stale = is_first_microbatch is None and self._source != fingerprint(
-            self.gate_up_proj, self.down_proj
-        )
+        stale = is_first_microbatch is None and self._source != fingerprint(*parameters)
         if is_first_microbatch or self._source is None or stale:
             self.quantize_weights()
 
@@ -287,15 +282,20 @@ class MoEExperts(nn.Module):
 
     def fp8_weights(self) -> Fp8Weights:
         """The FP8 copies as the last `quantize_weights` left them; the layer has an FP8 recipe."""
-        pow2 = self.recipe is not None and self.recipe.scale == "pow2"
-        copies: dict[str, Any] = {
-            "gate_up_t": self.gate_up_proj.detach().mT,
-            "down_t": self.down_proj.detach().mT,
-        }
-        for name in self._copies():
-            data, scale_inv = (getattr(self, f"{name}_{part}") for part in ("fp8", "scale_inv"))
-            copies[name] = Fp8Tensor(data, scale_inv, (128, 128), "block", pow2)
-        return Fp8Weights(**copies)
+        assert self.recipe is not None
+        buffers = self._buffers  # every forward is here; a look-up by attribute takes a microsecond
+        how: Any = ((128, 128), "block", self.recipe.scale == "pow2", 0, self.recipe.fp8_dtype)
+
+        def held(name: str) -> Fp8Tensor:
+            return Fp8Tensor(buffers[f"{name}_fp8"], buffers[f"{name}_scale_inv"], *how)
+
+        kept = self.transposed_weights == "kept"
+        return Fp8Weights(
+            held("gate_up"),
+            held("gate_up_t") if kept else self.gate_up_proj.detach().mT,
+            held("down"),
+            held("down_t") if kept else self.down_proj.detach().mT,
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEExperts:
         # .to(dtype), .cuda(), to_empty(): the copies follow the parameters' device, never a dtype.
@@ -337,3 +337,8 @@ class MoEExperts(nn.Module):
                     "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
                     f"got it on {name}; delete the attribute to have main_grad accumulate alone"
                 )
+
+
+def _rows(t: Tensor) -> Tensor:
+    """t [..., C] as dense rows [N, C]: no view, which autograd would record, where it is one."""
+    return (t if t.ndim == 2 else t.reshape(-1, t.shape[-1])).contiguous()

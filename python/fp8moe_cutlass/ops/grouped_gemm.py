@@ -33,7 +33,7 @@ def grouped_gemm(
         )
     name = dtype_name("grouped_gemm", out_dtype, "bfloat16", "float32")
     if out is None:
-        out = empty("grouped_gemm", a.data, (a.shape[0], w.shape[1]), name)
+        out = empty("grouped_gemm", a.data, (a.data.shape[0], w.data.shape[1]), name)
     op = "grouped_gemm"
     _op(*flat_in(op, "a", a, "gemm"), *flat_in(op, "w", w, "block"), *flat_plan(plan), out)
     return out
