@@ -36,6 +36,11 @@ __device__ __forceinline__ V load_shared_by_blocks(const void* p) {
   return __ldg(static_cast<const V*>(p));
 }
 
+// The line of p is on its way to L2.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 template <typename V>
 __device__ __forceinline__ void store(void* p, V v) {
   *static_cast<V*>(p) = v;
