@@ -46,6 +46,22 @@ __device__ __forceinline__ void store(void* p, V v) {
   *static_cast<V*>(p) = v;
 }
 
+// The same if `wanted`. What makes v is done either way: a branch around it would cost a warp more.
+__device__ __forceinline__ void store_if(bool wanted, void* p, uint2 v) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.s32 wanted, %0, 0;\n"
+      " @wanted st.global.v2.b32 [%1], {%2, %3};\n}" ::"r"(static_cast<int>(wanted)),
+      "l"(p), "r"(v.x), "r"(v.y)
+      : "memory");
+}
+__device__ __forceinline__ void store_if(bool wanted, void* p, uint4 v) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.s32 wanted, %0, 0;\n"
+      " @wanted st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(static_cast<int>(wanted)),
+      "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+
 // Written and not read before it would leave the cache anyway.
 template <typename V>
 __device__ __forceinline__ void store_streaming(void* p, V v) {

@@ -166,9 +166,11 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
                                     p.scaling);
       T::sync();
     }
-    T::template columns_encode<F, kKind>(p.columns_to, done_tile, done_block, v, weight,
-                                         shared.amax, p.scaling, shared.codes);
+    const float scale_inv =
+        T::template columns_encode<F, kKind>(v, weight, shared.amax, p.scaling, shared.codes);
     T::sync();
+    if (kKind == ColumnKind::block && T::thread() == 0)
+      T::block_scale_store(p.columns_to, done_tile, done_block, scale_inv);
     T::columns_store(p.columns_to, done_tile, done_block, p.columns, shared.codes);
   }
 }

@@ -97,8 +97,8 @@ __device__ __forceinline__ void load_row(const SwigluBackward& p, const Backward
                                          BackwardTilesShared& shared) {
   using T = BackwardTile;
   const int r = T::row() + j, column = 128 * item.tile + T::column(0);
-  const int bytes = r < item.tokens ? 16 : 0;
-  const int64_t row = item.first_row + (r < item.tokens ? r : 0);
+  const int bytes = r < item.tokens ? 16 : 0;  // rows past the last token are not read
+  const int64_t row = item.first_row + r;
   const uint16_t* gate = p.z + row * 2 * p.intermediate + column;
   copy_async(&shared.operand[j][0][threadIdx.x], gate, bytes);
   copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void store_rows(const SwigluBackward& p, const Backwa
 #pragma unroll
   for (int j = 0; j < 4; ++j, codes += p.dz.ld) {
     const float scale = __shfl_sync(kFullWarp, scales, 8 * o + 2 * j, 16);
-    if (j < left) T::store_codes<F>(codes, v[j], scale * prob[j]);
+    store_if(j < left, codes, fp8_encode8<F>(v[j], scale * prob[j]));
   }
 }
 
@@ -212,17 +212,21 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
   __syncthreads();
 
   const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
-  const int columns[3] = {2 * p.intermediate, 2 * p.intermediate, p.intermediate};
+  const int columns_of_dz = to.dz.data != nullptr ? 2 * p.intermediate : 0;
+  const int columns[3] = {columns_of_dz, columns_of_dz,
+                          to.h.data != nullptr ? p.intermediate : 0};  // 0: not stored
   const auto tile_of = [&](int tile, int o) { return o == 1 ? p.tiles + tile : tile; };
   const auto maxima = [&](int o) {
     return T::Maxima{shared.maxima[0][o], 3 * 128, shared.most[o], shared.scale[o]};
   };
   const auto store_columns = [&](int turn, int block, int tile) {
     shared.codes_done.wait(turn);
+    T::Words words[3];
+#pragma unroll
+    for (int o = 0; o < 3; ++o) T::columns_read(shared.codes[o], words[o]);
 #pragma unroll
     for (int o = 0; o < 3; ++o)
-      if (outs[o].data != nullptr)
-        T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
+      T::columns_write(outs[o], tile_of(tile, o), block, columns[o], words[o]);
   };
   int summed = 0;  // blocks of tokens whose dprob is out
 #pragma unroll 1
@@ -268,8 +272,7 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
       most[o] = fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
                       fmaxf(row_most[4 * o + 2], row_most[4 * o + 3]));
 #pragma unroll
-    for (int o = 0; o < 3; ++o)
-      if (outs[o].data != nullptr) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
+    for (int o = 0; o < 3; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
     shared.maxima_done.arrive();
 
     const float scales = store_row_scales<F>(p, item, row_most);
@@ -280,24 +283,26 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     if constexpr (kKind == ColumnKind::column) {
 #pragma unroll
       for (int o = 0; o < 2; ++o)
-        if (outs[o].data != nullptr)
-          T::columns_scales<F>(outs[o], tile_of(item.tile, o), item.block, columns[o], maxima(o),
-                               p.scaling, o);
-      if (to.h.data != nullptr)
-        T::columns_scales<E4M3>(to.h, item.tile, item.block, columns[2], maxima(2), p.scaling, 2);
+        T::columns_scales<F>(outs[o], tile_of(item.tile, o), item.block, columns[o], maxima(o),
+                             p.scaling, o);
+      T::columns_scales<E4M3>(to.h, item.tile, item.block, columns[2], maxima(2), p.scaling, 2);
       shared.scales_done.arrive();
     }
     store_rows<F>(p, item, 1, v[1], prob, scales);
     if constexpr (kKind == ColumnKind::column) shared.scales_done.wait(n);
+    float scale_inv[3];
 #pragma unroll
     for (int o = 0; o < 2; ++o)
-      if (outs[o].data != nullptr)
-        T::columns_encode<F, kKind>(outs[o], tile_of(item.tile, o), item.block, v[o], prob,
-                                    maxima(o), p.scaling, shared.codes[o]);
-    if (to.h.data != nullptr)
-      T::columns_encode<E4M3, kKind>(to.h, item.tile, item.block, v[2], prob, maxima(2), p.scaling,
-                                     shared.codes[2]);
+      scale_inv[o] = T::columns_encode<F, kKind>(v[o], prob, maxima(o), p.scaling, shared.codes[o]);
+    scale_inv[2] =
+        T::columns_encode<E4M3, kKind>(v[2], prob, maxima(2), p.scaling, shared.codes[2]);
     shared.codes_done.arrive();
+    if constexpr (kKind == ColumnKind::block) {  // three warps, so that none falls behind
+#pragma unroll
+      for (int o = 0; o < 3; ++o)
+        if (threadIdx.x == 32 * o && columns[o] > 0)
+          T::block_scale_store(outs[o], tile_of(item.tile, o), item.block, scale_inv[o]);
+    }
   }
   if (share.items > 0) store_columns(share.items - 1, item.block, item.tile);
   if (p.dprobs != nullptr)

@@ -161,16 +161,16 @@ struct Tile {
       out.scale[tile * out.scale_tile + block * out.scale_block + at] = s.scale_inv;
   }
 
+  // Returns what block_scale_store stores, where a tile has one scale.
   template <typename F, ColumnKind kKind, typename Rule>
-  static __device__ __forceinline__ void columns_encode(const ColumnsOut& out, int tile, int block,
-                                                        const Row (&v)[4], const float (&weight)[4],
-                                                        const Maxima& shared, const Rule& rule,
-                                                        Shared& codes) {
-    float scale = 0.0f;
+  static __device__ __forceinline__ float columns_encode(const Row (&v)[4],
+                                                         const float (&weight)[4],
+                                                         const Maxima& shared, const Rule& rule,
+                                                         Shared& codes) {
+    float scale = 0.0f, scale_inv = 0.0f;
     if constexpr (kKind == ColumnKind::block) {
       const TileScale s = rule.template of<F>(warp_max(shared.warps[thread() % kWarps]));
-      scale = s.scale;
-      if (thread() == 0) out.scale[tile * out.scale_tile + block * out.scale_block] = s.scale_inv;
+      scale = s.scale, scale_inv = s.scale_inv;
     }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -183,21 +183,39 @@ struct Tile {
                                v[2][i] * (scale * weight[2]), v[3][i] * (scale * weight[3]));
       }
     }
+    return scale_inv;
   }
 
-  // 8 threads a column, 16 tokens each.
+  // By one thread, when others need not wait for it.
+  static __device__ __forceinline__ void block_scale_store(const ColumnsOut& out, int tile,
+                                                           int block, float scale_inv) {
+    out.scale[tile * out.scale_tile + block * out.scale_block] = scale_inv;
+  }
+
+  // 8 threads a column, 16 tokens each; all of a thread's are read before the first is stored.
+  using Words = uint4[1024 / kThreads];
+  static __device__ __forceinline__ void columns_read(const Shared& codes, Words& words) {
+#pragma unroll
+    for (int i = 0; i < 1024 / kThreads; ++i) {
+      const int at = kThreads / 8 * i + thread() / 8, chunk = thread() % 8;
+      const int swizzled = 4 * (at >> 3 & 7);  // and 2 from column 64 on, where words are swapped
+      const uint4 w = *reinterpret_cast<const uint4*>(&codes.codes[at][4 * chunk ^ swizzled]);
+      words[i] = kThreads / 8 * i >= 64 ? uint4{w.z, w.w, w.x, w.y} : w;
+    }
+  }
+  static __device__ __forceinline__ void columns_write(const ColumnsOut& out, int tile, int block,
+                                                       int columns, const Words& words) {
+    int at = 128 * tile + thread() / 8;
+    uint8_t* to = out.data + at * out.ld + 128 * int64_t{block} + 16 * (thread() % 8);
+#pragma unroll
+    for (int i = 0; i < 1024 / kThreads; ++i, at += kThreads / 8, to += kThreads / 8 * out.ld)
+      store_if(at < columns, to, words[i]);
+  }
   static __device__ __forceinline__ void columns_store(const ColumnsOut& out, int tile, int block,
                                                        int columns, const Shared& codes) {
-#pragma unroll
-    for (int first = 0; first < 128; first += kThreads / 8) {
-      const int at = first + thread() / 8, chunk = thread() % 8;
-      const int swizzled = 4 * (at >> 3 & 7);  // and 2 from column 64 on, where words are swapped
-      uint4 w = *reinterpret_cast<const uint4*>(&codes.codes[at][4 * chunk ^ swizzled]);
-      if (first >= 64) w = {w.z, w.w, w.x, w.y};
-      if (128 * tile + at < columns)
-        store(out.data + (128 * int64_t{tile} + at) * out.ld + 128 * int64_t{block} + 16 * chunk,
-              w);
-    }
+    Words words;
+    columns_read(codes, words);
+    columns_write(out, tile, block, columns, words);
   }
 };
 
@@ -245,8 +263,10 @@ __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock r
       T::template columns_scales<F>(columns_to, tile, block, columns, maxima, scaling);
       __syncthreads();
     }
-    T::template columns_encode<F, kKind>(columns_to, tile, block, v, unit, maxima, scaling, codes);
+    const float scale_inv = T::template columns_encode<F, kKind>(v, unit, maxima, scaling, codes);
     __syncthreads();
+    if (kKind == ColumnKind::block && threadIdx.x == 0)
+      T::block_scale_store(columns_to, tile, block, scale_inv);
     T::columns_store(columns_to, tile, block, columns, codes);
   }
 }
