@@ -55,6 +55,26 @@ __device__ __forceinline__ float lanes_max_each(const float (&m)[N]) {
   }
 }
 
+// Four maxima a lane over the groups of kLanes lanes of a warp, of as many fours as there are
+// groups: lanes of group g get those of m[4 g] ... m[4 g + 3], each over their own lane of all
+// groups.
+template <int kLanes, int kStep = 16, int N>
+__device__ __forceinline__ float4 groups_max_each(const float (&m)[N]) {
+  if constexpr (kStep < kLanes) {
+    static_assert(N == 4);
+    return {m[0], m[1], m[2], m[3]};
+  } else {
+    const bool upper = (threadIdx.x & kStep) != 0;
+    float kept[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float given = upper ? m[i] : m[N / 2 + i];
+      kept[i] = fmaxf(upper ? m[N / 2 + i] : m[i], __shfl_xor_sync(kFullWarp, given, kStep));
+    }
+    return groups_max_each<kLanes, kStep / 2>(kept);
+  }
+}
+
 // The same of the balanced trees of lanes_tree_sum, for N = 4: lane l gets the sum of terms
 // 2 (l % 2) + l / 2 % 2.
 template <int kLanes>

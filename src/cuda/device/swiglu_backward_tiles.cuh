@@ -37,10 +37,10 @@ struct BackwardTilesShared {
   using T = BackwardTile;
   static constexpr int kSums = 48;
 
-  uint4 operand[4][3][T::kThreads];  // of row j: gate, up, dh; only a thread's own
-  T::Shared codes[3];                // of dgate, dup, h
-  float maxima[T::kWarps][3][128];   // where each column has its scale
-  float scale[3][128];
+  uint4 operand[4][3][T::kThreads];             // of row j: gate, up, dh; only a thread's own
+  T::Shared codes[3];                           // of dgate, dup, h
+  alignas(16) float maxima[T::kWarps][3][128];  // where each column has its scale
+  alignas(16) float scale[3][128];
   float most[3][T::kWarps];
   alignas(16) float prob[128];  // a warp's own 8
   SigmoidTable<14> sigmoids;

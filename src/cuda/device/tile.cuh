@@ -29,14 +29,14 @@ struct Tile {
     // have no bank conflicts, and 4 aligned words stay together for the reads, or swap by twos.
     alignas(16) uint32_t codes[128][32];
   };
-  // Maxima by warp and place(column), or by warp, and scales by place(column): here or elsewhere.
+  // Maxima by warp and place of the column, or by warp, and scales by place: here or elsewhere.
   struct Maxima {
     float* columns;  // of warp w from w * stride on
     int stride;
     float* warps;
     float* scale;
   };
-  struct Amax {
+  struct alignas(16) Amax {
     float of[kWarps][128];
     float scale[128];
     __device__ __forceinline__ operator Maxima() { return {of[0], 128, of[0], scale}; }
@@ -62,10 +62,14 @@ struct Tile {
     return 4 * (lane() % 8) + 2 * (half + lane() / 8);
   }
 
-  // Column `at` among words that the lanes of a group read side by side: its value's index comes
-  // first.
-  static __device__ __forceinline__ int place(int at) {
-    return (8 * (at / (8 * kLanes)) + at % 8) * kLanes + at / 8 % kLanes;
+  // Words of columns: where those of a lane's four values from 4 quad on begin, side by side with
+  // those of the lanes of a group, and whose word is the place-th.
+  static __device__ __forceinline__ int place_of_quad(int quad) {
+    return 4 * (kLanes * quad + lane());
+  }
+  static __device__ __forceinline__ int column_at(int place) {
+    const int quad = place / (4 * kLanes);
+    return 64 * (quad / 2) + 8 * (place / 4 % kLanes) + 4 * (quad % 2) + place % 4;
   }
 
   // Codes of a thread's values of one row of a full tile; `codes` is where its first column goes.
@@ -114,15 +118,14 @@ struct Tile {
       const float m = warp_max(tile_amax);
       if (warp_lane == 0) shared.warps[warp] = m;
     } else {
+      Row m;
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        float m = fmaxf(fmaxf(fabsf(v[0][i] * weight[0]), fabsf(v[1][i] * weight[1])),
-                        fmaxf(fabsf(v[2][i] * weight[2]), fabsf(v[3][i] * weight[3])));
-#pragma unroll
-        for (int step = kLanes; step < 32; step *= 2)
-          m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, step));
-        if (warp_lane < kLanes) shared.columns[warp * shared.stride + i * kLanes + lane()] = m;
-      }
+      for (int i = 0; i < kValues; ++i)
+        m[i] = fmaxf(fmaxf(fabsf(v[0][i] * weight[0]), fabsf(v[1][i] * weight[1])),
+                     fmaxf(fabsf(v[2][i] * weight[2]), fabsf(v[3][i] * weight[3])));
+      float* to = shared.columns + warp * shared.stride;
+      *reinterpret_cast<float4*>(to + place_of_quad(warp_lane / kLanes)) =
+          groups_max_each<kLanes>(m);
     }
   }
 
@@ -137,11 +140,8 @@ struct Tile {
 #pragma unroll
       for (int j = 0; j < 4; ++j) m = most_packed<S>(m, (&rows[j].x)[i]);
       m = most_packed<S>(m, __shfl_xor_sync(kFullWarp, m, 16));
-      const float2 pair = unpack2<S>(m);
-      if (warp_lane < kLanes) {
-        shared.of[warp][2 * i * kLanes + lane()] = pair.x;
-        shared.of[warp][(2 * i + 1) * kLanes + lane()] = pair.y;
-      }
+      float* to = &shared.of[warp][place_of_quad(i / 2) + 2 * (i % 2)];
+      if (warp_lane < kLanes) *reinterpret_cast<float2*>(to) = unpack2<S>(m);
     }
   }
 
@@ -150,13 +150,13 @@ struct Tile {
   static __device__ __forceinline__ void columns_scales(const ColumnsOut& out, int tile, int block,
                                                         int columns, const Maxima& shared,
                                                         const Rule& rule, int part = 0) {
-    const int at = thread() - 128 * part;
-    if (at < 0 || at >= 128) return;
+    const int place = thread() - 128 * part, at = column_at(place);
+    if (place < 0 || place >= 128) return;
     float m = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.columns[w * shared.stride + place(at)]);
+    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.columns[w * shared.stride + place]);
     const TileScale s = rule.template of<F>(m);
-    shared.scale[place(at)] = s.scale;
+    shared.scale[place] = s.scale;
     if (128 * tile + at < columns)
       out.scale[tile * out.scale_tile + block * out.scale_block + at] = s.scale_inv;
   }
@@ -176,9 +176,14 @@ struct Tile {
     for (int half = 0; half < kHalves; ++half) {
       // Eight neighbouring columns have one swizzle: one address, written as such.
       uint32_t* word = &codes.codes[column(half)][group() ^ swizzle(half)];
+      float4 scales;
 #pragma unroll
       for (int i = 8 * half; i < 8 * half + 8; ++i, word += 32) {
-        if constexpr (kKind == ColumnKind::column) scale = shared.scale[i * kLanes + lane()];
+        if constexpr (kKind == ColumnKind::column) {
+          if (i % 4 == 0)
+            scales = *reinterpret_cast<const float4*>(shared.scale + place_of_quad(i / 4));
+          scale = (&scales.x)[i % 4];
+        }
         *word = fp8_encode4<F>(v[0][i] * (scale * weight[0]), v[1][i] * (scale * weight[1]),
                                v[2][i] * (scale * weight[2]), v[3][i] * (scale * weight[3]));
       }
