@@ -82,7 +82,6 @@ __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ 
 template <bool kClamp>
 struct StagedHidden {
   static constexpr int kPlanes = 2, kTeams = 2;
-  using Plain = void;
   using Table = SigmoidTable<>;
   const uint16_t* z;
   int intermediate;

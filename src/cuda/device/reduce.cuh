@@ -101,15 +101,6 @@ __device__ __forceinline__ float amax(const float (&v)[N]) {
   return m;
 }
 
-// max |x| over 8 packed values of a 16-bit type, NaNs ignored.
-template <typename T>
-__device__ __forceinline__ float packed_amax(const uint4& w) {
-  const uint32_t most =
-      most_packed<T>(most_packed<T>(most_packed<T>(most_packed<T>(0, w.x), w.y), w.z), w.w);
-  const float2 pair = unpack2<T>(most);
-  return fmaxf(pair.x, pair.y);
-}
-
 // max |v weight|: rounding is monotone, so one product does. A NaN weight is ignored as its
 // products are.
 template <int N>

@@ -7,8 +7,6 @@
 // next tile's, and while they are on their way the columns are encoded, transposed and stored.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/device/tile.cuh"
 #include "cuda/runtime.h"
 
@@ -17,9 +15,7 @@ namespace fp8moe::cuda {
 // Source: kPlanes operands of 16 bits; row(plane, row) points to column 0 of an operand's row,
 // stride() apart; values(table, packed, v) computes 8 values from 8 of each operand. Table: in
 // shared memory, one a block of kTeams teams. What is quantized is v times the weight of its row: a
-// power-of-two scale times the weight is one factor, and no rounding is lost by it. Plain: a type
-// of 16 bits if v is the one operand itself, without weights, whose maxima are then found two at a
-// time; else void.
+// power-of-two scale times the weight is one factor, and no rounding is lost by it.
 template <typename Source>
 struct StagedTiles {
   Source source;
@@ -40,11 +36,6 @@ struct StagedShared {
   StagedTile<Source>::Shared codes;
   StagedTile<Source>::Amax amax;
   float weight[128];
-};
-
-// Where values need no table.
-struct NoTable {
-  __device__ __forceinline__ void fill() {}
 };
 
 template <typename Source>
@@ -100,7 +91,6 @@ template <typename F, ColumnKind kKind, typename Source>
 __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void staged_tiles(
     const __grid_constant__ StagedTiles<Source> p) {
   using T = StagedTile<Source>;
-  constexpr bool kPlain = !std::is_void_v<typename Source::Plain>;
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& of_block = *reinterpret_cast<StagedBlock<Source>*>(bytes);
   auto& shared = of_block.team[T::team()];
@@ -131,9 +121,7 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
         packed[j][plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
       p.source.values(of_block.table, packed[j], v[j]);
       weight[j] = 1.0f;
-      if constexpr (kPlain) {
-        row_most[j] = packed_amax<typename Source::Plain>(packed[j][0]);
-      } else if constexpr (kKind == ColumnKind::block) {  // the scales take the weights in
+      if constexpr (kKind == ColumnKind::block) {  // the scales take the weights in
         weight[j] = shared.weight[r];
         row_most[j] = weighted_amax(v[j], weight[j]);
       } else {  // each column has its scale: once a value is less than once a scale
@@ -145,11 +133,7 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
     }
     store_rows<F>(p, b, tile, v, weight, row_most);
     const float most = fmaxf(fmaxf(row_most[0], row_most[1]), fmaxf(row_most[2], row_most[3]));
-    if constexpr (kPlain && kKind == ColumnKind::column)
-      T::template columns_amax_packed<typename Source::Plain>(
-          {packed[0][0], packed[1][0], packed[2][0], packed[3][0]}, shared.amax);
-    else
-      T::template columns_amax<kKind>(v, weight, most, shared.amax);
+    T::template columns_amax<kKind>(v, weight, most, shared.amax);
     const int done_block = block, done_tile = tile;
     __syncwarp();  // the weights have been read
     if (left > 1) {

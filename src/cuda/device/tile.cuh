@@ -129,22 +129,6 @@ struct Tile {
     }
   }
 
-  // The same of columns by packed words of the 16-bit type S, rows j, without weights.
-  template <typename S>
-  static __device__ __forceinline__ void columns_amax_packed(const uint4 (&rows)[4], Amax& shared) {
-    static_assert(kLanes == 16 && kValues == 8);
-    const int warp = thread() / 32, warp_lane = thread() % 32;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t m = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) m = most_packed<S>(m, (&rows[j].x)[i]);
-      m = most_packed<S>(m, __shfl_xor_sync(kFullWarp, m, 16));
-      float* to = &shared.of[warp][place_of_quad(i / 2) + 2 * (i % 2)];
-      if (warp_lane < kLanes) *reinterpret_cast<float2*>(to) = unpack2<S>(m);
-    }
-  }
-
   // Only for a scale a column, before columns_encode and another barrier: by threads 128 `part` on.
   template <typename F, typename Rule>
   static __device__ __forceinline__ void columns_scales(const ColumnsOut& out, int tile, int block,
