@@ -68,12 +68,16 @@ def test_a_narrow_tile_where_the_wide_one_wastes() -> None:
 def test_no_rows_are_no_tiles() -> None:
     c = _C.explain_grouped_gemm("fprop", 0, 256, 256, 4, 132)
     assert (c["tiles"], c["waves"], c["idle"], c["waste"]) == (0, 0.0, 0.0, 0.0)
+    for name in ("fprop", "dgrad", "wgrad"):
+        assert _C.explain_grouped_gemm(name, 256, 0, 256, 4, 132)["tiles"] == 0
 
 
 @pytest.mark.parametrize("bad", [(-1, 1, 1, 1, 1), (1, 1, 1, 0, 1), (1, 1, 1, 1, 0)])
 def test_bad_sizes_are_refused(bad: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="experts and SMs positive"):
         _C.explain_grouped_gemm("fprop", *bad)
+    with pytest.raises(ValueError, match="at most 1073741824; got M 2147483648"):
+        _C.explain_grouped_gemm("fprop", 2**31, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="gemm must be fprop, dgrad or wgrad; got sideways"):
         _C.explain_grouped_gemm("sideways", 1, 1, 1, 1, 1)
 

@@ -1,5 +1,6 @@
 #include "fp8moe/explain.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -55,7 +56,7 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   choice.shared_bytes = Stage<kKind, TileN>::kBytes;
   double done = 0;
   Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
-  for (Tile tile; schedule.next(tile); ++choice.tiles)
+  for (Tile tile; n > 0 && k > 0 && schedule.next(tile); ++choice.tiles)
     done += static_cast<double>(work(tile, TileN, sizes.n)) * tile.k_blocks;
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   choice.waste = done > 0 ? 1 - useful / done : 0;
@@ -78,6 +79,10 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
       m >= 0 && n >= 0 && k >= 0 && experts > 0 && sm_count > 0,
       "[explain_grouped_gemm] sizes must not be negative, experts and SMs positive; got M ", m,
       ", N ", n, ", K ", k, ", ", experts, " experts, ", sm_count, " SMs");
+  constexpr int64_t kMost = 1 << 30;  // of what a kernel counts in 32 bits
+  FP8MOE_CHECK(std::max({m, n, k, experts}) <= kMost,
+               "[explain_grouped_gemm] sizes must be at most ", kMost, "; got M ", m, ", N ", n,
+               ", K ", k, ", ", experts, " experts");
   if (pass == GemmPass::dgrad) std::swap(n, k);
   // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
   GemmChoice choice = pass == GemmPass::wgrad ? walk<Kind::tokens_block>(m, n, k, experts)

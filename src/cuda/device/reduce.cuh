@@ -33,6 +33,17 @@ __device__ __forceinline__ float lanes_tree_sum(float v) {
   return v;
 }
 
+// Of N maxima over two lanes kStep apart each lane keeps half, the upper one the last.
+template <int kStep, int N>
+__device__ __forceinline__ void max_of_halves(const float (&m)[N], float (&kept)[N / 2]) {
+  const bool upper = (threadIdx.x & kStep) != 0;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float given = upper ? m[i] : m[N / 2 + i];
+    kept[i] = fmaxf(upper ? m[N / 2 + i] : m[i], __shfl_xor_sync(kFullWarp, given, kStep));
+  }
+}
+
 // N maxima at once over groups of kLanes lanes, N <= kLanes: lane l of a group gets that of m[l N /
 // kLanes]. A lane gives away half of what it holds at each step, so N values cost about as much as
 // two.
@@ -44,34 +55,9 @@ __device__ __forceinline__ float lanes_max_each(const float (&m)[N]) {
     const float both[1] = {fmaxf(m[0], __shfl_xor_sync(kFullWarp, m[0], kStep))};
     return lanes_max_each<kLanes, 1, kStep / 2>(both);
   } else {
-    const bool upper = (threadIdx.x & kStep) != 0;
     float kept[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const float given = upper ? m[i] : m[N / 2 + i];
-      kept[i] = fmaxf(upper ? m[N / 2 + i] : m[i], __shfl_xor_sync(kFullWarp, given, kStep));
-    }
+    max_of_halves<kStep>(m, kept);
     return lanes_max_each<kLanes, N / 2, kStep / 2>(kept);
-  }
-}
-
-// Four maxima a lane over the groups of kLanes lanes of a warp, of as many fours as there are
-// groups: lanes of group g get those of m[4 g] ... m[4 g + 3], each over their own lane of all
-// groups.
-template <int kLanes, int kStep = 16, int N>
-__device__ __forceinline__ float4 groups_max_each(const float (&m)[N]) {
-  if constexpr (kStep < kLanes) {
-    static_assert(N == 4);
-    return {m[0], m[1], m[2], m[3]};
-  } else {
-    const bool upper = (threadIdx.x & kStep) != 0;
-    float kept[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const float given = upper ? m[i] : m[N / 2 + i];
-      kept[i] = fmaxf(upper ? m[N / 2 + i] : m[i], __shfl_xor_sync(kFullWarp, given, kStep));
-    }
-    return groups_max_each<kLanes, kStep / 2>(kept);
   }
 }
 
@@ -90,6 +76,21 @@ __device__ __forceinline__ float lanes_tree_sum_each(const float (&term)[4]) {
 #pragma unroll
   for (int step = 4; step < kLanes; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
   return sum;
+}
+
+// Four maxima a lane over the groups of kLanes lanes of a warp, of as many fours as there are
+// groups: lanes of group g get those of m[4 g] ... m[4 g + 3], each over their own lane of all
+// groups.
+template <int kLanes, int kStep = 16, int N>
+__device__ __forceinline__ float4 groups_max_each(const float (&m)[N]) {
+  if constexpr (kStep < kLanes) {
+    static_assert(N == 4);
+    return {m[0], m[1], m[2], m[3]};
+  } else {
+    float kept[N / 2];
+    max_of_halves<kStep>(m, kept);
+    return groups_max_each<kLanes, kStep / 2>(kept);
+  }
 }
 
 // max |v|, NaNs ignored.
