@@ -30,6 +30,7 @@ COUNTS = {
     "no tokens": [0, 0],
     "many": [e % 5 * 33 for e in range(70)],
     "long": [900, 0, 130, 257],  # enough rows for flank tiles
+    "edges of tiles": [64, 65, 192, 193, 449, 320, 0, 1, 780, 1100],
 }
 COUNTED = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 
@@ -75,7 +76,9 @@ def wgrad_error(dy: Fp8Tensor, x: Fp8Tensor, plan: RoutingPlan, dw: Tensor) -> f
 
 @DTYPES
 @COUNTED
-@pytest.mark.parametrize(("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (1040, 656)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (448, 272), (1040, 656)]
+)
 def test_fprop(counts: list[int], n: int, k: int, dtype: torch.dtype) -> None:
     plan = plan_of(counts, spare=37)
     a, w = (
