@@ -159,7 +159,7 @@ class Promoter<Kind::rows, TileN, true> {
 
  private:
   int row_, next_;
-  bool second_;
+  bool second_;  // its block of B is the second of the tile
   float scale_[2][2];
 };
 

@@ -62,6 +62,7 @@ __device__ __forceinline__ void multiply(uint32_t a, uint32_t b, float* part) {
                                              std::make_index_sequence<N / 2>{});
 }
 
+// Nothing that touched part before passes the multiplies that follow.
 template <int N>
 __device__ __forceinline__ void begin_multiply(float (&part)[N]) {
 #pragma unroll
