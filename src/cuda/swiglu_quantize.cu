@@ -81,7 +81,6 @@ __global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ 
 // h as a source of staged_tiles; the weight of a row is its prob.
 template <bool kClamp>
 struct StagedHidden {
-  static constexpr int kPlanes = 2, kTeams = 2;
   using Table = SigmoidTable<>;
   const uint16_t* z;
   int intermediate;

@@ -1,10 +1,10 @@
 // Rows and columns of a matrix computed from 16-bit operands, in one pass, at the speed of memory:
 // full 128x128 tiles, power-of-two scales.
 //
-// Two blocks an SM, or two teams of one block where they share a table, each with a contiguous
-// share of the tiles. A tile's operands come to shared memory by cp.async, each to the thread that
-// reads it, so no barrier stands between: once a warp has them in registers as f32, it asks for the
-// next tile's, and while they are on their way the columns are encoded, transposed and stored.
+// One block an SM, of two teams that share a table, each with a contiguous share of the tiles. A
+// tile's operands come to shared memory by cp.async, each to the thread that reads it, so no
+// barrier stands between: once a warp has them in registers as f32, it asks for the next tile's,
+// and while they are on their way the columns are encoded, transposed and stored.
 #pragma once
 
 #include "cuda/device/tile.cuh"
@@ -12,10 +12,13 @@
 
 namespace fp8moe::cuda {
 
+inline constexpr int kPlanes = 2;  // operands
+inline constexpr int kTeams = 2;
+
 // Source: kPlanes operands of 16 bits; row(plane, row) points to column 0 of an operand's row,
 // stride() apart; values(table, packed, v) computes 8 values from 8 of each operand. Table: in
-// shared memory, one a block of kTeams teams. What is quantized is v times the weight of its row: a
-// power-of-two scale times the weight is one factor, and no rounding is lost by it.
+// shared memory. What is quantized is v times the weight of its row: a power-of-two scale times the
+// weight is one factor, and no rounding is lost by it.
 template <typename Source>
 struct StagedTiles {
   Source source;
@@ -27,30 +30,28 @@ struct StagedTiles {
   Pow2Scaling scaling;
 };
 
-template <typename Source>
-using StagedTile = Tile<16, Source::kTeams>;
+using StagedTile = Tile<16, kTeams>;
 
-template <typename Source>
 struct StagedShared {
-  uint16_t operand[Source::kPlanes][128][128];
-  StagedTile<Source>::Shared codes;
-  StagedTile<Source>::Amax amax;
+  uint16_t operand[kPlanes][128][128];
+  StagedTile::Shared codes;
+  StagedTile::Amax amax;
   float weight[128];
 };
 
 template <typename Source>
 struct StagedBlock {
-  StagedShared<Source> team[Source::kTeams];
+  StagedShared team[kTeams];
   typename Source::Table table;
 };
 
 // A thread asks for what it reads itself, a warp for the weights of its rows.
 template <typename Source>
 __device__ __forceinline__ void stage_tile(const StagedTiles<Source>& p, TokenBlock b, int tile,
-                                           StagedShared<Source>& shared) {
-  using T = StagedTile<Source>;
+                                           StagedShared& shared) {
+  using T = StagedTile;
 #pragma unroll
-  for (int plane = 0; plane < Source::kPlanes; ++plane) {
+  for (int plane = 0; plane < kPlanes; ++plane) {
     // Rows past the last token are not read.
     const uint16_t* from =
         p.source.row(plane, b.first_row + int64_t{T::row()}) + 128 * tile + T::column(0);
@@ -70,7 +71,7 @@ template <typename F, typename Source>
 __device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBlock b, int tile,
                                            const float (&v)[4][8], const float (&weight)[4],
                                            const float (&row_most)[4]) {
-  using T = StagedTile<Source>;
+  using T = StagedTile;
   const TileScale s = p.scaling.template of<F>(lanes_max_each<16>(row_most));
   const int mine = T::row() + T::lane() / 4;
   if (T::lane() % 4 == 0 && mine < b.rows)
@@ -88,14 +89,14 @@ __device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBl
 }
 
 template <typename F, ColumnKind kKind, typename Source>
-__global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void staged_tiles(
-    const __grid_constant__ StagedTiles<Source> p) {
-  using T = StagedTile<Source>;
+__global__ __launch_bounds__(512 * kTeams,
+                             1) void staged_tiles(const __grid_constant__ StagedTiles<Source> p) {
+  using T = StagedTile;
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& of_block = *reinterpret_cast<StagedBlock<Source>*>(bytes);
   auto& shared = of_block.team[T::team()];
   const int64_t total = int64_t{p.plan.col_offsets[p.plan.experts] / 128} * p.tiles;
-  const int teams = Source::kTeams * gridDim.x, team = Source::kTeams * blockIdx.x + T::team();
+  const int teams = kTeams * gridDim.x, team = kTeams * blockIdx.x + T::team();
   const int64_t begin = total * team / teams, end = total * (team + 1) / teams;
   int block = static_cast<int>(begin / p.tiles), tile = static_cast<int>(begin % p.tiles);
   TokenBlock b;
@@ -105,19 +106,19 @@ __global__ __launch_bounds__(512 * Source::kTeams, 2 / Source::kTeams) void stag
   if (begin < end) stage_tile(p, b, tile, shared);
   copy_commit();
   of_block.table.fill();
-  if constexpr (Source::kTeams > 1) __syncthreads();
+  __syncthreads();
 #pragma unroll 1
   for (int left = static_cast<int>(end - begin); left > 0; --left) {
     copy_wait<0>();
     __syncwarp();
     typename T::Row v[4];
-    uint4 packed[4][Source::kPlanes];
+    uint4 packed[4][kPlanes];
     float weight[4], row_most[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int r = T::row() + j;
 #pragma unroll
-      for (int plane = 0; plane < Source::kPlanes; ++plane)
+      for (int plane = 0; plane < kPlanes; ++plane)
         packed[j][plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
       p.source.values(of_block.table, packed[j], v[j]);
       weight[j] = 1.0f;
@@ -177,8 +178,8 @@ void launch_staged_tiles(const char* op, Device device, const Source& source, co
   launch(op,
          kind_of(columns_to) == ColumnKind::block ? staged_tiles<F, ColumnKind::block, Source>
                                                   : staged_tiles<F, ColumnKind::column, Source>,
-         persistent_grid(device, cdiv(items, Source::kTeams), 2 / Source::kTeams),
-         512 * Source::kTeams, sizeof(StagedBlock<Source>), stream, params);
+         persistent_grid(device, cdiv(items, kTeams), 1), 512 * kTeams, sizeof(StagedBlock<Source>),
+         stream, params);
 }
 
 }  // namespace fp8moe::cuda
