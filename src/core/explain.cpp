@@ -22,7 +22,7 @@ int64_t work(const cuda::gemm::Tile& tile, int tile_n, int64_t n) {
     if (tile.low())
       elements += n - tile.column > 2 * kBox * half ? kBox * 2 * kBox : 0;
     else if (tile.rows > kBox * half)
-      elements += tile.boxes_a == kFlankBoxes ? 2 * kBox * kBox : kBox * tile_n;
+      elements += tile.flank() ? 2 * kBox * kBox : kBox * tile_n;
   }
   return elements * kBlockK;
 }
@@ -47,7 +47,6 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   sizes.n = static_cast<int>(rows ? n : k);
   sizes.k_blocks = static_cast<int>(cdiv(k, kBlockK));
   sizes.band = 1;
-  sizes.low = has_low(TileN);
   sizes.flank = has_flank(TileN, n, m, experts);
   GemmChoice choice{};
   choice.tile_m = kTileM;

@@ -27,7 +27,7 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
       CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
       last = tile.expert;
       const bool whole = tile.boxes_a == kTileM / kBox;
-      const int width = whole ? TileN : kBox * (kBoxes - tile.boxes_a);
+      const int width = whole ? TileN : tile.low() ? kLowColumns : kBox;
       CHECK(tile.column % (tile.low() ? kLowColumns : TileN) == 0);
       const int end = std::min(sizes.n, tile.column + width);
       CHECK(tile.column < end && (whole || tile.low() || end == sizes.n));
@@ -63,7 +63,6 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.n = n;
   sizes.k_blocks = kBlocks;
   sizes.band = rows_band(n / TileN, 256, 1);
-  sizes.low = has_low(TileN);
   sizes.flank = has_flank(TileN, n, 256, 1);
   walk<Kind::rows, TileN>(sizes, ctas, offsets);
 }

@@ -48,9 +48,8 @@ constexpr bool few_rows(int64_t rows, int64_t experts) { return rows < 2 * kTile
 // A: stages hold five boxes whatever the shape, so the CTAs keep the same pace. An expert's last
 // rows, if no more than kBox, are low tiles of 64x256; the last columns of D, if no more than kBox,
 // flank tiles of 256x64, but at few rows, where that costs 3% (docs/notes).
-inline constexpr int kBoxes = 5, kLowBoxes = 1, kFlankBoxes = 4;
-inline constexpr int kLowColumns = kBox * (kBoxes - kLowBoxes);
-inline constexpr int kFlankRows = kBox * kFlankBoxes;
+inline constexpr int kLowBoxes = 1, kFlankBoxes = 4;
+inline constexpr int kLowColumns = 4 * kBox, kFlankRows = kFlankBoxes * kBox;
 constexpr bool has_low(int tile_n) { return tile_n == 192; }
 constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
   return tile_n == 192 && n % tile_n > 0 && n % tile_n <= kBox && !few_rows(rows, experts);

@@ -50,7 +50,7 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
           .expert = kKind == Kind::rows ? 0 : tile.expert,
           .rows = tile.rows - row,
           .columns = min(low ? 2 * kBox : TileN, params.n - tile.column - column),
-          .flank = kEdges && tile.boxes_a == kFlankBoxes};
+          .flank = kEdges && tile.flank()};
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.

@@ -32,7 +32,6 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
-  params.low = has_low(config.tile_n);
   params.flank = has_flank(config.tile_n, n, rows, plan.experts);
   params.band = rows_band(cdiv(n, config.tile_n) - params.flank, rows, plan.experts);
   return params;

@@ -20,7 +20,6 @@ struct Sizes {
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
   int band;      // columns of tiles in a band, see place_in_bands
-  bool low;      // rows: at most kBox last rows of an expert are low tiles
   bool flank;    // rows: the last columns are flank tiles
 };
 
@@ -36,6 +35,7 @@ struct alignas(16) Tile {
   int k_blocks = 0;
 
   FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
+  FP8MOE_HD bool flank() const { return boxes_a == kFlankBoxes; }
 };
 
 // Tile `within` of an expert, in bands of columns of tiles, rows of tiles outside: what the SMs
@@ -72,7 +72,7 @@ class Schedule<Kind::rows, TileN> {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
-      const int low = sizes_.low && rows % kTileM <= kBox ? rows % kTileM : 0;
+      const int low = has_low(TileN) && rows % kTileM <= kBox ? rows % kTileM : 0;
       rows -= low;
       whole = (rows + kTileM - 1) / kTileM * wide_;
       flanks = sizes_.flank ? (rows + kFlankRows - 1) / kFlankRows : 0;

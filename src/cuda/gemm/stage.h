@@ -34,8 +34,8 @@ inline constexpr int kRunBytes = 16 * kRunLength;
 // 128x192: 16 KB of A, 24 KB of B, 1.5 KB for scales; four stages and D take 215 of the 227 KB.
 template <Kind kKind, int TileN>
 struct Stage {
-  static constexpr bool kEdges =
-      kKind == Kind::rows && TileN == 192;  // has low and flank tiles, too
+  // Whether there are low and flank tiles, too.
+  static constexpr bool kEdges = kKind == Kind::rows && has_low(TileN);
   static constexpr int kBoxes = (kTileM + TileN) / kBox;
   static constexpr int kMaxBoxesA = kEdges ? kFlankBoxes : kTileM / kBox;
   static constexpr int kBoxBytes = kBox * kBlockK;
