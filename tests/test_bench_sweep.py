@@ -89,7 +89,7 @@ def test_a_failing_point_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def measured(name: str) -> list[dict[str, Any]]:
-    record = json.loads((BENCHMARKS / f"2026-11-21-h200-{name}.json").read_text())
+    record = json.loads((BENCHMARKS / f"{name}-h200.json").read_text())
     return record["results"]  # type: ignore[no-any-return]
 
 
@@ -167,10 +167,10 @@ def test_the_committed_pages_are_what_the_scripts_write() -> None:
     docs = BENCHMARKS.parent
     text = (docs / "when-fp8-helps.md").read_text()
     assert "PREDICTED" not in text
-    swept = json.loads((BENCHMARKS / "2026-11-21-h200-sweep.json").read_text())
+    swept = json.loads((BENCHMARKS / "sweep-h200.json").read_text())
     assert sweep_report.markdown(swept) in text
     assert "\n".join(sweep_report.crossover(swept)) in text
-    record = json.loads((BENCHMARKS / "2026-11-21-h200-layer.json").read_text())
+    record = json.loads((BENCHMARKS / "layer-h200.json").read_text())
     assert memory_report.tables(record) in (docs / "layer.md").read_text()
 
 

@@ -20,8 +20,8 @@ from .ep_report import ALONE, LAYER, SAME
 from .layer_report import markdown, ms_text
 
 Record = dict[str, Any]
-EP, LAYERS = "2026-11-21-h200-ep.json", "2026-11-21-h200-layer.json"
-TRAINED = {"train-cpu": "train-ep-cpu.json", "train-gpu": "2026-11-21-h200-train-ep.json"}
+EP, LAYERS = "ep-h200.json", "layer-h200.json"
+TRAINED = {"train-cpu": "train-ep-cpu.json", "train-gpu": "train-ep-h200.json"}
 MODELS = (
     ("DeepSeek-V3, 32 experts", "DeepSeek-V3", 256),
     ("Qwen3-235B, 16 experts", "Qwen3-235B", 128),
