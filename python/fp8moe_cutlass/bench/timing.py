@@ -1,12 +1,14 @@
 """How long calls take, and the two limits they are held against: a copy, and dense arithmetic.
 
 Calls to compare run interleaved. CUDA: the L2 is made cold by READING twice its size (one that
-writes leaves dirty lines), events around the call alone, median; sustained is back to back for a
+writes leaves dirty lines), events around the call alone, median, each round in an order of its own
+(a call that draws much power leaves the next one a lower clock); sustained is back to back for a
 second. CPU: wall clock, the best of the repetitions, because other processes only ever add.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -75,10 +77,13 @@ class CudaTimer:
     def measure(self, *runs: Run) -> list[Sample]:
         host = [self._host_us(run) for run in runs]
         events = [[(event(), event()) for _ in runs] for _ in range(self.repeats)]
+        shuffle = random.Random(0).shuffle
         # The host gets ahead, so that no event waits for an enqueue.
         torch.cuda._sleep(4_000_000)  # type: ignore[no-untyped-call]
         for repeat in events:
-            for run, (before, after) in zip(runs, repeat, strict=True):
+            turns = list(zip(runs, repeat, strict=True))
+            shuffle(turns)
+            for run, (before, after) in turns:
                 self.cache.sum()
                 before.record()
                 run()
