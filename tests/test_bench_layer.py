@@ -122,7 +122,7 @@ def test_roles_of_a_step() -> None:
 
 
 LIMITS: Any = SimpleNamespace(
-    device=CPU, launch_us=None, tensor_tflops=0.1, copy_tb_s=0.01, bf16_tflops=0.1
+    device=CPU, launch=None, tensor_tflops=0.1, copy_tb_s=0.01, bf16_tflops=0.1
 )
 
 

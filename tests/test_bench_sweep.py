@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
 class Limits:
     """Measured nowhere."""
 
-    device, launch_us, copy_tb_s, tensor_tflops, bf16_tflops = CPU, None, 0.02, 0.1, 0.05
+    device, launch, copy_tb_s, tensor_tflops, bf16_tflops = CPU, None, 0.02, 0.1, 0.05
 
     def __init__(self, device: torch.device) -> None:
         pass

@@ -57,12 +57,14 @@ def environment_text(record: Record) -> str:
     """One line: what it ran on, and the measured limits."""
     e = record["environment"]
     place = e["gpu"] or f"{e['cpu']}, {e['threads']} threads"
-    launch = e.get("launch_us")  # records before it was measured have none
-    empty = f"empty kernel {launch:.1f} us; " if launch else ""
-    return (
-        f"{place}; torch {e['torch']}; {empty}copy {1e3 * e['copy_tb_s']:.0f} GB/s; "
-        f"dense GEMM {e['tensor_tflops']:.3g} TFLOP/s"
-    )
+    parts = [place, f"torch {e['torch']}"]
+    if e.get("launch_us"):  # older records have neither
+        parts.append(f"empty kernel {e['launch_us']:.1f} us")
+    if e.get("launch_host_us"):
+        parts.append(f"torch's launch of one {e['launch_host_us']:.1f} us of the host")
+    parts.append(f"copy {1e3 * e['copy_tb_s']:.0f} GB/s")
+    parts.append(f"dense GEMM {e['tensor_tflops']:.3g} TFLOP/s")
+    return "; ".join(parts)
 
 
 def plot(record: Record, path: Path) -> None:

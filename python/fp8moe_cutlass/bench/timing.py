@@ -147,12 +147,12 @@ class Limits:
         return lambda: torch.mm(a, b.t(), out=out)
 
     @cached_property
-    def launch_us(self) -> float | None:
-        """Microseconds of a kernel that does next to nothing, cold as the others are; None: CPU."""
+    def launch(self) -> Sample | None:
+        """A kernel of torch's that does next to nothing, cold as the others are; None: CPU."""
         if self.device.type == "cpu":
             return None
         one = torch.zeros(1, device=self.device)
-        return 1e3 * self.timer.measure(lambda: one.add_(1.0))[0].ms
+        return self.timer.measure(lambda: one.add_(1.0))[0]
 
     @cached_property
     def copy_tb_s(self) -> float:
