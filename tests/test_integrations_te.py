@@ -425,3 +425,15 @@ def test_refusals(device: str) -> None:
     refused("never padded", te.moe_unpermute, y, row_id_map, map_type="index", pad_offsets=offsets)
     if device == "cpu":
         refused("dropped because the capacity", te.moe_permute, x, gpu_mask, n - 1)
+
+
+def test_gradient_of_the_probs_alone_under_another_default_dtype(device: str) -> None:
+    mask, x, probs = problem(device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        n = int(mask.sum())
+        te.moe_permute_with_probs(x, probs, mask.to(device), n)[1].sum().backward()
+    finally:
+        torch.set_default_dtype(before)
+    equal(probs.grad, mask.float())

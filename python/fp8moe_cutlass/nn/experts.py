@@ -269,7 +269,7 @@ class MoEExperts(nn.Module):
         for name in self._copies():
             shape = shapes[name]
             data = torch.empty(shape, dtype=_DTYPES[self.recipe.fp8_dtype], device=device)
-            scale_inv = torch.empty(scale_shape(shape, "block"), device=device)
+            scale_inv = torch.empty(scale_shape(shape, "block"), dtype=torch.float32, device=device)
             self.register_buffer(f"{name}_fp8", data, persistent=False)
             self.register_buffer(f"{name}_scale_inv", scale_inv, persistent=False)
 
