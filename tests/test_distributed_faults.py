@@ -258,7 +258,8 @@ def refusals(group: Any) -> None:
     sizes = (HIDDEN, INTERMEDIATE)
     with pytest.raises(ValueError, match=r"num_experts must be a multiple .* 7 experts, 2 ranks"):
         MoEExperts(7, *sizes, group=group)
-    for bad in (0, -1, (4, 0), (0, 4)):
+    bad: Any
+    for bad in (0, -1, 2.5, (4, 0), (0, 4), (1, 2, 3), [4, 4], "4"):
         with pytest.raises(ValueError, match="capacity must be"):
             MoEExperts(EXPERTS, *sizes, group=group, capacity=bad)
     with pytest.raises(ValueError, match="group must contain this rank"):
