@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
+from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoE, MoEExperts
 from ranks import Pool, results
 
@@ -270,6 +271,8 @@ def refusals(group: Any) -> None:
     x, idx, probs = inputs()
     with pytest.raises(ValueError, match=r"telemetry.snr.*group"):
         telemetry.snr(layer, x.detach(), idx, probs.detach(), x.detach())
+    with pytest.raises(ValueError, match=r"deepep.*got one with a group"):
+        deepep.experts(layer, None, x, idx, probs, num_experts=EXPERTS)
     for recipe in (Fp8Recipe(), None):
         for capacity in (None, 40):
             layer = MoEExperts(EXPERTS, *sizes, recipe=recipe, group=group, capacity=capacity)
