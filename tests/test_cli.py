@@ -410,3 +410,9 @@ def test_train_refuses_bad_settings(command: Command, args: Any, message: str) -
     code, printed = command("train", "--size", "tiny", *args)
     assert code == 2
     assert message in printed
+
+
+def test_a_sample_does_not_command_the_terminal() -> None:
+    assert cli.harmless("def f():\n\treturn \x1b[2J\x07\u0151") == (
+        "def f():\n\treturn \ufffd[2J\ufffd\u0151"
+    )

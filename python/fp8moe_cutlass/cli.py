@@ -337,11 +337,12 @@ def train(
     console.print(f"wrote {out / 'loss.json'} and {out / 'loss.png'}")
     summary(console_for_tables(), result)
     console.print("\n[bold]What the FP8 model writes[/]")
-    # A young model writes any byte: none may command the terminal.
-    sample = "".join(
-        c if c.isprintable() or c in "\n\t" else "\ufffd" for c in result["runs"][0]["sample"]
-    )
-    console.print(sample, markup=False, highlight=False)
+    console.print(harmless(result["runs"][0]["sample"]), markup=False, highlight=False)
+
+
+def harmless(text: str) -> str:
+    """The text of a model, which may write any byte, without what would command the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @contextmanager
