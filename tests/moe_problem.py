@@ -77,6 +77,21 @@ def problem(
     )
 
 
+def unaligned(t: Tensor) -> Tensor:
+    """t as a view from the middle of a flat buffer, an element past a multiple of 16 bytes."""
+    return torch.cat([t.new_zeros(1), t.detach().flatten()])[1:].view(t.shape)
+
+
+def run_unaligned(p: Problem, layer: Any) -> Result:
+    """p.run(layer) on such views; the layer's parameters become such views."""
+    for w in layer.parameters():
+        w.data = unaligned(w)
+    x, probs = unaligned(p.x).requires_grad_(), unaligned(p.probs).requires_grad_()
+    out = layer(x, unaligned(p.topk_idx), probs)
+    out.backward(unaligned(p.dout))
+    return Result(out.detach(), x.grad, probs.grad, layer.gate_up_proj.grad, layer.down_proj.grad)
+
+
 def assert_same(got: Result, want: Result) -> None:
     """Every tensor of the two results is bit-equal."""
     for name in vars(want):

@@ -185,6 +185,16 @@ def test_bench_refuses_an_unknown_op(command: Command) -> None:
     assert "got transpoze" in out
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_bench_looks_where_it_will_write_before_it_times(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    monkeypatch.setattr("fp8moe_cutlass.bench.run", lambda *_: pytest.fail("timed"))
+    code, out = command("bench", "--quick", option, tmp_path / "none" / "b.json")
+    assert code == 2
+    assert "need a folder that exists" in out
+
+
 # ---- the text -----------------------------------------------------------------------------------
 
 
@@ -388,9 +398,21 @@ def test_ctrl_c_asks_first_and_stops_second() -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(("--size", "huge"), "got huge"), (("--steps", 0), "got 0"), (("--text", "/no"), "got /no")],
+    [
+        (("--size", "huge"), "got huge"),
+        (("--steps", 0), "got 0"),
+        (("--text", "/no"), "got /no"),
+        (("--seeds", 0), "seeds must be at least 1; got 0"),
+        (("--out", __file__), "File exists"),
+    ],
 )
 def test_train_refuses_bad_settings(command: Command, args: Any, message: str) -> None:
-    code, printed = command("train", *args)
+    code, printed = command("train", "--size", "tiny", *args)
     assert code == 2
     assert message in printed
+
+
+def test_a_sample_does_not_command_the_terminal() -> None:
+    assert cli.harmless("def f():\n\treturn \x1b[2J\x07\u0151") == (
+        "def f():\n\treturn \ufffd[2J\ufffd\u0151"
+    )

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
 from fp8moe_cutlass.nn import MoE, MoEExperts
-from moe_problem import Problem, problem
+from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
 from reference import Result, relative_error
 
@@ -260,6 +260,16 @@ def test_check_raises(pool: Pool) -> None:
 
 
 # ---- everything else works as on one rank -------------------------------------------------------
+
+
+def on_views_of_flat_buffers(group: Any, p: Problem, recipe: Any) -> None:
+    want = p.run(layer_of(p, group, recipe=recipe))
+    assert_same(run_unaligned(p, layer_of(p, group, recipe=recipe)), want)
+
+
+@FP8_AND_BF16
+def test_views_of_flat_buffers(pool: Pool, recipe: Any) -> None:
+    results(pool.run(2, on_views_of_flat_buffers, batch(20), recipe))
 
 
 def same(got: Result, want: Result, what: str) -> None:

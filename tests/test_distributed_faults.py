@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
+from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoE, MoEExperts
 from ranks import Pool, results
 
@@ -258,7 +259,8 @@ def refusals(group: Any) -> None:
     sizes = (HIDDEN, INTERMEDIATE)
     with pytest.raises(ValueError, match=r"num_experts must be a multiple .* 7 experts, 2 ranks"):
         MoEExperts(7, *sizes, group=group)
-    for bad in (0, -1, (4, 0), (0, 4)):
+    bad: Any
+    for bad in (0, -1, 2.5, (4, 0), (0, 4), (1, 2, 3), [4, 4], "4"):
         with pytest.raises(ValueError, match="capacity must be"):
             MoEExperts(EXPERTS, *sizes, group=group, capacity=bad)
     with pytest.raises(ValueError, match="group must contain this rank"):
@@ -269,6 +271,8 @@ def refusals(group: Any) -> None:
     x, idx, probs = inputs()
     with pytest.raises(ValueError, match=r"telemetry.snr.*group"):
         telemetry.snr(layer, x.detach(), idx, probs.detach(), x.detach())
+    with pytest.raises(ValueError, match=r"deepep.*got one with a group"):
+        deepep.experts(layer, None, x, idx, probs, num_experts=EXPERTS)
     for recipe in (Fp8Recipe(), None):
         for capacity in (None, 40):
             layer = MoEExperts(EXPERTS, *sizes, recipe=recipe, group=group, capacity=capacity)

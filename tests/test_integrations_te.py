@@ -382,6 +382,15 @@ def test_no_tokens(device: str) -> None:
     assert te.moe_unpermute(y4, map4, map_type="index").shape == (0, H)
     one = torch.tensor([0])
     assert te.moe_sort_chunks_by_index(x, one, one).shape == (0, H)
+    for given, asked in (("row", "gemm"), ("gemm", "row"), ("gemm", None)):
+        q = ops.quantize(x.detach(), scale_layout=given)
+        for moved in (
+            te.moe_permute(q, mask, 4, scale_layout=asked)[0],
+            te.moe_permute(q, idx, map_type="index", scale_layout=asked)[0],
+            te.moe_sort_chunks_by_index(q, one, one, scale_layout=asked),
+        ):
+            assert moved.scale_layout == (asked or given)
+            assert moved.scale_inv.shape == ((0, 1) if moved.scale_layout == "row" else (1, 0))
 
 
 def test_every_token_dropped(device: str) -> None:
@@ -425,3 +434,15 @@ def test_refusals(device: str) -> None:
     refused("never padded", te.moe_unpermute, y, row_id_map, map_type="index", pad_offsets=offsets)
     if device == "cpu":
         refused("dropped because the capacity", te.moe_permute, x, gpu_mask, n - 1)
+
+
+def test_gradient_of_the_probs_alone_under_another_default_dtype(device: str) -> None:
+    mask, x, probs = problem(device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        n = int(mask.sum())
+        te.moe_permute_with_probs(x, probs, mask.to(device), n)[1].sum().backward()
+    finally:
+        torch.set_default_dtype(before)
+    equal(probs.grad, mask.float())

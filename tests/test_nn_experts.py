@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoEExperts
-from moe_problem import assert_same, problem
+from moe_problem import assert_same, problem, run_unaligned
 
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
 
@@ -299,6 +299,13 @@ def test_activation_checkpointing(recipe: Fp8Recipe | None, reentrant: bool) -> 
             return checkpoint(layer, *args, use_reentrant=reentrant)
 
     assert_same(p.run(Checkpointed()), want)
+
+
+@FP8_AND_BF16
+def test_views_of_flat_buffers(recipe: Fp8Recipe | None) -> None:
+    p = problem(64)
+    want = p.run(p.experts(recipe=recipe))
+    assert_same(run_unaligned(p, p.experts(recipe=recipe)), want)
 
 
 @FP8_AND_BF16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -230,3 +231,24 @@ def test_moe_passes_options_to_its_experts() -> None:
     assert moe.experts.down_proj.grad.any()
     with pytest.raises(NotImplementedError, match="biases"):
         MoE(128, 128, 4, 2, bias=True)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
+def another_default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("another_default_dtype")
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_dtypes_do_not_depend_on_the_default(recipe: Fp8Recipe | None) -> None:
+    moe = MoE(64, 32, 4, 2, selection_bias=True, shared_intermediate_size=32, recipe=recipe)
+    assert moe.router.weight.dtype == moe.router.selection_bias.dtype == torch.float32
+    assert {p.dtype for p in moe.experts.parameters()} == {torch.bfloat16}
+    x = torch.randn(10, 64, dtype=torch.bfloat16, requires_grad=True)
+    out = moe(x)
+    (out.sum() + moe.aux_loss).backward()
+    assert out.dtype == x.dtype
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in moe.parameters())

@@ -198,3 +198,16 @@ def test_snr_of_each_gemm() -> None:
     )
     for name in found:
         assert (coarse[name] < found[name] - 3) == (name not in ("fprop-1", "fprop-2")), coarse
+
+
+def test_tape_takes_any_call() -> None:
+    """By keyword, and an index that is not contiguous: what the layer takes."""
+    p = problem(64)
+    layer = p.experts()
+    seen = []
+    for idx in (p.topk_idx, p.topk_idx.t().contiguous().t()):
+        with telemetry.tape(layer) as tape:
+            layer(p.x, topk_weights=p.probs, topk_idx=idx).backward(p.dout)
+        seen.append(tape.snr()[""])
+    want = telemetry.snr(layer, p.x, p.topk_idx, p.probs, p.dout)
+    assert seen == [want, want]

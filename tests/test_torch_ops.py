@@ -229,3 +229,22 @@ def test_a_backward_never_reads_what_an_op_has_overwritten() -> None:
     assert (q.data._version, q.scale_inv._version) == (before[0] + 1, before[1] + 1)
     with torch.inference_mode():  # whose tensors have no versions
         ops.quantize(x, out=ops.quantize(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: ops.quantize(p.x[0]), r"\[quantize\] x must have 2 dimensions"),
+        (lambda p: ops.quantize_dual(p.x[0], p.plan), r"\[quantize_dual\] x must have 2"),
+        (lambda p: ops.quantize_weight(p.w[0]), r"\[quantize_weight\] w must have 3 dimensions"),
+        (lambda p: ops.swiglu_quantize(p.x[0]), r"\[swiglu_quantize\] z must have 2"),
+        (lambda p: ops.swiglu_quantize_backward(p.x[0], p.x), "_backward\\] dh must have 2"),
+        (lambda p: ops.permute_pad(p.x[0], p.plan), r"\[permute_pad\] x must have 2"),
+        (lambda p: ops.permute_pad_backward(p.x[0], p.plan), "_backward\\] dy must have 2"),
+        (lambda p: ops.unpermute_unpad(p.x[0], p.plan), r"\[unpermute_unpad\] y must have 2"),
+        (lambda p: ops.unpermute_unpad_backward(p.x[0], p.plan), "_backward\\] dout must have 2"),
+    ],
+)
+def test_a_missing_dimension_is_named(call: Callable[[Problem], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(problem())

@@ -38,7 +38,7 @@ def main() -> None:
     """The console script. A user's mistake is one line and exit code 2, not a traceback."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a path that cannot be read or written
         Console(stderr=True).print(f"[bold red]error:[/] {rich.markup.escape(str(error))}")
         raise SystemExit(2) from None
 
@@ -180,6 +180,11 @@ def bench(
         )
     if ep is None and (soak or trace):
         raise ValueError("--soak and --trace need --ep")
+    if soak is not None and soak < 20:
+        raise ValueError(f"--soak must be at least 20 steps; got {soak}")
+    for path in (json_path, plot, trace):  # before minutes of timing, not after
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"--json, --plot and --trace need a folder that exists; got {path}")
     if (memory or accuracy) and plot is not None:
         raise ValueError("--memory and --accuracy have tables alone; got --plot")
     console = console_for_tables()
@@ -332,7 +337,12 @@ def train(
     console.print(f"wrote {out / 'loss.json'} and {out / 'loss.png'}")
     summary(console_for_tables(), result)
     console.print("\n[bold]What the FP8 model writes[/]")
-    console.print(result["runs"][0]["sample"], markup=False, highlight=False)
+    console.print(harmless(result["runs"][0]["sample"]), markup=False, highlight=False)
+
+
+def harmless(text: str) -> str:
+    """The text of a model, which may write any byte, without what would command the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ rows of x and of dout twice and R of h and dz once: (4 T H + 3 R I) / every byte
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -148,10 +149,10 @@ class Tape:
             found[name] = snr(self.layers[name], x, topk_idx, topk_weights, dout)
         return found
 
-    def _look(self, name: str, args: tuple[Any, ...], out: Tensor) -> None:
+    def _look(self, name: str, given: dict[str, Any], out: Tensor) -> None:
         if not out.requires_grad:
             return
-        x, topk_idx, topk_weights, *_ = args
+        x, topk_idx, topk_weights = (given[n] for n in ("x", "topk_idx", "topk_weights"))
         # In the dtype the layer computed in, which under autocast is not x's.
         self.inputs[name] = x.detach().to(out.dtype), topk_idx, topk_weights.detach()
         hook = partial(self.douts.__setitem__, name)
@@ -162,8 +163,16 @@ class Tape:
 def tape(module: nn.Module) -> Iterator[Tape]:
     """Record what `snr` needs of every FP8 MoEExperts in `module`, for a scope."""
     tape = Tape(fp8_layers(module))
+    arguments = inspect.signature(MoEExperts.forward)
+
+    def looker(name: str) -> Any:
+        def look(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+            tape._look(name, arguments.bind(layer, *args, **kwargs).arguments, out)
+
+        return look
+
     hooks = [
-        layer.register_forward_hook(lambda _, args, out, name=name: tape._look(name, args, out))
+        layer.register_forward_hook(looker(name), with_kwargs=True)
         for name, layer in tape.layers.items()
     ]
     try:
@@ -198,7 +207,7 @@ def snr(
 
     layer.quantize_weights()
     probs = topk_weights.float().contiguous()
-    plan = ops.route(layer.num_experts, topk_idx=topk_idx)
+    plan = ops.route(layer.num_experts, topk_idx=topk_idx.contiguous())
     x_q = quantize(x, recipe)
     dout_q = quantize(dout, recipe, recipe.grad_dtype)
     weights = layer.fp8_weights()

@@ -175,6 +175,15 @@ def needs_grad(*tensors: Tensor) -> bool:
 def quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str | None = None) -> Fp8Tensor:
     """A standalone cast of the block: t [T, H] to row layout."""
     q: Fp8Tensor = ops.quantize(
-        t.contiguous(), fp8_dtype=fp8_dtype or recipe.fp8_dtype, scale=recipe.scale, eps=recipe.eps
+        dense(t), fp8_dtype=fp8_dtype or recipe.fp8_dtype, scale=recipe.scale, eps=recipe.eps
     )
     return q
+
+
+def dense(t: Tensor) -> Tensor:
+    """t as the operators read it, contiguous and from a multiple of 16 bytes: copied where it is
+    not, such as a view from the middle of a flat buffer."""
+    t = t.contiguous()
+    if torch.compiler.is_compiling():  # dynamo knows neither address nor offset
+        return t
+    return t.clone() if t.storage_offset() * t.element_size() % 16 else t

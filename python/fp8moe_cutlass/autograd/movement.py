@@ -117,7 +117,7 @@ def _backward_of_permute(
     if row_dprobs is not None:
         row_dprobs = row_dprobs.contiguous()
     if dy is None:  # rows of no width: the probs alone
-        nothing = torch.empty(plan.rows, 0, device=plan.device)
+        nothing = torch.empty(plan.rows, 0, dtype=torch.float32, device=plan.device)
         return None, ops.permute_pad_backward(nothing, plan, row_dprobs)[1]
     return ops.permute_pad_backward(dy.contiguous(), plan, row_dprobs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -98,22 +99,22 @@ class Exchange:
                 "[MoEExperts] num_experts must be a multiple of the group's size; "
                 f"got {num_experts} experts, {len(ranks)} ranks"
             )
-        limits = (0, 0) if capacity is None else capacity
-        rows, assignments = limits if isinstance(limits, tuple) else (limits, 0)
-        if capacity is not None and (rows < 1 or (isinstance(capacity, tuple) and assignments < 1)):
+        limits = capacity if isinstance(capacity, tuple) else (capacity or 0,)
+        legal = len(limits) in (1, 2) and all(isinstance(n, Integral) and n >= 1 for n in limits)
+        if capacity is not None and not legal:
             raise ValueError(
                 "[MoEExperts] capacity must be rows or (rows, assignments), at least 1; "
-                f"got {capacity}"
+                f"got {capacity!r}"
             )
         self.group = group
         self.num_experts = num_experts
         self.capacity = capacity
         self.ranks = len(ranks)
-        self.segment = rows  # rows of a (source, destination) pair; 0: exact sizes
+        self.segment: int = limits[0]  # rows of a (source, destination) pair; 0: exact
         self.dropped: Tensor | None = None
         self._names = ranks
         self._rank = rank
-        self._assignments = assignments
+        self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
         self._words: dict[Any, Tensor] = {}
 

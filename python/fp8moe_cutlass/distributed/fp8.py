@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import fp8
-from fp8moe_cutlass.autograd.experts import quantize
+from fp8moe_cutlass.autograd.experts import dense, quantize
 from fp8moe_cutlass.autograd.saving import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients
 from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
@@ -70,7 +70,7 @@ class Fp8Block:
     def pack_gradient(self, dout: Tensor, plan: RoutingPlan, sizes: Sizes) -> Tensor:
         if self.observe is not None:
             self.observe("dout", quantize(dout, self.recipe, self.recipe.grad_dtype), plan, dout)
-        return self._pack(dout.contiguous(), plan, self.recipe.grad_dtype)
+        return self._pack(dout, plan, self.recipe.grad_dtype)
 
     def backward(
         self,
@@ -98,7 +98,13 @@ class Fp8Block:
         self, t: Tensor, plan: RoutingPlan, fp8_dtype: str, *ids: Tensor, **of: int
     ) -> Tensor:
         packed: Tensor = ops.quantize_pack(
-            t, plan, *ids, fp8_dtype=fp8_dtype, scale=self.recipe.scale, eps=self.recipe.eps, **of
+            dense(t),
+            plan,
+            *ids,
+            fp8_dtype=fp8_dtype,
+            scale=self.recipe.scale,
+            eps=self.recipe.eps,
+            **of,
         )
         return packed
 

@@ -130,6 +130,11 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
         raise ValueError(
             f"[deepep] the layer's recipe must be FP8, e4m3 in both directions; got {recipe}"
         )
+    if layer.group is not None:
+        raise ValueError(
+            "[deepep] the layer must hold this rank's experts alone, DeepEP moves the tokens; got "
+            "one with a group"
+        )
     return recipe
 
 

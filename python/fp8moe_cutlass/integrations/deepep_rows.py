@@ -87,7 +87,7 @@ def received_low_latency(recv_x: Pair, recv_count: Tensor, *, pow2: bool = False
     pair = (data.reshape(-1, hidden), scale_inv.reshape(experts * slots, -1))
     x = fp8_rows("received_low_latency", pair, pow2)
     starts = torch.arange(experts, device=data.device) * slots
-    probs = torch.ones(len(pair[0]), 1, device=data.device)
+    probs = torch.ones(len(pair[0]), 1, dtype=torch.float32, device=data.device)
     return Received(x, _grouped(starts, recv_count, len(pair[0])), probs)
 
 

@@ -68,7 +68,7 @@ def moe_permute(
         raise ValueError(f"[moe_permute] map_type must be 'mask' or 'index'; got {map_type!r}")
     _check_tokens("moe_permute", inp, routing_map, "routing_map")
     if inp.shape[0] == 0:
-        return _clone(inp), routing_map.new_empty(0, dtype=torch.int32)
+        return _clone(inp, scale_layout), routing_map.new_empty(0, dtype=torch.int32)
     rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     plan = ops.route(num_experts, topk_idx=routing_map.contiguous(), capacity=rows)
     out, _ = _move(inp, plan, None, scale_layout)
@@ -201,7 +201,7 @@ def moe_sort_chunks_by_index(
     Rows past the last chunk are dropped; what the output holds in their place is unspecified.
     """
     if inp.shape[0] == 0:
-        return _clone(inp)
+        return _clone(inp, scale_layout)
     return _move(inp, _chunks(inp, split_sizes, sorted_index), None, scale_layout)[0]
 
 
@@ -215,7 +215,7 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[T, Tensor]:
     """moe_sort_chunks_by_index, and the probs [N] of the rows likewise."""
     if inp.shape[0] == 0:
-        return _clone(inp), probs.clone()
+        return _clone(inp, scale_layout), probs.clone()
     plan = _chunks(inp, split_sizes, sorted_index)
     out, sorted_probs = _move(inp, plan, probs.reshape(-1, 1), scale_layout)
     assert sorted_probs is not None
@@ -239,7 +239,8 @@ def permute_by_mask(
     tokens, experts = routing_map.shape
     if tokens == 0:
         empty = routing_map.new_empty((0, 2 * experts + 1), dtype=torch.int32)
-        return _clone(inp), None if probs is None else probs.flatten(), empty
+        none = None if probs is None else probs.flatten()
+        return _clone(inp, scale_layout), none, empty
     plan = ops.route(experts, routing_map=_mask(routing_map), capacity=num_out_tokens)
     if plan.slab.device.type == "cpu":
         plan.check()
@@ -320,9 +321,10 @@ def _check_rows(op: str, inp: Tensor | Fp8Tensor, num_out_tokens: int) -> None:
         raise ValueError(f"[{op}] num_out_tokens must be positive; got {num_out_tokens}")
 
 
-def _clone(inp: T) -> T:
+def _clone(inp: T, scale_layout: ScaleLayout | None) -> T:
     if isinstance(inp, Fp8Tensor):
-        return Fp8Tensor.from_state(
+        copy = Fp8Tensor.from_state(
             {**inp.state(), "data": inp.data.clone(), "scale_inv": inp.scale_inv.clone()}
         )
+        return copy.to_layout(scale_layout or inp.scale_layout)
     return inp.clone()

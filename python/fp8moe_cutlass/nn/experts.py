@@ -20,6 +20,7 @@ from fp8moe_cutlass.autograd import (
     fp8_experts,
 )
 from fp8moe_cutlass.autograd import group as group_by_expert
+from fp8moe_cutlass.autograd.experts import dense
 from fp8moe_cutlass.distributed import (
     Bf16Block,
     Fp8Block,
@@ -49,7 +50,8 @@ class MoEExperts(nn.Module):
     transposed_weights: "kept" holds the FP8 weights twice, as fprop reads them and as dgrad does;
       "remade" holds the first alone and makes the other from the parameters in every backward:
       one byte a parameter less, three moved for it each time; the same bits.
-    delay_wgrad: backward leaves the weight gradients to `backward_dw()`.
+    delay_wgrad: backward leaves the weight gradients to `backward_dw()`. Hooks on the parameters,
+      and so DistributedDataParallel's average, have run by then: average those gradients yourself.
 
     The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
     changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
@@ -57,7 +59,7 @@ class MoEExperts(nn.Module):
     is_first_microbatch=True, which always refreshes. Under torch.compile and CUDA graph capture
     nothing is noticed: call `quantize_weights()` after every optimizer step; a forward before the
     first call raises. Under DistributedDataParallel pass broadcast_buffers=False, or it sends the
-    copies around every step.
+    copies around every step (over gloo it cannot: "Invalid scalar type").
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
@@ -219,7 +221,7 @@ class MoEExperts(nn.Module):
             (self.gate_up_proj, copies.gate_up, copies.gate_up_t),
             (self.down_proj, copies.down, copies.down_t),
         ):
-            weight = parameter.detach().contiguous()
+            weight = dense(parameter.detach())
             if isinstance(transpose, Fp8Tensor):
                 ops.quantize_weight(weight, **how, out=(rows, transpose))
             else:
@@ -269,7 +271,7 @@ class MoEExperts(nn.Module):
         for name in self._copies():
             shape = shapes[name]
             data = torch.empty(shape, dtype=_DTYPES[self.recipe.fp8_dtype], device=device)
-            scale_inv = torch.empty(scale_shape(shape, "block"), device=device)
+            scale_inv = torch.empty(scale_shape(shape, "block"), dtype=torch.float32, device=device)
             self.register_buffer(f"{name}_fp8", data, persistent=False)
             self.register_buffer(f"{name}_scale_inv", scale_inv, persistent=False)
 

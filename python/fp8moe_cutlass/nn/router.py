@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,9 +80,10 @@ class Router(nn.Module):
         self.normalize = normalize
         self.routed_scaling_factor = routed_scaling_factor
         self._group = Shared(group)
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device))
+        factory: Any = {"dtype": torch.float32, "device": device}
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
         self.register_buffer(
-            "selection_bias", torch.zeros(num_experts, device=device) if selection_bias else None
+            "selection_bias", torch.zeros(num_experts, **factory) if selection_bias else None
         )
         self.reset_parameters()
 

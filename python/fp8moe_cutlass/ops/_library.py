@@ -192,6 +192,14 @@ def dtype_name(op: str, dtype: DType, *allowed: str) -> str:
     return name
 
 
+def shape_of(op: str, name: str, array: Array, count: int) -> tuple[int, ...]:
+    """The array's shape; ValueError if it has not `count` dimensions."""
+    shape = tuple(array.shape)
+    if len(shape) != count:
+        raise ValueError(f"[{op}] {name} must have {count} dimensions; got {list(shape)}")
+    return shape
+
+
 def is_pow2(op: str, scale: str) -> bool:
     """Whether the word asks for power-of-two scales."""
     if scale not in ("pow2", "fp32"):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat, flat_plan, fp8_output
+from fp8moe_cutlass.ops._library import (
+    PLAN,
+    define,
+    empty,
+    flat,
+    flat_plan,
+    fp8_output,
+    shape_of,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleLayout
@@ -48,7 +56,7 @@ def permute_pad(
         _op(*flat(x), *flat_plan(plan), probs, *flat(y8), permuted, zero_unweighted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:
-        y = empty("permute_pad", x, (plan.rows, x.shape[1]))  # type: ignore[attr-defined]
+        y = empty("permute_pad", x, (plan.rows, shape_of("permute_pad", "x", x, 2)[1]))
     _op(x, None, "", *flat_plan(plan), probs, y, None, "", permuted, zero_unweighted)
     return y, permuted
 
@@ -67,7 +75,8 @@ def permute_pad_backward(
     """
     dx, dprobs_out = out or (None, None)
     if dx is None:
-        dx = empty("permute_pad_backward", dy, (plan.tokens, dy.shape[1]))
+        width = shape_of("permute_pad_backward", "dy", dy, 2)[1]
+        dx = empty("permute_pad_backward", dy, (plan.tokens, width))
     if dprobs is not None and dprobs_out is None:
         dprobs_out = empty("permute_pad_backward", dprobs, (plan.tokens, plan.slots))
     _backward(dy, *flat_plan(plan), dprobs, dx, dprobs_out)

@@ -10,6 +10,7 @@ from fp8moe_cutlass.ops._library import (
     flat_plan,
     fp8_output,
     is_pow2,
+    shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -40,7 +41,7 @@ def quantize_dual(
     single quantizations of x; an expert's tiles see its own rows only.
     """
     pow2 = is_pow2("quantize_dual", scale)
-    r, c = x.shape
+    r, c = shape_of("quantize_dual", "x", x, 2)
     t_layout = column_layout("quantize_dual", columns)
     given = out or (None, None)
     rows = fp8_output("quantize_dual", given[0], x, (r, c), scale_layout, fp8_dtype, pow2)

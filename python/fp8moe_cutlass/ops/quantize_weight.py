@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from fp8moe_cutlass.ops._library import define, flat_in, fp8_output, is_pow2
+from fp8moe_cutlass.ops._library import define, flat_in, fp8_output, is_pow2, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
 
@@ -61,7 +61,7 @@ def quantize_weight(
     if only not in (None, "rows", "transpose"):
         raise ValueError(f"[{op}] only must be None, 'rows' or 'transpose'; got {only!r}")
     pow2 = is_pow2(op, scale)
-    e, n, k = w.shape
+    e, n, k = shape_of(op, "w", w, 3)
     given = (out or (None, None)) if only is None else (out, out)
     rows = transpose = None
     if only != "transpose":

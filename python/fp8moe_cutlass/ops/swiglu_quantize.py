@@ -11,6 +11,7 @@ from fp8moe_cutlass.ops._library import (
     flat_plan,
     fp8_output,
     is_pow2,
+    shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -56,8 +57,8 @@ def swiglu_quantize(
     """
     op = "swiglu_quantize"
     pow2 = is_pow2(op, scale)
-    shape = z.shape
-    r, i = shape[0], shape[1] // 2
+    r, width = shape_of(op, "z", z, 2)
+    i = width // 2
     parts = 1 + (columns is not None) + save_z
     given = (out,) if isinstance(out, Fp8Tensor) else out or (None,) * parts
     if len(given) != parts:
@@ -108,7 +109,7 @@ def swiglu_quantize_backward(
     """
     op = "swiglu_quantize_backward"
     pow2 = is_pow2(op, scale)
-    r, i = dh.shape
+    r, i = shape_of(op, "dh", dh, 2)
     parts = 2 if columns is None else 4
     given = out or (None,) * parts
     if len(given) != parts:

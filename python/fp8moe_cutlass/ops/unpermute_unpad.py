@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, shape_of
 from fp8moe_cutlass.ops.permute_pad import permute_pad
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -27,7 +27,7 @@ def unpermute_unpad(
     Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C].
     """
     if out is None:
-        out = empty("unpermute_unpad", y, (plan.tokens, y.shape[1]))
+        out = empty("unpermute_unpad", y, (plan.tokens, shape_of("unpermute_unpad", "y", y, 2)[1]))
     _op(y, *flat_plan(plan), probs, out)
     return out
 
@@ -53,7 +53,7 @@ def unpermute_unpad_backward(
         return permute_pad(dout, plan, out=out)
     dy, dprobs = out or (None, None)
     if dy is None:
-        shape = (plan.rows, dout.shape[1])  # type: ignore[attr-defined]
+        shape = (plan.rows, shape_of("unpermute_unpad_backward", "dout", dout, 2)[1])
         dy = empty("unpermute_unpad_backward", dout, shape)
     if probs is not None and dprobs is None:
         dprobs = empty("unpermute_unpad_backward", probs, (plan.tokens, plan.slots))

@@ -73,6 +73,10 @@ def train(
     where a run would start that by what its variant took before needs more than `left()` seconds.
     ranks: the processes that share each run; all call this, the first alone writes.
     """
+    if seeds < 1:
+        raise ValueError(f"[train] seeds must be at least 1; got {seeds}")
+    if ranks.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)  # or fail before the training, not after it
     result = resumed(out, config, corpus, device) if resume else None
     result = result or new_result(config, corpus, device)
     for seed in range(config.seed, config.seed + seeds):
