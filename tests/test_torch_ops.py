@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from flat_calls import EXPERTS, OPS, WIDTH, Problem, bits, flat_calls, outputs, problem
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass.ops._library import empty
 
 # test_schema cannot run on FP8 CPU tensors: torch has no FP8 arithmetic to compare them with.
 OPCHECKS = (
@@ -192,7 +194,33 @@ def test_dispatch_mode_sees_the_op() -> None:
     p = problem()
     with Spy():
         ops.quantize(p.x)
-    assert "fp8moe.quantize.default" in seen
+    assert seen == ["aten.empty.memory_format"] * 2 + ["fp8moe.quantize.default"]
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (3, 0), (0, 4), (2, 3, 4), (2, 0, 4)])
+def test_outputs_are_what_torch_allocates(shape: tuple[int, ...]) -> None:
+    def properties(t: torch.Tensor) -> tuple[Any, ...]:
+        return t.dtype, t.device, t.shape, t.stride(), t.requires_grad, t.is_inference()
+
+    like = torch.zeros(2, dtype=torch.float16, requires_grad=True)
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            for name, dtype in (("e4m3", torch.float8_e4m3fn), (None, torch.float16)):
+                want = torch.empty(shape, dtype=dtype)
+                assert properties(empty("", like, shape, name)) == properties(want)
+    by_numpy = tuple(np.int64(size) for size in shape)
+    assert properties(empty("", like, by_numpy)) == properties(want)
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        empty("", like, (-1, *shape[1:]))
+
+
+def test_outputs_are_filled_where_torch_fills() -> None:
+    """Deterministic algorithms fill what is allocated, so that nobody reads what was there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert empty("", torch.zeros(1), (16, 16)).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", OPS)

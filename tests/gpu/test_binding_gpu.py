@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8moe_cutlass import ops, use_stream
+from fp8moe_cutlass.ops._library import empty
 from lender import Lender
 
 
@@ -22,7 +23,46 @@ def test_devices_must_match(device: torch.device) -> None:
 
 def test_pinned_memory_is_cpu_memory() -> None:
     x = torch.randn(16, 256)
-    assert torch.equal(ops.quantize(x.pin_memory()).dequantize(), ops.quantize(x).dequantize())
+    q = ops.quantize(x.pin_memory())
+    assert not q.data.is_pinned()
+    assert torch.equal(q.dequantize(), ops.quantize(x).dequantize())
+
+
+@pytest.mark.parametrize("shape", [(5,), (0,), (3, 4), (3, 0), (2, 3, 4)])
+def test_outputs_are_what_torch_allocates(device: torch.device, shape: tuple[int, ...]) -> None:
+    like = torch.zeros(1, device=device)
+    before = torch.cuda.memory_allocated()
+    want = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    bytes = torch.cuda.memory_allocated() - before
+    got = empty("", like, shape, "e4m3")
+    assert torch.cuda.memory_allocated() - before == 2 * bytes
+    assert (got.dtype, got.device, got.stride()) == (want.dtype, want.device, want.stride())
+
+
+def test_outputs_stay_for_a_stream_that_reads_them(device: torch.device) -> None:
+    """Memory of torch's allocator, on the current stream: record_stream keeps it."""
+    like = torch.zeros(1, device=device)
+    torch.cuda._sleep(200_000_000)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        out = empty("", like, (1 << 20,), "uint8")
+        address = out.data_ptr()
+        out.record_stream(torch.cuda.default_stream())
+        del out
+        assert empty("", like, (1 << 20,), "uint8").data_ptr() != address
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+def test_outputs_are_on_the_device_of_the_arguments(current: int) -> None:
+    """Whichever device is current; it stays current."""
+    x = torch.randn(16, 256)
+    with torch.cuda.device(current):
+        for device in ("cuda:0", "cuda:1"):
+            q = ops.quantize(x.to(device))
+            assert str(q.data.device) == str(q.scale_inv.device) == device
+            assert torch.equal(q.dequantize().cpu(), ops.quantize(x).dequantize())
+            assert torch.cuda.current_device() == current
 
 
 @pytest.mark.parametrize("lend", [lambda t: t, Lender], ids=["torch", "lender"])

@@ -47,6 +47,15 @@ if torch is not None:
         "uint8": torch.uint8,
     }
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
+    # (size, stride, dtype) -> a tensor on the current device: what inductor's code allocates with.
+    # Private to torch, and so perhaps None.
+    _EMPTY_CPU, _EMPTY_CUDA = (
+        getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", None)
+        for device in ("cpu", "cuda")
+    )
+    _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+    _is_deterministic = torch._C._get_deterministic_algorithms
+    _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # no CUDA in torch
 
 
 def define(
@@ -73,8 +82,8 @@ def define(
     arrays = sum(1 << i for i in places)  # bit i: argument i is one
     written = sum(1 << i for i in places if "!)" in words[i] and names[i] != counts_in)
     # A call looks up no module's attribute that it can hold.
-    is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-    dispatch_modes, profiler = torch._C._len_torch_dispatch_stack, torch.autograd.profiler
+    is_compiling, is_grad_enabled = _is_compiling, torch.is_grad_enabled
+    dispatch_modes, profiler = _dispatch_modes, torch.autograd.profiler
     increment_version, tensor = torch._C._increment_version, torch.Tensor
     needing_grad, instances = _C.needing_grad, _C.instances
 
@@ -114,11 +123,45 @@ def _fill_nothing(*args: Any) -> None:
 
 def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
     """An uninitialized array of the framework and device of `like`; dtype None: its own too."""
-    if torch is not None and isinstance(like, torch.Tensor):
-        # Sizes as arguments: torch reads them in two thirds of a tuple's time.
-        torch_dtype = like.dtype if dtype is None else _TORCH[dtype]
-        return torch.empty(*shape, dtype=torch_dtype, device=like.device)
-    return _numpy(op, like, shape, dtype)
+    return _empty(op, like, shape, dtype, _undispatched(like))
+
+
+def _empty(
+    op: str, like: Array, shape: tuple[int, ...], dtype: str | None, undispatched: Any
+) -> Array:
+    if torch is None or not isinstance(like, torch.Tensor):
+        return _numpy(op, like, shape, dtype)
+    torch_dtype = like.dtype if dtype is None else _TORCH[dtype]
+    if undispatched is not None:
+        try:
+            return undispatched(shape, _strides(shape), torch_dtype)
+        except RuntimeError:  # takes Python's integers alone, and words no error for users
+            pass
+    # Sizes as arguments: torch reads them in two thirds of a tuple's time.
+    return torch.empty(*shape, dtype=torch_dtype, device=like.device)
+
+
+def _undispatched(like: Array) -> Any:
+    """What allocates beside `like` without torch's dispatcher, in less than half of torch.empty's
+    time, or None: something traces, intercepts or fills what is allocated, or needs another device.
+    """
+    if torch is None or not isinstance(like, torch.Tensor):
+        return None
+    if _is_compiling() or _dispatch_modes() or _is_deterministic():
+        return None
+    if like.is_cuda:
+        return _EMPTY_CUDA if like.get_device() == _current_device() else None
+    return _EMPTY_CPU if like.is_cpu else None
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """torch.empty's, of one to three dimensions (of others too few or many, which is refused)."""
+    if len(shape) == 2:
+        return shape[1] or 1, 1
+    if len(shape) < 2:
+        return (1,)
+    k = shape[2] or 1
+    return (shape[1] or 1) * k, k, 1
 
 
 def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> Array:
@@ -168,9 +211,10 @@ def fp8_output(
             )
         return out
     block = (TILE, TILE) if layout == "block" else (1, TILE)
+    undispatched = _undispatched(like)
     return Fp8Tensor(
-        empty(op, like, shape, format),
-        empty(op, like, scale_shape(shape, layout), "float32"),
+        _empty(op, like, shape, format, undispatched),
+        _empty(op, like, scale_shape(shape, layout), "float32", undispatched),
         block,
         layout,
         pow2,
