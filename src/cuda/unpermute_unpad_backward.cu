@@ -12,7 +12,8 @@
 namespace fp8moe::cuda {
 namespace {
 
-constexpr int kBatch = 4;  // vectors of each operand in flight in a lane
+constexpr int kBatch = 4;        // vectors of each operand in flight in a lane
+constexpr int kBlocksPerSm = 4;  // what registers allow without spills
 
 struct Params {
   const char* dout;    // [T, C]
@@ -23,7 +24,7 @@ struct Params {
   PlanView plan;
   int slots;
   int vectors;  // 16 bytes each, in a row
-  unsigned zero_blocks;
+  int64_t tokens;
   unsigned zero_blocks_an_expert;
 };
 
@@ -34,39 +35,47 @@ __device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, 
   constexpr int kN = 16 / sizeof(T);
   constexpr int kLanes = 128 / kN;  // of a 128-term tile: 16 or 32
   float dot = 0.0f;
-  for (int first = lane; first - lane < vectors; first += 32 * kBatch) {
+  dout += 16 * lane, y += 16 * lane, dy += 16 * lane;
+  for (int left = vectors - lane; left + lane > 0; left -= 32 * kBatch) {
     uint4 g[kBatch], r[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int v = first + 32 * j;
-      g[j] = v < vectors ? load_shared_by_blocks<uint4>(dout + v * 16) : uint4{0, 0, 0, 0};
-      r[j] = v < vectors ? load_once<uint4>(y + v * 16) : uint4{0, 0, 0, 0};
+      const bool has = 32 * j < left;
+      g[j] = has ? load_shared_by_blocks<uint4>(dout + 512 * j) : uint4{0, 0, 0, 0};
+      r[j] = has ? load_once<uint4>(y + 512 * j) : uint4{0, 0, 0, 0};
     }
+    float sum[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       float a[kN], b[kN], term[kN];
       unpack<T>(&g[j].x, a);
       unpack<T>(&r[j].x, b);
 #pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        term[i] = b[i] * a[i];
-        a[i] = prob * a[i];
-      }
-      if (first + 32 * j < vectors) store_streaming(dy + (first + 32 * j) * 16, pack<T>(a));
-      const float tile = lanes_tree_sum<kLanes>(tree_sum<kN>(term));
-      dot += kLanes == 32 ? tile : __shfl_sync(kFullWarp, tile, 0);
-      if (kLanes == 16) dot += __shfl_sync(kFullWarp, tile, 16);
+      for (int i = 0; i < kN; ++i) term[i] = b[i] * a[i];
+#pragma unroll
+      for (float& x : a) x *= prob;
+      if (32 * j < left) store_streaming(dy + 512 * j, pack<T>(a));
+      sum[j] = tree_sum<kN>(term);
     }
+    // Lane l has the tiles of vector 2 (l % 2) + l / 2 % 2; they are added in their order.
+    const float tile = lanes_tree_sum_each<kLanes>(sum);
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+      for (int group = 0; group < 32; group += kLanes)
+        dot += __shfl_sync(kFullWarp, tile, group + j % 2 * 2 + j / 2);
+    dout += 512 * kBatch, y += 512 * kBatch, dy += 512 * kBatch;
   }
   return dot;
 }
 
 template <typename T>
-__global__ void __launch_bounds__(256) backward(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(256, kBlocksPerSm) backward(const __grid_constant__ Params p) {
   extern __shared__ KeptSlot kept[];
-  if (blockIdx.x < p.zero_blocks)
-    return zero_padding(p.plan, blockIdx.x, p.zero_blocks_an_expert, p.dy, p.vectors);
-  const int64_t token = blockIdx.x - p.zero_blocks;
+  const int64_t token = blockIdx.x;
+  if (token >= p.tokens)  // last: they fill the end, where blocks of tokens take longer
+    return zero_padding(p.plan, static_cast<unsigned>(token - p.tokens), p.zero_blocks_an_expert,
+                        p.dy, p.vectors);
   const int32_t* row_of = p.plan.row_of + token * p.slots;
   float* dprobs = p.dprobs + token * p.slots;
   const int n = keep_slots(row_of, p.probs + token * p.slots, p.slots, kept);
@@ -101,12 +110,12 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
                       .plan = view_of(plan),
                       .slots = static_cast<int>(plan.slots),
                       .vectors = static_cast<int>(dout.shape[1] * size_of(dout.dtype) / 16),
-                      .zero_blocks = zero_blocks_an_expert * static_cast<unsigned>(plan.experts),
+                      .tokens = plan.tokens,
                       .zero_blocks_an_expert = zero_blocks_an_expert};
   const auto warps = static_cast<unsigned>(std::min<int64_t>(plan.slots, 8));
   dispatch_float(dout.dtype, [&]<typename T>() {
     launch("unpermute_unpad_backward", backward<T>,
-           params.zero_blocks + static_cast<unsigned>(plan.tokens), warps * 32,
+           static_cast<unsigned>(plan.tokens + zero_blocks_an_expert * plan.experts), warps * 32,
            plan.slots * sizeof(KeptSlot), stream_of(stream), params);
   });
 }
