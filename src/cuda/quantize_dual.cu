@@ -30,7 +30,7 @@ constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
 
 struct Shared {
   union {
-    TransposedCodes<16> codes;
+    TransposedCodes codes;
     alignas(16) float channel_top[kWarps][128];  // of each warp's tokens
   };
   alignas(16) float scale[128];  // of channels

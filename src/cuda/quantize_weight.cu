@@ -29,7 +29,7 @@ template <typename T>
 constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : 3;
 
 struct Shared {
-  TransposedCodes<16> codes;
+  TransposedCodes codes;
   float amax[kThreads / 32];
 };
 

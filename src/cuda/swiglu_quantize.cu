@@ -86,10 +86,9 @@ struct StagedHidden {
   int intermediate;
   float clamp, sigmoid_of_clamp;
 
-  __device__ __forceinline__ const uint16_t* row(int plane, int64_t row) const {
-    return z + (2 * row + plane) * intermediate;
-  }
-  __device__ __forceinline__ int64_t stride() const { return int64_t{2} * intermediate; }
+  __device__ __forceinline__ const uint16_t* first() const { return z; }
+  __device__ __forceinline__ int plane(int i) const { return i * intermediate; }
+  __device__ __forceinline__ int stride() const { return 2 * intermediate; }
   __device__ __forceinline__ void values(const Table& sigmoids, const uint4 (&packed)[2],
                                          float (&h)[8]) const {
     float gate[8], up[8], sigmoid[8];

@@ -31,6 +31,11 @@ struct Pow2Scaling {
 // Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.
 enum class ColumnKind { none, block, column };
 
+// So many strides of under 2^31: one instruction, where 64 bits times 64 are four.
+__device__ __forceinline__ int64_t strides(int count, int64_t stride) {
+  return int64_t{count} * static_cast<int>(stride);
+}
+
 // Rows out, [M, C]; data == nullptr: none. Scale of tile t of row r: scale[r scale_row + t
 // scale_tile].
 struct RowsOut {

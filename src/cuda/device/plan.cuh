@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/memory.cuh"
 #include "fp8moe/plan.h"
 
 namespace fp8moe::cuda {
@@ -40,20 +41,57 @@ struct TokenBlock {
   int expert = -1;  // -1: past the last expert's columns
 };
 
-// The block of column tile `index`, found by a whole warp: every lane counts the experts that begin
-// at or before it, so the search waits for memory once.
-__device__ __forceinline__ TokenBlock token_block_of_warp(const PlanView& plan, int index) {
+// The three arrays that the search below reads to L2, at once, before the first of them is waited
+// for: a warp each.
+__device__ __forceinline__ void prefetch_plan(const PlanView& plan) {
+  const int32_t* arrays[3] = {plan.tokens_per_expert, plan.row_offsets, plan.col_offsets};
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    for (int e = 32 * (threadIdx.x % 32); threadIdx.x / 32 == i && e <= plan.experts; e += 1024)
+      prefetch_line(arrays[i] + e);
+}
+
+// An expert from such a block on: all the rows that are left of it, and the block after its last.
+struct ExpertRest {
+  int first_row = 0;
+  int tokens = 0;  // may be negative: the segment's padding is a block or more
+  int rows = 0;
+  int expert = -1;
+  int end = 0;
+
+  __device__ __forceinline__ TokenBlock block() const {
+    return {first_row, max(0, min(128, tokens)), max(0, min(128, rows)), expert};
+  }
+};
+
+// The expert of column tile `index`, found by a whole warp: every lane counts the experts that
+// begin at or before it and reads what there is to know of them, so the search waits for memory
+// once.
+__device__ __forceinline__ ExpertRest expert_rest_of_warp(const PlanView& plan, int index) {
+  constexpr unsigned kAllLanes = 0xFFFFFFFFu;
   const int column = index * 128;
   int begun = 0;
-  for (int e = threadIdx.x % 32; e < plan.experts; e += 32) begun += plan.col_offsets[e] <= column;
-  const int expert = static_cast<int>(__reduce_add_sync(0xFFFFFFFFu, begun)) - 1;
-  if (column >= plan.col_offsets[plan.experts]) return {};
-  const int within = column - plan.col_offsets[expert];
-  const int first = plan.row_offsets[expert] + within;
-  return {.first_row = first,
-          .tokens = max(0, min(128, plan.tokens_per_expert[expert] - within)),
-          .rows = max(0, min(128, plan.row_offsets[expert + 1] - first)),
-          .expert = expert};
+  int first_column = 0, first_row = 0, end_row = 0, end_column = 0, tokens = 0;  // of the last one
+  for (int e = threadIdx.x % 32; e < plan.experts; e += 32) {
+    const int at = plan.col_offsets[e], next = plan.col_offsets[e + 1], row = plan.row_offsets[e],
+              next_row = plan.row_offsets[e + 1], count = plan.tokens_per_expert[e];
+    if (at > column) continue;
+    ++begun;
+    first_column = at, end_column = next, first_row = row, end_row = next_row, tokens = count;
+  }
+  const int all_columns = plan.col_offsets[plan.experts];
+  const int expert = static_cast<int>(__reduce_add_sync(kAllLanes, begun)) - 1, lane = expert % 32;
+  const int within = column - __shfl_sync(kAllLanes, first_column, lane);
+  const int first = __shfl_sync(kAllLanes, first_row, lane) + within;
+  const ExpertRest rest = {.first_row = first,
+                           .tokens = __shfl_sync(kAllLanes, tokens, lane) - within,
+                           .rows = __shfl_sync(kAllLanes, end_row, lane) - first,
+                           .expert = expert,
+                           .end = __shfl_sync(kAllLanes, end_column, lane) / 128};
+  return column < all_columns ? rest : ExpertRest{};
+}
+__device__ __forceinline__ TokenBlock token_block_of_warp(const PlanView& plan, int index) {
+  return expert_rest_of_warp(plan, index).block();
 }
 
 }  // namespace fp8moe::cuda

@@ -1,5 +1,5 @@
 // The tiles of shift_columns.cu where each channel has its own scale S. Two passes over a tile's
-// codes in registers, in packed f16, two channels an instruction: the channels' largest values,
+// codes, in packed f16, two channels an instruction: the channels' largest values,
 // then the codes, as value = code * 2^-k (k: how far the token's scale is under the largest of its
 // warp) and code' = value * 2^raise. Powers of two are exact there as long as value fits; the warps
 // whose tokens spread too far, or hold specials, compute in f32 instead.
@@ -9,14 +9,11 @@
 
 namespace fp8moe::cuda::shift {
 
-constexpr int kChannelBlocksPerSm = 6;
+constexpr int kChannelBlocksPerSm = 11;
 constexpr int kLeastBase = 32;  // exponent field: what is made of it in f32 stays normal
 
 struct ChannelShared {
-  union {
-    TransposedCodes<8> codes;
-    uint4 own[4][kThreads];  // each thread's codes, for channel_tops_in_f32
-  };
+  TileCodes codes;
   alignas(16) float top[kWarps][128];  // of each warp's tokens, times 2^-kDown; [0]: then 1 / S
   alignas(16) uint16_t raise[128];     // f16, from the largest base of the tile's warps
   int base[kWarps];                    // exponent field: the largest scale of the warp's tokens
@@ -42,26 +39,6 @@ __device__ __forceinline__ uint32_t most_or_nan(uint32_t most, uint32_t v) {
   return most;
 }
 
-// Codes 2 kPair and the next of a word. A code of E5M2 is the upper half of its f16.
-template <typename F, int kPair>
-__device__ __forceinline__ uint32_t halves_of_codes(uint32_t codes) {
-  if constexpr (F::kMantissa == 2) return __byte_perm(codes, 0, kPair == 0 ? 0x1404 : 0x3424);
-  uint32_t halves;
-  const auto two = static_cast<uint16_t>(codes >> (16 * kPair));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
-  return halves;
-}
-
-template <typename F>
-__device__ __forceinline__ uint32_t codes_of_halves(uint32_t halves) {
-  uint16_t codes;
-  if constexpr (F::kMantissa == 3)
-    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
-  else
-    asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
-  return codes;
-}
-
 // Real values times 2^-kDown fit in f32, large scales and all. Those that do not fit below are
 // under every scale there is; they only count as not zero.
 template <typename F>
@@ -81,48 +58,56 @@ __device__ __forceinline__ int field_of(float top) {
   return max(exponent - kMaxExponent + carry, 1);
 }
 
-// The f16 factors of a thread's 4 tokens.
+// How f16 holds the codes of a warp's tokens.
 struct Factors {
-  uint32_t of[4];  // 2^(kUp - k), zero for tokens without values
-  int base;        // of the warp
-  bool exact;      // for this thread's codes, specials aside; then for all of the warp's
+  uint32_t own;  // of the thread's token: 2^(kUp - k), zero for one without values
+  int base;      // of the warp
+  unsigned far;  // bits of tokens whose values, if they have any, are not exact
 
   template <typename F>
-  __device__ __forceinline__ void set(const Rows& rows) {
-    int live[4], top = 0;
-    unsigned least = kPoison;  // among the tokens with values
+  __device__ __forceinline__ void set(int field) {
+    base = max(__reduce_max_sync(kFullWarp, field), kLeastBase);
+    own = static_cast<uint32_t>(max(field - (base - kZero<F>), 0)) * 0x04000400u;
+    far = __ballot_sync(kFullWarp, field != 0 && base - field > kExact<F>);
+  }
+  // Whether f16 holds all of the thread's codes, specials aside.
+  __device__ __forceinline__ bool exact(const TokenOfTile& token, TileCodes& codes) const {
+    if (far == 0) return true;
+    const unsigned of_eight = far >> (threadIdx.x % 32 / 8 * 8);
+    uint32_t any = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t any =
-          (rows.code[j][0] | rows.code[j][1] | rows.code[j][2] | rows.code[j][3]) & kMagnitudes;
-      const int e = rows.exponent(j);
-      live[j] = any != 0 || e == kPoison ? e : 0;
-      top = max(top, live[j]);
-      least = min(least, live[j] - 1u);
+    for (int j = 0; j < 8; ++j) {
+      const uint4 v = token.vector(codes, j / 4, j % 4);
+      if (of_eight >> j & 1) any |= v.x | v.y | v.z | v.w;
     }
-    base = max(__reduce_max_sync(kFullWarp, top), kLeastBase);
-    exact = base - static_cast<int>(least) - 1 <= kExact<F>;
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      of[j] = static_cast<uint32_t>(max(live[j] - (base - kZero<F>), 0)) * 0x04000400u;
+    return (any & kMagnitudes) == 0;
   }
 };
 
 // The largest values of the warp's tokens at each channel. True if f16 could tell.
 template <typename F>
-__device__ __forceinline__ bool channel_tops_in_f16(const Rows& rows, const Factors& factors,
+__device__ __forceinline__ bool channel_tops_in_f16(const TokenOfTile& token,
+                                                    const Factors& factors, TileCodes& codes,
                                                     float (&top)[128]) {
   const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8, group = in_warp / 8;
   uint32_t most[8] = {};  // of channel pairs
 #pragma unroll
-  for (int four = 0; four < 4; ++four)
+  for (int half = 0; half < 2; ++half) {
+    if (half == 0) copy_wait<1>();
+    if (half == 1) copy_wait<0>();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t codes = rows.code[j][four], by = factors.of[j];
-      uint32_t &low = most[2 * four], &high = most[2 * four + 1];
-      low = most_or_nan(low, multiply_halves(halves_of_codes<F, 0>(codes), by));
-      high = most_or_nan(high, multiply_halves(halves_of_codes<F, 1>(codes), by));
+      const uint4 v = token.vector(codes, half, j);
+      const uint32_t code[4] = {v.x, v.y, v.z, v.w};
+      const uint32_t by = __shfl_sync(kFullWarp, factors.own, 4 * half + j, 8);
+#pragma unroll
+      for (int four = 0; four < 4; ++four) {
+        uint32_t &low = most[2 * four], &high = most[2 * four + 1];
+        low = most_or_nan(low, multiply_halves(halves_of_codes<F, 0>(code[four]), by));
+        high = most_or_nan(high, multiply_halves(halves_of_codes<F, 1>(code[four]), by));
+      }
     }
+  }
   // Of the four lanes of the same channels each ends with the maxima of a quarter of them.
 #pragma unroll
   for (int n = 4, step = 16; n >= 2; n /= 2, step /= 2) {
@@ -135,7 +120,7 @@ __device__ __forceinline__ bool channel_tops_in_f16(const Rows& rows, const Fact
   }
   // An infinity or a NaN overflows into its half's sign.
   const uint32_t special = (most_or_nan(most[0], most[1]) + 0x04000400u) & 0x80008000u;
-  if (!__all_sync(kFullWarp, factors.exact && special == 0)) return false;
+  if (!__all_sync(kFullWarp, special == 0 && factors.exact(token, codes))) return false;
   const float unit = scale_of_field(factors.base - kUp<F> - kDown<F>);
   const float2 a = unpack2<Fp16>(most[0]), b = unpack2<Fp16>(most[1]);
   *reinterpret_cast<float4*>(&top[16 * lane + 4 * group]) = {a.x * unit, a.y * unit, b.x * unit,
@@ -143,26 +128,24 @@ __device__ __forceinline__ bool channel_tops_in_f16(const Rows& rows, const Fact
   return true;
 }
 
-// The same of any scales and codes. A word of codes at a time, by way of `own`, to need few
-// registers.
+// The same of any scales and codes. A word of codes at a time, to need few registers.
 template <typename F>
-__device__ __forceinline__ void channel_tops_in_f32(const Rows& rows, uint4 (&own)[4][kThreads],
+__device__ __forceinline__ void channel_tops_in_f32(const TokenOfTile& token, TileCodes& codes,
                                                     float (&tops)[128]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    own[j][threadIdx.x] = {rows.code[j][0], rows.code[j][1], rows.code[j][2], rows.code[j][3]};
   const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8;
 #pragma unroll 1
   for (int four = 0; four < 4; ++four) {
     float top[4] = {};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t codes = reinterpret_cast<const uint32_t*>(&own[j][threadIdx.x])[four];
-      const float down = scale_of_field(rows.exponent(j)) * scale_of_field(127 - kDown<F>);
+    for (int j = 0; j < 8; ++j) {
+      const uint32_t word =
+          reinterpret_cast<const uint32_t*>(&token.vector(codes, j / 4, j % 4))[four];
+      const float scale = scale_of_field(__shfl_sync(kFullWarp, token.field, j, 8));
+      const float down = scale * scale_of_field(127 - kDown<F>);
       float v[4];
-      fp8_decode4<F>(codes, v);
+      fp8_decode4<F>(word, v);
       // fmaxf ignores E4M3's NaNs; E5M2's infinities are left out here.
-      const uint32_t special = F::kMantissa == 3 ? 0 : specials<F>(codes);
+      const uint32_t special = F::kMantissa == 3 ? 0 : specials<F>(word);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (special >> (8 * i + 7) & 1) v[i] = 0.0f;
@@ -179,7 +162,7 @@ __device__ __forceinline__ void channel_tops_in_f32(const Rows& rows, uint4 (&ow
   }
 }
 
-// Of channel threadIdx.x < 128: S, and how codes get there. True if f16 cannot, whose largest power
+// Of channel threadIdx.x: S, and how codes get there. True if f16 cannot, whose largest power
 // of two is 2^15: a channel of values far under its tokens' scales.
 template <typename F>
 __device__ __forceinline__ bool set_scale(ChannelShared& shared, int base, int channels,
@@ -197,52 +180,79 @@ __device__ __forceinline__ bool set_scale(ChannelShared& shared, int base, int c
   return top > 0.0f && raise > 15;
 }
 
+// The codes of half of the thread's tokens, to be replaced in place.
+struct HalfOfCodes {
+  uint32_t code[4][4];  // [token][4 channels each]
+
+  __device__ __forceinline__ HalfOfCodes(const TokenOfTile& token, TileCodes& codes, int half) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4 v = token.vector(codes, half, j);
+      code[j][0] = v.x, code[j][1] = v.y, code[j][2] = v.z, code[j][3] = v.w;
+    }
+  }
+};
+
 // The shift in f16: a product that is not exact is subnormal there, far under the format's least
 // subnormal, so only what becomes zero is rounded twice. `under`: the warp's base to the tile's.
 template <typename F>
-__device__ __forceinline__ void shift_in_f16(const Rows& rows, const Factors& factors, int under,
-                                             ChannelShared& shared) {
-  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+__device__ __forceinline__ void shift_in_f16(const TokenOfTile& token, const Factors& factors,
+                                             int under, ChannelShared& shared) {
+  const int lane = threadIdx.x % 8;
   const uint32_t factor = halves_of_exponent(-under);
 #pragma unroll
-  for (int four = 0; four < 4; ++four) {
-    const int channel = 16 * lane + 4 * four;
-    const uint2 raise = *reinterpret_cast<const uint2*>(&shared.raise[channel]);
-    const uint32_t raise_low = multiply_halves(raise.x, factor);
-    const uint32_t raise_high = multiply_halves(raise.y, factor);
-    uint32_t codes[4];
+  for (int half = 0; half < 2; ++half) {
+    const HalfOfCodes before(token, shared.codes, half);
+    uint32_t by[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t before = rows.code[j][four];
-      const auto shift = [&](uint32_t halves, uint32_t up) {
-        return codes_of_halves<F>(multiply_halves(multiply_halves(halves, factors.of[j]), up));
-      };
-      const uint32_t low = shift(halves_of_codes<F, 0>(before), raise_low);
-      codes[j] = low | shift(halves_of_codes<F, 1>(before), raise_high) << 16;
+    for (int j = 0; j < 4; ++j) by[j] = __shfl_sync(kFullWarp, factors.own, 4 * half + j, 8);
+#pragma unroll
+    for (int four = 0; four < 4; ++four) {
+      const uint2 raise = *reinterpret_cast<const uint2*>(&shared.raise[16 * lane + 4 * four]);
+      const uint32_t raise_low = multiply_halves(raise.x, factor);
+      const uint32_t raise_high = multiply_halves(raise.y, factor);
+      uint32_t low[4], high[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t code = before.code[j][four];
+        low[j] = multiply_halves(multiply_halves(halves_of_codes<F, 0>(code), by[j]), raise_low);
+        high[j] = multiply_halves(multiply_halves(halves_of_codes<F, 1>(code), by[j]), raise_high);
+      }
+      uint4 after;
+      transposed_codes<F>(low, after.x, after.y);
+      transposed_codes<F>(high, after.z, after.w);
+      token.vector(shared.codes, half, four) = after;
     }
-    shared.codes.put(channel, group, codes);
   }
 }
 
 template <typename F>
-__device__ __forceinline__ void shift_in_f32(const Rows& rows, ChannelShared& shared) {
-  const int lane = threadIdx.x % 8, group = threadIdx.x / 8;
+__device__ __forceinline__ void shift_in_f32(const TokenOfTile& token, ChannelShared& shared) {
+  const int lane = threadIdx.x % 8;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const HalfOfCodes before(token, shared.codes, half);
+    float scale[4];
 #pragma unroll
-  for (int four = 0; four < 4; ++four) {
-    const float4 inverse = *reinterpret_cast<const float4*>(&shared.top[0][16 * lane + 4 * four]);
-    uint32_t codes[4];
+    for (int j = 0; j < 4; ++j)
+      scale[j] = scale_of_field(__shfl_sync(kFullWarp, token.field, 4 * half + j, 8));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t before = rows.code[j][four];
-      const float scale = scale_of_field(rows.exponent(j));
-      float v[4];
-      fp8_decode4<F>(before, v);
-      // A ratio over 2^40 meets only zeros.
-      v[0] *= fminf(scale * inverse.x, 0x1p40f), v[1] *= fminf(scale * inverse.y, 0x1p40f);
-      v[2] *= fminf(scale * inverse.z, 0x1p40f), v[3] *= fminf(scale * inverse.w, 0x1p40f);
-      codes[j] = keep_specials<F>(fp8_encode4<F>(v[0], v[1], v[2], v[3]), before);
+    for (int four = 0; four < 4; ++four) {
+      const float4 inverse = *reinterpret_cast<const float4*>(&shared.top[0][16 * lane + 4 * four]);
+      uint32_t codes[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t code = before.code[j][four];
+        float v[4];
+        fp8_decode4<F>(code, v);
+        // A ratio over 2^40 meets only zeros.
+        v[0] *= fminf(scale[j] * inverse.x, 0x1p40f), v[1] *= fminf(scale[j] * inverse.y, 0x1p40f);
+        v[2] *= fminf(scale[j] * inverse.z, 0x1p40f), v[3] *= fminf(scale[j] * inverse.w, 0x1p40f);
+        codes[j] = keep_specials<F>(fp8_encode4<F>(v[0], v[1], v[2], v[3]), code);
+      }
+      transpose_4x4(codes);
+      token.vector(shared.codes, half, four) = {codes[0], codes[1], codes[2], codes[3]};
     }
-    shared.codes.put(16 * lane + 4 * four, group, codes);
   }
 }
 
@@ -253,29 +263,27 @@ __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
   const int block = blockIdx.x, tile = blockIdx.y, warp = threadIdx.x / 32;
   const TokenBlock tokens = token_block_of_warp(p.plan, block);
   if (tokens.expert < 0) return;
-  Rows rows;
+  TokenOfTile token;
+  token.load(p, tokens, tile, shared.codes);
   Factors factors;
-  rows.load(p, tokens, tile);
-  factors.set<F>(rows);
-  factors.exact = channel_tops_in_f16<F>(rows, factors, shared.top[warp]);
-  rows.make_again();
-  if (!factors.exact) channel_tops_in_f32<F>(rows, shared.own, shared.top[warp]);
+  factors.set<F>(token.field);
+  const bool in_f16 = channel_tops_in_f16<F>(token, factors, shared.codes, shared.top[warp]);
+  if (!in_f16) channel_tops_in_f32<F>(token, shared.codes, shared.top[warp]);
   if (threadIdx.x % 32 == 0) shared.base[warp] = factors.base;
   __syncthreads();
 
   const int base = __reduce_max_sync(kFullWarp, shared.base[threadIdx.x % kWarps]);
   const int channels = p.channels - 128 * tile;
-  const bool steep = threadIdx.x < 128 && set_scale<F>(shared, base, channels,
-                                                       p.out.scale + tile * p.out.scale_tile +
-                                                           block * p.out.scale_block);
+  const bool steep = set_scale<F>(
+      shared, base, channels, p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block);
   const bool any_steep = __syncthreads_or(steep);
-  if (any_steep || !factors.exact || base - factors.base > 14)
-    shift_in_f32<F>(rows, shared);
+  if (any_steep || !in_f16 || base - factors.base > 14)
+    shift_in_f32<F>(token, shared);
   else
-    shift_in_f16<F>(rows, factors, base - factors.base, shared);
+    shift_in_f16<F>(token, factors, base - factors.base, shared);
   __syncthreads();
-  shared.codes.store_to(p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
-                        p.out.ld, channels, 128);
+  store_tile(shared.codes, p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
+             p.out.ld, channels);
 }
 
 }  // namespace fp8moe::cuda::shift

@@ -1,5 +1,6 @@
-// What the kernels of shift_columns.cu share: a block of 256 threads for a tile of 128 tokens and
-// 128 channels, 8 lanes a token, a thread with 4 tokens at 16 channels.
+// What the kernels of shift_columns.cu share: a block of 128 threads for a tile of 128 tokens and
+// 128 channels, 8 tokens at 16 channels a thread. Codes wait in shared memory, not in registers, so
+// that 11 or 12 tiles of an SM are on their way.
 #pragma once
 
 #include "cuda/device/outputs.cuh"
@@ -9,7 +10,7 @@
 
 namespace fp8moe::cuda::shift {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr uint32_t kMagnitudes = 0x7F7F7F7Fu;
 constexpr int kPoison = 255;  // exponent field of infinity: what a bad scale counts as
@@ -54,47 +55,124 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return product;
 }
 
-// A thread's 4 tokens at 16 channels: tokens 4 (t / 8) + j at channels 16 (t % 8) on.
-struct Rows {
-  uint32_t code[4][4];  // [token][4 channels each]
-  uint32_t exponents;   // a byte a token, see exponent()
+// Codes 2 kPair and the next of a word. A code of E5M2 is the upper half of its f16.
+template <typename F, int kPair>
+__device__ __forceinline__ uint32_t halves_of_codes(uint32_t codes) {
+  if constexpr (F::kMantissa == 2) return __byte_perm(codes, 0, kPair == 0 ? 0x1404 : 0x3424);
+  uint32_t halves;
+  if constexpr (kPair == 0)
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.rn.f16x2.e4m3x2 %0, l;\n}"
+        : "=r"(halves)
+        : "r"(codes));
+  else
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %1;\n cvt.rn.f16x2.e4m3x2 %0, h;\n}"
+        : "=r"(halves)
+        : "r"(codes));
+  return halves;
+}
 
-  // Field of the token's scale; 0: zero scale or no token; kPoison: a bad scale.
-  __device__ __forceinline__ int exponent(int j) const { return exponents >> (8 * j) & 0xFF; }
+// The codes of two pairs.
+template <typename F>
+__device__ __forceinline__ uint32_t codes_of_halves(uint32_t first, uint32_t second) {
+  uint32_t codes;
+  if constexpr (F::kMantissa == 3)
+    asm("{\n .reg .b16 l, h;\n cvt.rn.satfinite.e4m3x2.f16x2 l, %1;\n"
+        " cvt.rn.satfinite.e4m3x2.f16x2 h, %2;\n mov.b32 %0, {l, h};\n}"
+        : "=r"(codes)
+        : "r"(first), "r"(second));
+  else
+    asm("{\n .reg .b16 l, h;\n cvt.rn.satfinite.e5m2x2.f16x2 l, %1;\n"
+        " cvt.rn.satfinite.e5m2x2.f16x2 h, %2;\n mov.b32 %0, {l, h};\n}"
+        : "=r"(codes)
+        : "r"(first), "r"(second));
+  return codes;
+}
 
-  // Zeros where there is nothing. Bad scales are counted. Whole warps.
-  __device__ __forceinline__ void load(const Params& p, TokenBlock tokens, int tile) {
-    const int lane = threadIdx.x % 8, token = threadIdx.x / 8 * 4 + lane % 4;
-    int row = -1;  // of one token of the four; the others' come from the lanes beside
+// Two channels of 4 tokens -> a word of codes each.
+template <typename F>
+__device__ __forceinline__ void transposed_codes(const uint32_t (&halves)[4], uint32_t& first,
+                                                 uint32_t& second) {
+  first = codes_of_halves<F>(halves[0], halves[1]);
+  second = codes_of_halves<F>(halves[2], halves[3]);
+  transpose_pairs(first, second);
+}
+
+// Codes of 4 tokens at 16 channels are one thread's, and 4 vectors: first one a token, then, in
+// place, one for every 4 channels, a word of 4 tokens each. [token / 4][vector][channel / 16], the
+// last swizzled by token / 16: no bank conflicts.
+struct TileCodes {
+  alignas(128) uint4 vector[32 * 4 * 8];
+};
+
+// What a thread has of its tile: one token's row and scale, 16 channels of the 8 tokens of its
+// lanes.
+struct TokenOfTile {
+  int row;    // -1: none
+  int field;  // of its scale; 0: zero scale or no token; kPoison: a bad scale
+  int own;    // the first of its vectors
+
+  __device__ __forceinline__ uint4& vector(TileCodes& codes, int half, int i) const {
+    return codes.vector[own + 32 * half + 8 * i];
+  }
+
+  // Zeros where there is nothing. Of 8 tokens the first four arrive by copy_wait<1>.
+  __device__ __forceinline__ void copy_codes(const Params& p, int tile, TileCodes& codes) const {
+    const int channel = 128 * tile + 16 * static_cast<int>(threadIdx.x % 8);
+    const uint8_t* codes_of_tile = p.codes + channel;
+    const auto stride = static_cast<uint64_t>(p.stride);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int of_token = __shfl_sync(kFullWarp, row, 4 * half + j, 8);
+        const bool wanted = of_token >= 0 && channel < p.channels;
+        const uint8_t* from = codes_of_tile + static_cast<uint32_t>(max(of_token, 0)) * stride;
+        copy_async(&vector(codes, half, j), from, wanted ? 16 : 0);
+      }
+      copy_commit();
+    }
+  }
+  // Bad scales are counted.
+  __device__ __forceinline__ void load(const Params& p, TokenBlock tokens, int tile,
+                                       TileCodes& codes) {
+    const int token = threadIdx.x, lane = token % 8, eight = token / 8;
+    own = 64 * eight + (lane ^ (eight / 2));
+    asm volatile("" : "+r"(own));  // kept, not made again
+    row = -1;
     if (token < tokens.tokens) {
       row = tokens.first_row + token;
       if (p.gather) row = p.plan.token_of_row[row];
     }
     float scale = 0.0f;
-    if (row >= 0) scale = __ldg(p.scale_inv + row * p.scale_row + tile * p.scale_tile);
-    const int channel = 128 * tile + 16 * lane;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int of_token = __shfl_sync(kFullWarp, row, j, 8);
-      uint4 codes = {};
-      if (of_token >= 0 && channel < p.channels)
-        codes = load_once<uint4>(p.codes + of_token * p.stride + channel);
-      code[j][0] = codes.x, code[j][1] = codes.y, code[j][2] = codes.z, code[j][3] = codes.w;
-    }
-    const int field = exponent_or_poison(scale);
-    if (field == kPoison && lane < 4) atomicAdd(p.plan.status + kBadScale, 1);
-    exponents = static_cast<uint32_t>(field) << (8 * (lane % 4));
-    exponents |= __shfl_xor_sync(kFullWarp, exponents, 1);
-    exponents |= __shfl_xor_sync(kFullWarp, exponents, 2);
-  }
-  // What was made of the rows so far is made again, not kept: registers are scarcer.
-  __device__ __forceinline__ void make_again() {
-    asm volatile("" : "+r"(exponents));
-#pragma unroll
-    for (uint32_t (&of_token)[4] : code)
-#pragma unroll
-      for (uint32_t& codes : of_token) asm volatile("" : "+r"(codes));
+    if (row >= 0)
+      scale = __ldg(p.scale_inv + tile * p.scale_tile +
+                    static_cast<uint32_t>(row) * static_cast<uint64_t>(p.scale_row));
+    copy_codes(p, tile, codes);
+    field = exponent_or_poison(scale);
+    if (field == kPoison) atomicAdd(p.plan.status + kBadScale, 1);
   }
 };
+
+// Channels below `channels` to rows of out, `ld` apart: 8 threads a channel, 16 tokens a thread.
+__device__ __forceinline__ void store_tile(const TileCodes& codes, uint8_t* out, int64_t ld,
+                                           int channels) {
+  constexpr int kGroup = 128;  // words of 4 tokens at all channels
+  const int chunk = threadIdx.x % 8, begin = threadIdx.x / 8;
+  const auto* word = reinterpret_cast<const uint32_t*>(codes.vector) + 4 * kGroup * chunk +
+                     begin / 4 * 32 + begin % 4;
+  out += begin * ld + 16 * chunk;
+#pragma unroll
+  for (int first = 0; first < 8; first += 4) {
+    uint4 v[4];  // read whether stored or not: no branches
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t* at = word + 4 * ((first + i) ^ chunk);
+      v[i] = {at[0], at[kGroup], at[2 * kGroup], at[3 * kGroup]};
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i, out += 16 * ld)
+      store_if(16 * (first + i) + begin < channels, out, v[i]);
+  }
+}
 
 }  // namespace fp8moe::cuda::shift

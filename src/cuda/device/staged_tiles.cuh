@@ -3,11 +3,12 @@
 //
 // One block an SM, of two teams that share a table, each with a contiguous share of the tiles. A
 // tile's operands come to shared memory by cp.async, each to the thread that reads it, so no
-// barrier stands between: once a warp has them in registers as f32, it asks for the next tile's,
-// and while they are on their way the columns are encoded, transposed and stored.
+// barrier stands between: a thread asks for two rows of the next tile as soon as it has read those
+// of this one, so most of a tile is always on its way.
 #pragma once
 
 #include "cuda/device/tile.cuh"
+#include "cuda/device/tile_item.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -15,8 +16,8 @@ namespace fp8moe::cuda {
 inline constexpr int kPlanes = 2;  // operands
 inline constexpr int kTeams = 2;
 
-// Source: kPlanes operands of 16 bits; row(plane, row) points to column 0 of an operand's row,
-// stride() apart; values(table, packed, v) computes 8 values from 8 of each operand. Table: in
+// Source: kPlanes operands of 16 bits, operand i from first() + plane(i) on, their rows stride()
+// elements apart; values(table, packed, v) computes 8 values from 8 of each operand. Table: in
 // shared memory. What is quantized is v times the weight of its row: a power-of-two scale times the
 // weight is one factor, and no rounding is lost by it.
 template <typename Source>
@@ -33,10 +34,10 @@ struct StagedTiles {
 using StagedTile = Tile<16, kTeams>;
 
 struct StagedShared {
-  uint16_t operand[kPlanes][128][128];
+  uint4 operand[4][kPlanes][StagedTile::kThreads];  // of row j; only a thread's own
   StagedTile::Shared codes;
   StagedTile::Amax amax;
-  float weight[128];
+  alignas(16) float weight[128];  // a warp's own 8
 };
 
 template <typename Source>
@@ -45,46 +46,55 @@ struct StagedBlock {
   typename Source::Table table;
 };
 
-// A thread asks for what it reads itself, a warp for the weights of its rows.
+// Where row 0 of this thread begins in an item.
 template <typename Source>
-__device__ __forceinline__ void stage_tile(const StagedTiles<Source>& p, TokenBlock b, int tile,
+__device__ __forceinline__ const uint16_t* first_row_of(const StagedTiles<Source>& p,
+                                                        const TileItem& item) {
+  using T = StagedTile;
+  return p.source.first() + strides(item.first_row + T::row(), p.source.stride()) +
+         (128 * item.tile + T::column(0));
+}
+
+// Asks for rows 2 pair and 2 pair + 1 of this thread in an item. With the first come the weights of
+// the warp's rows.
+template <typename Source>
+__device__ __forceinline__ void stage_rows(const StagedTiles<Source>& p, const TileItem& item,
+                                           int pair, const uint16_t* first_row,
                                            StagedShared& shared) {
   using T = StagedTile;
 #pragma unroll
-  for (int plane = 0; plane < kPlanes; ++plane) {
-    // Rows past the last token are not read.
-    const uint16_t* from =
-        p.source.row(plane, b.first_row + int64_t{T::row()}) + 128 * tile + T::column(0);
+  for (int j = 2 * pair; j < 2 * pair + 2; ++j) {
+    const int bytes = T::row() + j < item.tokens ? 16 : 0;  // rows past the last token are not read
+    const uint16_t* row = first_row + strides(j, p.source.stride());
 #pragma unroll
-    for (int j = 0; j < 4; ++j, from += p.source.stride())
-      copy_async(&shared.operand[plane][T::row() + j][T::column(0)], from,
-                 T::row() + j < b.tokens ? 16 : 0);
+    for (int plane = 0; plane < kPlanes; ++plane)
+      copy_async(&shared.operand[j][plane][T::thread()], row + p.source.plane(plane), bytes);
   }
-  const int r = 8 * (T::thread() / 32) + T::thread() % 32;
-  if (p.weights != nullptr && T::thread() % 32 < 8)
-    copy_async_word(&shared.weight[r], p.weights + b.first_row + (r < b.tokens ? r : 0),
-                    r < b.tokens ? 4 : 0);
+  if (pair > 0 || p.weights == nullptr || T::thread() % 32 >= 8) return;
+  const int of_weight = 8 * (T::thread() / 32) + T::thread() % 32;
+  const bool token = of_weight < item.tokens;
+  copy_async_word(&shared.weight[of_weight], p.weights + (item.first_row + (token ? of_weight : 0)),
+                  token ? 4 : 0);
 }
 
-// The rows of a tile. Lanes 4 j ... 4 j + 3 of a group find the scale of its row j.
+// The rows of a tile. Lanes 4 j ... 4 j + 3 of a group have the maximum of its row j.
 template <typename F, typename Source>
-__device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, TokenBlock b, int tile,
+__device__ __forceinline__ void store_rows(const StagedTiles<Source>& p, const TileItem& item,
                                            const float (&v)[4][8], const float (&weight)[4],
-                                           const float (&row_most)[4]) {
+                                           float row_amax) {
   using T = StagedTile;
-  const TileScale s = p.scaling.template of<F>(lanes_max_each<16>(row_most));
-  const int mine = T::row() + T::lane() / 4;
-  if (T::lane() % 4 == 0 && mine < b.rows)
-    p.rows_to
-        .scale[(b.first_row + int64_t{mine}) * p.rows_to.scale_row + tile * p.rows_to.scale_tile] =
-        mine < b.tokens ? s.scale_inv : 0.0f;
-  uint8_t* codes =
-      p.rows_to.data + (b.first_row + int64_t{T::row()}) * p.rows_to.ld + 128 * tile + T::column(0);
+  const TileScale s = p.scaling.template of<F>(row_amax);
+  const int mine = T::row() + T::lane() / 4, left = item.rows - T::row();
+  if (T::lane() % 4 == 0 && mine < item.rows)
+    p.rows_to.scale[strides(item.first_row + mine, p.rows_to.scale_row) +
+                    strides(item.tile, p.rows_to.scale_tile)] =
+        mine < item.tokens ? s.scale_inv : 0.0f;
+  uint8_t* codes = p.rows_to.data + strides(item.first_row + T::row(), p.rows_to.ld) +
+                   (128 * item.tile + T::column(0));
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < 4; ++j, codes += p.rows_to.ld) {
     const float scale = __shfl_sync(kFullWarp, s.scale, 4 * j, 16);
-    if (T::row() + j < b.rows) T::template store_codes<F>(codes, v[j], scale * weight[j]);
-    codes += p.rows_to.ld;
+    store_if(j < left, codes, fp8_encode8<F>(v[j], scale * weight[j]));
   }
 }
 
@@ -94,60 +104,68 @@ __global__ __launch_bounds__(512 * kTeams,
   using T = StagedTile;
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& of_block = *reinterpret_cast<StagedBlock<Source>*>(bytes);
-  auto& shared = of_block.team[T::team()];
-  const int64_t total = int64_t{p.plan.col_offsets[p.plan.experts] / 128} * p.tiles;
-  const int teams = kTeams * gridDim.x, team = kTeams * blockIdx.x + T::team();
-  const int64_t begin = total * team / teams, end = total * (team + 1) / teams;
-  int block = static_cast<int>(begin / p.tiles), tile = static_cast<int>(begin % p.tiles);
-  TokenBlock b;
-  if (begin < end) b = token_block_of_warp(p.plan, block);
+  const int team = of_warp(T::team());
+  auto& shared = of_block.team[team];
+  if (threadIdx.x < 3 * 32) prefetch_plan(p.plan);
+  const int total = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
+  const int teams = kTeams * gridDim.x, mine = blockIdx.x + team * gridDim.x;
+  const int share = total / teams, more_by_one = total % teams;
+  const int begin = of_warp(share * mine + min(mine, more_by_one));
+  const int items = of_warp(share + (mine < more_by_one));
+  TileItem item{}, next{.block = begin / p.tiles - 1};
+  if (items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + begin % p.tiles);
   if (T::thread() < 128) shared.weight[T::thread()] = 1.0f;
   T::sync();
-  if (begin < end) stage_tile(p, b, tile, shared);
-  copy_commit();
+  const uint16_t* staged = first_row_of(p, next);
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    if (items > 0) stage_rows(p, next, pair, staged, shared);
+    copy_commit();
+  }
   of_block.table.fill();
   __syncthreads();
 #pragma unroll 1
-  for (int left = static_cast<int>(end - begin); left > 0; --left) {
-    copy_wait<0>();
-    __syncwarp();
+  for (int n = 0; n < items; ++n) {
+    item = next;
+    const bool more = n + 1 < items;
+    if (more) next = item_after(p.plan, p.tiles, item, 1);
+    staged = first_row_of(p, next);
     typename T::Row v[4];
-    uint4 packed[4][kPlanes];
     float weight[4], row_most[4];
+    copy_wait<1>();
+    __syncwarp();
+    const float4 weights = *reinterpret_cast<const float4*>(&shared.weight[T::row()]);
+    weight[0] = weights.x, weight[1] = weights.y, weight[2] = weights.z, weight[3] = weights.w;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int r = T::row() + j;
+      if (j == 2) {
+        __syncwarp();  // the weights have been read
+        if (more) stage_rows(p, next, 0, staged, shared);
+        copy_commit();
+        copy_wait<1>();
+      }
+      uint4 packed[kPlanes];
 #pragma unroll
       for (int plane = 0; plane < kPlanes; ++plane)
-        packed[j][plane] = *reinterpret_cast<const uint4*>(&shared.operand[plane][r][T::column(0)]);
-      p.source.values(of_block.table, packed[j], v[j]);
-      weight[j] = 1.0f;
+        packed[plane] = shared.operand[j][plane][T::thread()];
+      p.source.values(of_block.table, packed, v[j]);
       if constexpr (kKind == ColumnKind::block) {  // the scales take the weights in
-        weight[j] = shared.weight[r];
         row_most[j] = weighted_amax(v[j], weight[j]);
       } else {  // each column has its scale: once a value is less than once a scale
-        const float w = shared.weight[r];
 #pragma unroll
-        for (float& x : v[j]) x *= w;
+        for (float& x : v[j]) x *= weight[j];
+        weight[j] = 1.0f;
         row_most[j] = amax(v[j]);
       }
     }
-    store_rows<F>(p, b, tile, v, weight, row_most);
-    const float most = fmaxf(fmaxf(row_most[0], row_most[1]), fmaxf(row_most[2], row_most[3]));
-    T::template columns_amax<kKind>(v, weight, most, shared.amax);
-    const int done_block = block, done_tile = tile;
-    __syncwarp();  // the weights have been read
-    if (left > 1) {
-      if (++tile == p.tiles) {
-        tile = 0;
-        b = token_block_of_warp(p.plan, ++block);
-      }
-      stage_tile(p, b, tile, shared);
-    }
+    const float row_amax = lanes_max_each<16>(row_most);
+    T::template columns_amax<kKind>(v, weight, row_amax, shared.amax);
+    if (more) stage_rows(p, next, 1, staged, shared);
     copy_commit();
+    store_rows<F>(p, item, v, weight, row_amax);
     T::sync();  // the maxima are there, the last tile's codes are out
     if constexpr (kKind == ColumnKind::column) {
-      T::template columns_scales<F>(p.columns_to, done_tile, done_block, p.columns, shared.amax,
+      T::template columns_scales<F>(p.columns_to, item.tile, item.block, p.columns, shared.amax,
                                     p.scaling);
       T::sync();
     }
@@ -155,8 +173,8 @@ __global__ __launch_bounds__(512 * kTeams,
         T::template columns_encode<F, kKind>(v, weight, shared.amax, p.scaling, shared.codes);
     T::sync();
     if (kKind == ColumnKind::block && T::thread() == 0)
-      T::block_scale_store(p.columns_to, done_tile, done_block, scale_inv);
-    T::columns_store(p.columns_to, done_tile, done_block, p.columns, shared.codes);
+      T::block_scale_store(p.columns_to, item.tile, item.block, scale_inv);
+    T::columns_store(p.columns_to, item.tile, item.block, p.columns, shared.codes);
   }
 }
 

@@ -14,16 +14,11 @@
 #include "cuda/device/sigmoid_table.cuh"
 #include "cuda/device/split_barrier.cuh"
 #include "cuda/device/swiglu_backward.cuh"
+#include "cuda/device/tile_item.cuh"
 
 namespace fp8moe::cuda {
 
 using BackwardTile = Tile<16>;
-
-// A tile of a block of tokens, as in TokenBlock.
-struct BackwardItem {
-  int first_row, tokens, rows;
-  int block, tile;
-};
 
 // A cluster's share of the blocks of tokens, and a block's share of their tiles.
 struct BackwardShare {
@@ -59,41 +54,23 @@ constexpr int blocks_of_sums(int ranks, int tiles) {
   return (BackwardTilesShared::kSums - 1) * ranks / tiles;
 }
 
-// A value that all lanes of a warp have, in a uniform register: the compiler then knows that
-// branches on it keep the warp together, and spends no registers on it.
-__device__ __forceinline__ int of_warp(int value) {
-  return static_cast<int>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(value)));
-}
-
 __device__ __forceinline__ BackwardShare backward_share(const SwigluBackward& p) {
   const auto cluster = cooperative_groups::this_cluster();
   const int ranks = cluster.num_blocks(), rank = cluster.block_rank();
-  const int64_t all = p.plan.col_offsets[p.plan.experts] / 128, clusters = gridDim.x / ranks,
-                mine = blockIdx.x / ranks;
-  const int begin = of_warp(static_cast<int>(all * mine / clusters)),
-            blocks = of_warp(static_cast<int>(all * (mine + 1) / clusters)) - begin;
+  const int all = p.plan.col_offsets[p.plan.experts] / 128;
+  const int clusters = gridDim.x / ranks, mine = blockIdx.x / ranks;
+  const int share = all / clusters, more_by_one = all % clusters;
+  const int blocks = of_warp(share + (mine < more_by_one));
   return {.ranks = ranks,
           .rank = rank,
-          .begin = begin,
+          .begin = of_warp(share * mine + min(mine, more_by_one)),
           .blocks = blocks,
           .held = of_warp(blocks_of_sums(ranks, p.tiles)),
           .items = of_warp((blocks * p.tiles - rank + ranks - 1) / ranks)};
 }
 
-// The item so many tiles after another.
-__device__ __forceinline__ BackwardItem item_after(const SwigluBackward& p, BackwardItem item,
-                                                   int tiles) {
-  item.tile += tiles;
-  if (item.tile < p.tiles) return item;
-  for (; item.tile >= p.tiles; item.tile -= p.tiles) ++item.block;
-  const TokenBlock b = token_block_of_warp(p.plan, item.block);
-  item.first_row = of_warp(b.first_row), item.tokens = of_warp(b.tokens);
-  item.rows = of_warp(b.rows);
-  return item;
-}
-
 // Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
-__device__ __forceinline__ void load_row(const SwigluBackward& p, const BackwardItem& item, int j,
+__device__ __forceinline__ void load_row(const SwigluBackward& p, const TileItem& item, int j,
                                          BackwardTilesShared& shared) {
   using T = BackwardTile;
   const int r = T::row() + j, column = 128 * item.tile + T::column(0);
@@ -136,7 +113,7 @@ __device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uin
 // Scales of the rows of dz: lane l of a group finds that of row l / 2 % 4, of dgate where l < 8,
 // else of dup.
 template <typename F>
-__device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const BackwardItem& item,
+__device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const TileItem& item,
                                                   const float (&row_most)[8]) {
   using T = BackwardTile;
   const TileScale s = p.scaling.of<F>(lanes_max_each<16>(row_most));
@@ -150,7 +127,7 @@ __device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const
 
 // The rows of dgate (o = 0) or dup (o = 1).
 template <typename F>
-__device__ __forceinline__ void store_rows(const SwigluBackward& p, const BackwardItem& item, int o,
+__device__ __forceinline__ void store_rows(const SwigluBackward& p, const TileItem& item, int o,
                                            const float (&v)[4][8], const float (&prob)[4],
                                            float scales) {
   using T = BackwardTile;
@@ -199,9 +176,10 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     shared.scales_done.start(T::kWarps);
     shared.codes_done.start(T::kWarps);
   }
+  if (threadIdx.x < 3 * 32) prefetch_plan(p.plan);
   const BackwardShare share = backward_share(p);
-  BackwardItem item{}, next{.block = share.begin - 1};
-  if (share.items > 0) next = item_after(p, next, p.tiles + share.rank);
+  TileItem item{}, next{.block = share.begin - 1};
+  if (share.items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + share.rank);
   __syncthreads();
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -234,7 +212,7 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     const int last_block = item.block, last_tile = item.tile;
     item = next;
     const bool more = n + 1 < share.items;
-    if (more) next = item_after(p, item, share.ranks);
+    if (more) next = item_after(p.plan, p.tiles, item, share.ranks);
     if (p.dprobs != nullptr)
       while (item.block - share.begin >= summed + share.held)
         summed = store_dprobs(p, share, summed, shared);

@@ -142,7 +142,7 @@ struct Tile {
     const TileScale s = rule.template of<F>(m);
     shared.scale[place] = s.scale;
     if (128 * tile + at < columns)
-      out.scale[tile * out.scale_tile + block * out.scale_block + at] = s.scale_inv;
+      out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block) + at] = s.scale_inv;
   }
 
   // Returns what block_scale_store stores, where a tile has one scale.
@@ -178,7 +178,7 @@ struct Tile {
   // By one thread, when others need not wait for it.
   static __device__ __forceinline__ void block_scale_store(const ColumnsOut& out, int tile,
                                                            int block, float scale_inv) {
-    out.scale[tile * out.scale_tile + block * out.scale_block] = scale_inv;
+    out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block)] = scale_inv;
   }
 
   // 8 threads a column, 16 tokens each; all of a thread's are read before the first is stored.
@@ -195,7 +195,7 @@ struct Tile {
   static __device__ __forceinline__ void columns_write(const ColumnsOut& out, int tile, int block,
                                                        int columns, const Words& words) {
     int at = 128 * tile + thread() / 8;
-    uint8_t* to = out.data + at * out.ld + 128 * int64_t{block} + 16 * (thread() % 8);
+    uint8_t* to = out.data + strides(at, out.ld) + (128 * block + 16 * (thread() % 8));
 #pragma unroll
     for (int i = 0; i < 1024 / kThreads; ++i, at += kThreads / 8, to += kThreads / 8 * out.ld)
       store_if(at < columns, to, words[i]);

@@ -15,19 +15,22 @@ __device__ __forceinline__ void transpose_4x4(uint32_t (&w)[4]) {
   w[2] = __byte_perm(high01, high23, 0x5410), w[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// In shared memory. kLanes lanes (8 or 16) share a token, and a warp writes 32 / kLanes
-// neighbouring groups of 4 tokens. Word g of a channel, its codes at tokens 4 g ... 4 g + 3, lies
-// at g ^ swizzle: no bank conflicts, and 4 aligned words stay together, of 16 lanes from channel 64
-// on swapped by twos.
-template <int kLanes>
+// Codes of two channels at two tokens each, twice -> the first channel's at all four tokens, and
+// the second's. Half of what transpose_4x4 takes, where codes come in pairs anyway.
+__device__ __forceinline__ void transpose_pairs(uint32_t& tokens01, uint32_t& tokens23) {
+  const uint32_t first = __byte_perm(tokens01, tokens23, 0x6420);
+  tokens23 = __byte_perm(tokens01, tokens23, 0x7531), tokens01 = first;
+}
+
+// In shared memory. 16 lanes share a token, 8 channels each, and a warp writes two neighbouring
+// groups of 4 tokens. Word g of a channel, its codes at tokens 4 g ... 4 g + 3, lies at g ^
+// swizzle: no bank conflicts, and 4 aligned words stay together, from channel 64 on swapped by
+// twos.
 struct TransposedCodes {
-  static constexpr int kRun = 128 / kLanes;  // channels of a lane
   alignas(16) uint32_t word[128][32];
 
-  static __device__ __forceinline__ int swizzle(int channel) { return 4 * (channel / kRun & 7); }
-  static __device__ __forceinline__ int swap(int channel) {
-    return kLanes == 16 ? channel / 64 * 2 : 0;
-  }
+  static __device__ __forceinline__ int swizzle(int channel) { return 4 * (channel / 8 & 7); }
+  static __device__ __forceinline__ int swap(int channel) { return channel / 64 * 2; }
 
   // codes[j]: 4 channels from `channel` on at token 4 group + j.
   __device__ __forceinline__ void put(int channel, int group, uint32_t (&codes)[4]) {
