@@ -42,7 +42,7 @@ def test_outputs_are_what_torch_allocates(device: torch.device, shape: tuple[int
 def test_outputs_stay_for_a_stream_that_reads_them(device: torch.device) -> None:
     """Memory of torch's allocator, on the current stream: record_stream keeps it."""
     like = torch.zeros(1, device=device)
-    torch.cuda._sleep(200_000_000)
+    torch.cuda._sleep(2_000_000_000)  # a second: until the end of the test
     with torch.cuda.stream(torch.cuda.Stream()):
         out = empty("", like, (1 << 20,), "uint8")
         address = out.data_ptr()
