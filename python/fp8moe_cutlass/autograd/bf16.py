@@ -19,7 +19,7 @@ class Groups(NamedTuple):
     """Assignments grouped by expert, in token order; dropped ones come last."""
 
     order: Tensor  # [R] i64: the assignment (token * S + slot) of each row
-    row_of: Tensor  # [T, S] i64: the row of each assignment; 0 where it is not kept
+    row_of: Tensor  # [T, S] i64: the row of each assignment; any row where it is not kept
     kept: Tensor  # [T, S] bool
     offsets: Tensor  # [E] i32: the end of each expert's rows
 
@@ -48,16 +48,15 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
     row_of = row_of.view(topk_idx.shape)
     if capacity is not None and capacity < order.numel():
         order, offsets = order[:capacity], offsets.clamp(max=capacity)
-        kept = kept & (row_of < capacity)
-    # One row for all that are not kept: they are read, and masked, but from a cache.
-    return Groups(order, row_of.masked_fill(~kept, 0), kept, offsets)
+        kept, row_of = kept & (row_of < capacity), row_of.clamp(max=capacity - 1)
+    return Groups(order, row_of, kept, offsets)
 
 
 def forward(
     x: Tensor, probs: Tensor, groups: Groups, gate_up: Tensor, down: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16 and the pre-activation z [A, 2I] bf16."""
-    z = rows_times(x.index_select(0, groups.token_of_row), gate_up.mT, groups)
+    z = rows_times(x[groups.token_of_row], gate_up.mT, groups)
     h = swiglu(z, probs.flatten()[groups.order])
     y = rows_times(h, down.mT, groups)
     return sum_slots(y, groups.row_of, groups.kept), z
@@ -78,11 +77,11 @@ def backward(
 
     z None: it is computed again from x.
     """
-    x_rows = x.index_select(0, groups.token_of_row)
+    x_rows = x[groups.token_of_row]
     if z is None:
         z = rows_times(x_rows, gate_up.mT, groups)
     p = probs.flatten()[groups.order]
-    dy = dout.index_select(0, groups.token_of_row)
+    dy = dout[groups.token_of_row]
     dh = rows_times(dy, down, groups)
     dz, row_dprobs = swiglu_backward(dh, z, p)
     dprobs = row_dprobs[groups.row_of].masked_fill(~groups.kept, 0.0)

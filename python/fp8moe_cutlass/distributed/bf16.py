@@ -90,7 +90,7 @@ class Bf16Block:
         rows[:tokens], ids[:tokens], weights[:tokens] = x, topk_idx, probs
         rows[tokens], ids[tokens], weights[tokens] = 0, -1, 0
         token = plan.token_of_row[: sizes().rows_sent]
-        return packed.index_select(0, torch.where(token < 0, tokens, token))
+        return packed[torch.where(token < 0, tokens, token)]
 
     def forward(
         self, rows: Tensor, slots: int, plan: Plan, exchange: Exchange, sizes: Sizes
@@ -108,7 +108,7 @@ class Bf16Block:
     def pack_gradient(self, dout: Tensor, plan: Plan, sizes: Sizes) -> Tensor:
         if dout.shape[0] == 0:
             return dout.new_zeros(sizes.rows_sent, dout.shape[1], dtype=torch.bfloat16)
-        return dout.bfloat16().index_select(0, plan.token_of_row[: sizes.rows_sent].clamp(min=0))
+        return dout.bfloat16()[plan.token_of_row[: sizes.rows_sent].clamp(min=0)]
 
     def backward(
         self,
