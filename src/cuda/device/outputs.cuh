@@ -31,9 +31,12 @@ struct Pow2Scaling {
 // Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.
 enum class ColumnKind { none, block, column };
 
-// So many strides of under 2^31: one instruction, where 64 bits times 64 are four.
+// So many strides of under 2^31: one instruction, where 64 bits times 64 are four. Written as such,
+// for the compiler forgets that a stride it has widened outside of a loop has 32 bits.
 __device__ __forceinline__ int64_t strides(int count, int64_t stride) {
-  return int64_t{count} * static_cast<int>(stride);
+  int64_t product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(count), "r"(static_cast<int>(stride)));
+  return product;
 }
 
 // Rows out, [M, C]; data == nullptr: none. Scale of tile t of row r: scale[r scale_row + t

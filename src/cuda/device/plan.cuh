@@ -41,14 +41,14 @@ struct TokenBlock {
   int expert = -1;  // -1: past the last expert's columns
 };
 
-// The three arrays that the search below reads to L2, at once, before the first of them is waited
-// for: a warp each.
+// The three arrays that the search below reads, of at most 1,024 experts, to L2: at once, before
+// the first of them is waited for. By the first three warps, one each.
 __device__ __forceinline__ void prefetch_plan(const PlanView& plan) {
-  const int32_t* arrays[3] = {plan.tokens_per_expert, plan.row_offsets, plan.col_offsets};
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    for (int e = 32 * (threadIdx.x % 32); threadIdx.x / 32 == i && e <= plan.experts; e += 1024)
-      prefetch_line(arrays[i] + e);
+  const int warp = threadIdx.x / 32, e = 32 * (threadIdx.x % 32);
+  const int32_t* array = warp == 0   ? plan.tokens_per_expert
+                         : warp == 1 ? plan.row_offsets
+                                     : plan.col_offsets;
+  if (warp < 3 && e <= plan.experts) prefetch_line(array + e);
 }
 
 // An expert from such a block on: all the rows that are left of it, and the block after its last.

@@ -93,20 +93,26 @@ __device__ __forceinline__ float4 groups_max_each(const float (&m)[N]) {
   }
 }
 
+// max |v|, NaNs ignored; NaN if there is nothing else, for who takes the maximum with 0 later.
+template <int N>
+__device__ __forceinline__ float amax_or_nan(const float (&v)[N]) {
+  float m = fabsf(v[0]);
+#pragma unroll
+  for (int i = 1; i < N; ++i) m = fmaxf(m, fabsf(v[i]));
+  return m;
+}
+
 // max |v|, NaNs ignored.
 template <int N>
 __device__ __forceinline__ float amax(const float (&v)[N]) {
-  float m = 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) m = fmaxf(m, fabsf(v[i]));
-  return m;
+  return fmaxf(amax_or_nan(v), 0.0f);
 }
 
 // max |v weight|: rounding is monotone, so one product does. A NaN weight is ignored as its
 // products are.
 template <int N>
 __device__ __forceinline__ float weighted_amax(const float (&v)[N], float weight) {
-  return fmaxf(amax(v) * fabsf(weight), 0.0f);
+  return fmaxf(amax_or_nan(v) * fabsf(weight), 0.0f);
 }
 
 }  // namespace fp8moe::cuda

@@ -18,9 +18,11 @@ struct SigmoidTable {
   static constexpr int kMagnitudes = kHigh - kLow + 1;
   static constexpr int kNegative = (1 << kSignBit) / sizeof(float);
   float of[kNegative + kMagnitudes];
+  uint32_t minus_low;  // of two gates; one of two immediates costs an instruction at every use
 
   // By the whole block; the caller synchronizes.
   __device__ __forceinline__ void fill() {
+    if (threadIdx.x == 0) minus_low = 0x10001u * (0x10000u - kLow);
     for (int i = threadIdx.x; i < 2 * kMagnitudes; i += blockDim.x) {
       const bool negative = i >= kMagnitudes;
       const int m = negative ? i - kMagnitudes : i;
@@ -31,8 +33,8 @@ struct SigmoidTable {
 
   // Sigmoids of two packed gates. Of NaNs some value: every use multiplies by the gate.
   __device__ __forceinline__ float2 two(uint32_t gates) const {
-    const uint32_t m = __viaddmin_s16x2_relu(gates & 0x7FFF7FFFu, 0x10001u * (0x10000u - kLow),
-                                             0x10001u * (kHigh - kLow));
+    const uint32_t m =
+        __viaddmin_s16x2_relu(gates & 0x7FFF7FFFu, minus_low, 0x10001u * (kHigh - kLow));
     const uint32_t sign = gates >> (15 - kSignBit) & 0x10001u << kSignBit;
     const uint32_t at = m << 2 | sign;
     const auto* bytes = reinterpret_cast<const unsigned char*>(of);

@@ -106,7 +106,7 @@ __global__ __launch_bounds__(512 * kTeams,
   auto& of_block = *reinterpret_cast<StagedBlock<Source>*>(bytes);
   const int team = of_warp(T::team());
   auto& shared = of_block.team[team];
-  if (threadIdx.x < 3 * 32) prefetch_plan(p.plan);
+  prefetch_plan(p.plan);
   const int total = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
   const int teams = kTeams * gridDim.x, mine = blockIdx.x + team * gridDim.x;
   const int share = total / teams, more_by_one = total % teams;
@@ -114,8 +114,7 @@ __global__ __launch_bounds__(512 * kTeams,
   const int items = of_warp(share + (mine < more_by_one));
   TileItem item{}, next{.block = begin / p.tiles - 1};
   if (items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + begin % p.tiles);
-  if (T::thread() < 128) shared.weight[T::thread()] = 1.0f;
-  T::sync();
+  if (p.weights == nullptr && T::thread() < 128) shared.weight[T::thread()] = 1.0f;
   const uint16_t* staged = first_row_of(p, next);
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
@@ -149,16 +148,16 @@ __global__ __launch_bounds__(512 * kTeams,
       for (int plane = 0; plane < kPlanes; ++plane)
         packed[plane] = shared.operand[j][plane][T::thread()];
       p.source.values(of_block.table, packed, v[j]);
-      if constexpr (kKind == ColumnKind::block) {  // the scales take the weights in
-        row_most[j] = weighted_amax(v[j], weight[j]);
-      } else {  // each column has its scale: once a value is less than once a scale
+      // The scales take the weights in, but where each column has its own: once a value is less
+      // than once a scale.
+      if constexpr (kKind == ColumnKind::column) {
 #pragma unroll
         for (float& x : v[j]) x *= weight[j];
         weight[j] = 1.0f;
-        row_most[j] = amax(v[j]);
       }
+      row_most[j] = amax_or_nan(v[j]) * fabsf(weight[j]);
     }
-    const float row_amax = lanes_max_each<16>(row_most);
+    const float row_amax = fmaxf(lanes_max_each<16>(row_most), 0.0f);
     T::template columns_amax<kKind>(v, weight, row_amax, shared.amax);
     if (more) stage_rows(p, next, 1, staged, shared);
     copy_commit();

@@ -75,15 +75,15 @@ __device__ __forceinline__ void load_row(const SwigluBackward& p, const TileItem
   using T = BackwardTile;
   const int r = T::row() + j, column = 128 * item.tile + T::column(0);
   const int bytes = r < item.tokens ? 16 : 0;  // rows past the last token are not read
-  const int64_t row = item.first_row + r;
-  const uint16_t* gate = p.z + row * 2 * p.intermediate + column;
+  const int64_t at = strides(item.first_row + r, p.intermediate);
+  const uint16_t* gate = p.z + 2 * at + column;
   copy_async(&shared.operand[j][0][threadIdx.x], gate, bytes);
   copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
-  copy_async(&shared.operand[j][2][threadIdx.x], p.dh + row * p.intermediate + column, bytes);
+  copy_async(&shared.operand[j][2][threadIdx.x], p.dh + at + column, bytes);
   if (j > 0 || p.probs == nullptr || threadIdx.x % 32 >= 8) return;
   const int of_prob = 8 * (threadIdx.x / 32) + threadIdx.x % 32;
   const bool token = of_prob < item.tokens;
-  copy_async_word(&shared.prob[of_prob], p.probs + item.first_row + (token ? of_prob : 0),
+  copy_async_word(&shared.prob[of_prob], p.probs + (item.first_row + (token ? of_prob : 0)),
                   token ? 4 : 0);
 }
 
@@ -116,11 +116,11 @@ template <typename F>
 __device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const TileItem& item,
                                                   const float (&row_most)[8]) {
   using T = BackwardTile;
-  const TileScale s = p.scaling.of<F>(lanes_max_each<16>(row_most));
+  const TileScale s = p.scaling.of<F>(fmaxf(lanes_max_each<16>(row_most), 0.0f));
   const int r = T::row() + T::lane() / 2 % 4;
   const int tile = T::lane() < 8 ? item.tile : p.tiles + item.tile;
   if (T::lane() % 2 == 0 && r < item.rows)
-    p.dz.scale[(item.first_row + int64_t{r}) * p.dz.scale_row + tile * p.dz.scale_tile] =
+    p.dz.scale[strides(item.first_row + r, p.dz.scale_row) + strides(tile, p.dz.scale_tile)] =
         r < item.tokens ? s.scale_inv : 0.0f;
   return s.scale;
 }
@@ -132,8 +132,8 @@ __device__ __forceinline__ void store_rows(const SwigluBackward& p, const TileIt
                                            float scales) {
   using T = BackwardTile;
   const int left = item.rows - T::row();
-  uint8_t* codes = p.dz.data + (item.first_row + int64_t{T::row()}) * p.dz.ld + o * p.intermediate +
-                   128 * item.tile + T::column(0);
+  uint8_t* codes = p.dz.data + strides(item.first_row + T::row(), p.dz.ld) +
+                   (o * p.intermediate + 128 * item.tile + T::column(0));
 #pragma unroll
   for (int j = 0; j < 4; ++j, codes += p.dz.ld) {
     const float scale = __shfl_sync(kFullWarp, scales, 8 * o + 2 * j, 16);
@@ -170,17 +170,16 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
   using T = BackwardTile;
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
-  if (threadIdx.x < 128) shared.prob[threadIdx.x] = 1.0f;
+  prefetch_plan(p.plan);
+  if (p.probs == nullptr && threadIdx.x < 128) shared.prob[threadIdx.x] = 1.0f;
   if (threadIdx.x == 0) {
     shared.maxima_done.start(T::kWarps);
     shared.scales_done.start(T::kWarps);
     shared.codes_done.start(T::kWarps);
   }
-  if (threadIdx.x < 3 * 32) prefetch_plan(p.plan);
   const BackwardShare share = backward_share(p);
   TileItem item{}, next{.block = share.begin - 1};
   if (share.items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + share.rank);
-  __syncthreads();
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     if (share.items > 0) load_row(p, next, j, shared);
@@ -235,9 +234,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
           row_gradient<kClamp, kMultiplied>(p, operand[0], operand[1], operand[2], shared.sigmoids,
                                             prob[j], v[0][j], v[1][j], v[2][j]);
       if (kMultiplied) prob[j] = 1.0f;
-      row_most[j] = weighted_amax(v[0][j], prob[j]);
-      row_most[4 + j] = weighted_amax(v[1][j], prob[j]);
-      most[2] = fmaxf(most[2], weighted_amax(v[2][j], prob[j]));
+      row_most[j] = amax_or_nan(v[0][j]) * fabsf(prob[j]);
+      row_most[4 + j] = amax_or_nan(v[1][j]) * fabsf(prob[j]);
+      most[2] = fmaxf(most[2], amax_or_nan(v[2][j]) * fabsf(prob[j]));
       __syncwarp();  // no read of the next row before: fewer registers
       if (j == 0 && n > 0) store_columns(n - 1, last_block, last_tile);
     }
@@ -247,8 +246,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
           row_sum;
 #pragma unroll
     for (int o = 0; o < 2; ++o)
-      most[o] = fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
-                      fmaxf(row_most[4 * o + 2], row_most[4 * o + 3]));
+      most[o] = fmaxf(fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
+                            fmaxf(row_most[4 * o + 2], row_most[4 * o + 3])),
+                      0.0f);
 #pragma unroll
     for (int o = 0; o < 3; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
     shared.maxima_done.arrive();
