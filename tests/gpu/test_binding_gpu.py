@@ -41,9 +41,11 @@ def test_outputs_are_what_torch_allocates(device: torch.device, shape: tuple[int
 
 def test_outputs_stay_for_a_stream_that_reads_them(device: torch.device) -> None:
     """Memory of torch's allocator, on the current stream: record_stream keeps it."""
-    like = torch.zeros(1, device=device)
-    torch.cuda._sleep(2_000_000_000)  # a second: until the end of the test
-    with torch.cuda.stream(torch.cuda.Stream()):
+    like, side = torch.zeros(1, device=device), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        empty("", like, (1 << 20,), "uint8")  # the memory is there: getting some waits for kernels
+    torch.cuda._sleep(200_000_000)
+    with torch.cuda.stream(side):
         out = empty("", like, (1 << 20,), "uint8")
         address = out.data_ptr()
         out.record_stream(torch.cuda.default_stream())

@@ -78,8 +78,9 @@ class CudaTimer:
         host = [self._host_us(run) for run in runs]
         events = [[(event(), event()) for _ in runs] for _ in range(self.repeats)]
         shuffle = random.Random(0).shuffle
-        # The host gets ahead, so that no event waits for an enqueue.
-        torch.cuda._sleep(4_000_000)  # type: ignore[no-untyped-call]
+        # The host gets ahead, so that no event waits for an enqueue: 50 us are a flush and events.
+        ahead_us = self.repeats * sum(50.0 + us for us in host)
+        torch.cuda._sleep(int(2000.0 * ahead_us))  # type: ignore[no-untyped-call]
         for repeat in events:
             turns = list(zip(runs, repeat, strict=True))
             shuffle(turns)
