@@ -18,7 +18,7 @@
 # --gemm      fp8moe-cutlass bench --gemm in GEMM_SECONDS (360) and --accuracy: gemm.json, accuracy.json
 # --oracle    builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize  the GPU tests again under compute-sanitizer, SANITIZE_SECONDS (500) for each of
-#             SANITIZE_TOOLS (memcheck racecheck initcheck synccheck), every SANITIZE_THIN-th (5) case of each test; racecheck without those of GEMMs and SwiGLU
+#             SANITIZE_TOOLS (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test; racecheck without those of GEMMs and SwiGLU
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
 # --only      pytest -k PATTERN, for --tests and --sanitize
 # --op        only this op, for --bench and --ncu; may be repeated. --quick: one tiny shape an op
