@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/device/memory.cuh"
+#include "cuda/device/reduce.cuh"
 #include "fp8moe/plan.h"
 
 namespace fp8moe::cuda {
@@ -68,7 +69,6 @@ struct ExpertRest {
 // begin at or before it and reads what there is to know of them, so the search waits for memory
 // once.
 __device__ __forceinline__ ExpertRest expert_rest_of_warp(const PlanView& plan, int index) {
-  constexpr unsigned kAllLanes = 0xFFFFFFFFu;
   const int column = index * 128;
   int begun = 0;
   int first_column = 0, first_row = 0, end_row = 0, end_column = 0, tokens = 0;  // of the last one
@@ -80,14 +80,14 @@ __device__ __forceinline__ ExpertRest expert_rest_of_warp(const PlanView& plan, 
     first_column = at, end_column = next, first_row = row, end_row = next_row, tokens = count;
   }
   const int all_columns = plan.col_offsets[plan.experts];
-  const int expert = static_cast<int>(__reduce_add_sync(kAllLanes, begun)) - 1, lane = expert % 32;
-  const int within = column - __shfl_sync(kAllLanes, first_column, lane);
-  const int first = __shfl_sync(kAllLanes, first_row, lane) + within;
+  const int expert = static_cast<int>(__reduce_add_sync(kFullWarp, begun)) - 1, lane = expert % 32;
+  const int within = column - __shfl_sync(kFullWarp, first_column, lane);
+  const int first = __shfl_sync(kFullWarp, first_row, lane) + within;
   const ExpertRest rest = {.first_row = first,
-                           .tokens = __shfl_sync(kAllLanes, tokens, lane) - within,
-                           .rows = __shfl_sync(kAllLanes, end_row, lane) - first,
+                           .tokens = __shfl_sync(kFullWarp, tokens, lane) - within,
+                           .rows = __shfl_sync(kFullWarp, end_row, lane) - first,
                            .expert = expert,
-                           .end = __shfl_sync(kAllLanes, end_column, lane) / 128};
+                           .end = __shfl_sync(kFullWarp, end_column, lane) / 128};
   return column < all_columns ? rest : ExpertRest{};
 }
 __device__ __forceinline__ TokenBlock token_block_of_warp(const PlanView& plan, int index) {

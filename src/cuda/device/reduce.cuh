@@ -109,10 +109,14 @@ __device__ __forceinline__ float amax(const float (&v)[N]) {
 }
 
 // max |v weight|: rounding is monotone, so one product does. A NaN weight is ignored as its
-// products are.
+// products are, or makes a NaN of the first form.
+template <int N>
+__device__ __forceinline__ float weighted_amax_or_nan(const float (&v)[N], float weight) {
+  return amax_or_nan(v) * fabsf(weight);
+}
 template <int N>
 __device__ __forceinline__ float weighted_amax(const float (&v)[N], float weight) {
-  return fmaxf(amax_or_nan(v) * fabsf(weight), 0.0f);
+  return fmaxf(weighted_amax_or_nan(v, weight), 0.0f);
 }
 
 }  // namespace fp8moe::cuda

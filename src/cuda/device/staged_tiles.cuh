@@ -108,10 +108,7 @@ __global__ __launch_bounds__(512 * kTeams,
   auto& shared = of_block.team[team];
   prefetch_plan(p.plan);
   const int total = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
-  const int teams = kTeams * gridDim.x, mine = blockIdx.x + team * gridDim.x;
-  const int share = total / teams, more_by_one = total % teams;
-  const int begin = of_warp(share * mine + min(mine, more_by_one));
-  const int items = of_warp(share + (mine < more_by_one));
+  const auto [begin, items] = share_of(total, kTeams * gridDim.x, blockIdx.x + team * gridDim.x);
   TileItem item{}, next{.block = begin / p.tiles - 1};
   if (items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + begin % p.tiles);
   if (p.weights == nullptr && T::thread() < 128) shared.weight[T::thread()] = 1.0f;
@@ -155,7 +152,7 @@ __global__ __launch_bounds__(512 * kTeams,
         for (float& x : v[j]) x *= weight[j];
         weight[j] = 1.0f;
       }
-      row_most[j] = amax_or_nan(v[j]) * fabsf(weight[j]);
+      row_most[j] = weighted_amax_or_nan(v[j], weight[j]);
     }
     const float row_amax = fmaxf(lanes_max_each<16>(row_most), 0.0f);
     T::template columns_amax<kKind>(v, weight, row_amax, shared.amax);

@@ -58,12 +58,10 @@ __device__ __forceinline__ BackwardShare backward_share(const SwigluBackward& p)
   const auto cluster = cooperative_groups::this_cluster();
   const int ranks = cluster.num_blocks(), rank = cluster.block_rank();
   const int all = p.plan.col_offsets[p.plan.experts] / 128;
-  const int clusters = gridDim.x / ranks, mine = blockIdx.x / ranks;
-  const int share = all / clusters, more_by_one = all % clusters;
-  const int blocks = of_warp(share + (mine < more_by_one));
+  const auto [begin, blocks] = share_of(all, gridDim.x / ranks, blockIdx.x / ranks);
   return {.ranks = ranks,
           .rank = rank,
-          .begin = of_warp(share * mine + min(mine, more_by_one)),
+          .begin = begin,
           .blocks = blocks,
           .held = of_warp(blocks_of_sums(ranks, p.tiles)),
           .items = of_warp((blocks * p.tiles - rank + ranks - 1) / ranks)};
@@ -234,9 +232,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
           row_gradient<kClamp, kMultiplied>(p, operand[0], operand[1], operand[2], shared.sigmoids,
                                             prob[j], v[0][j], v[1][j], v[2][j]);
       if (kMultiplied) prob[j] = 1.0f;
-      row_most[j] = amax_or_nan(v[0][j]) * fabsf(prob[j]);
-      row_most[4 + j] = amax_or_nan(v[1][j]) * fabsf(prob[j]);
-      most[2] = fmaxf(most[2], amax_or_nan(v[2][j]) * fabsf(prob[j]));
+      row_most[j] = weighted_amax_or_nan(v[0][j], prob[j]);
+      row_most[4 + j] = weighted_amax_or_nan(v[1][j], prob[j]);
+      most[2] = fmaxf(most[2], weighted_amax_or_nan(v[2][j], prob[j]));
       __syncwarp();  // no read of the next row before: fewer registers
       if (j == 0 && n > 0) store_columns(n - 1, last_block, last_tile);
     }

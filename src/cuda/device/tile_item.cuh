@@ -20,6 +20,15 @@ __device__ __forceinline__ int of_warp(int value) {
   return static_cast<int>(__reduce_or_sync(kFullWarp, static_cast<unsigned>(value)));
 }
 
+// The mine-th of `shares` equal shares of `all`, the first ones longer by one; of a whole warp.
+struct Share {
+  int begin, count;
+};
+__device__ __forceinline__ Share share_of(int all, int shares, int mine) {
+  const int count = all / shares, more_by_one = all % shares;
+  return {of_warp(count * mine + min(mine, more_by_one)), of_warp(count + (mine < more_by_one))};
+}
+
 // The item so many tiles after another, `tiles` a block of tokens.
 __device__ __forceinline__ TileItem item_after(const PlanView& plan, int tiles, TileItem item,
                                                int count) {
