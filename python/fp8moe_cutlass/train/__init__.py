@@ -175,8 +175,7 @@ def summarize(result: Result) -> Result:
 
 
 def save(result: Result, out: Path) -> Path:
-    """loss.json under `out`; a crash while writing leaves the one before."""
-    out.mkdir(parents=True, exist_ok=True)
+    """loss.json in `out`, which is there; a crash while writing leaves the one before."""
     path = out / "loss.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n")
