@@ -1,13 +1,15 @@
 """How long calls take, and the two limits they are held against: a copy, and dense arithmetic.
 
 Calls to compare run interleaved. CUDA: the L2 is made cold by READING twice its size (one that
-writes leaves dirty lines), events around the call alone, median, each round in an order of its own
-(a call that draws much power leaves the next one a lower clock); sustained is back to back for a
-second. CPU: wall clock, the best of the repetitions, because other processes only ever add.
+writes leaves dirty lines), events around the call alone, median, rounds in orders in which each
+call follows every other equally often (one that draws much power leaves the next a lower clock);
+sustained is back to back for a second. CPU: wall clock, the best of the repetitions, because other
+processes only ever add.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -63,12 +65,20 @@ def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+def balanced_orders(count: int) -> list[list[int]]:
+    """Orders of `count` calls in which each one follows every other equally often: a Williams
+    design (E. J. Williams, 1949), of `count` orders, or twice as many if `count` is odd."""
+    first = [(i + 1) // 2 if i % 2 else -i // 2 for i in range(count)]  # 0, 1, -1, 2, -2, ...
+    orders = [[(call + shift) % count for call in first] for shift in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
+
+
 class CudaTimer:
     """Cold-L2 repetitions by events; `sustained` is the mean of a second of calls back to back."""
 
     def __init__(self, repeats: int = 30) -> None:
         self.repeats = repeats
-        self._random = random.Random(0)  # of all cases: an order that favours a call differs
+        self._random = random.Random(0)  # of all cases: none begins as the one before it
 
     @cached_property
     def cache(self) -> torch.Tensor:
@@ -81,13 +91,14 @@ class CudaTimer:
         # The host gets ahead, so that no event waits for an enqueue: 50 us are a flush and events.
         ahead_us = self.repeats * sum(50.0 + us for us in host)
         torch.cuda._sleep(int(2000.0 * ahead_us))  # type: ignore[no-untyped-call]
-        for repeat in events:
-            turns = list(zip(runs, repeat, strict=True))
-            self._random.shuffle(turns)
-            for run, (before, after) in turns:
+        orders = balanced_orders(len(runs))
+        self._random.shuffle(orders)
+        for repeat, order in zip(events, itertools.cycle(orders), strict=False):
+            for call in order:
+                before, after = repeat[call]
                 self.cache.sum()
                 before.record()
-                run()
+                runs[call]()
                 after.record()
         torch.cuda.synchronize()
         samples = []
