@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -187,8 +188,22 @@ class Bf16Peer(nn.Module):
 
 
 def compile_elementwise() -> None:
-    """Have autograd.bf16 run compiled, in this process."""
+    """Have autograd.bf16 run compiled, in this process: once a width, for any number of rows."""
     for name in ("swiglu", "swiglu_backward", "sum_slots"):
         function = getattr(bf16, name)
-        if not hasattr(function, "_torchdynamo_orig_callable"):
-            setattr(bf16, name, torch.compile(function, dynamic=True))
+        if not hasattr(function, "__wrapped__"):
+            setattr(bf16, name, _compiled(function))
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def run(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            if tensor.ndim == 2:
+                # With a width of any size what is gathered by rows takes three times as long.
+                torch._dynamo.mark_static(tensor, 1)
+        return compiled(*tensors)
+
+    return run
