@@ -1,9 +1,10 @@
 // route: a counting sort of the flat assignments by expert, stable, in two launches.
-//   count: each chunk's assignments per expert, to the workspace;
+//   rank:  each chunk's assignments per expert, to the workspace, and the rank of each among those
+//          of its expert in the chunk, to row_of: the warps' own counts give every warp its first
+//          rank of every expert, matching lanes the rank within a step of 32;
 //   scan:  (past kTwoLaunchTokens) the counts become sums over the earlier chunks;
-//   place: each block lays the experts out for itself, then ranks its chunk: the warps' own counts
-//   give
-//          every warp its first rank of every expert, matching lanes the rank within a step of 32.
+//   place: each block lays the experts out for itself and turns the ranks of its chunk into rows.
+//          Short, because all of it waits: for its launch, then for the counts of all chunks.
 // Key: the expert, -1 for none, E for an id that names no expert.
 #include <type_traits>
 
@@ -75,21 +76,59 @@ __device__ __forceinline__ int key_of(const Params& p, int64_t i) {
   return routed ? static_cast<int>(static_cast<unsigned>(i) % static_cast<unsigned>(experts)) : -1;
 }
 
-__global__ void __launch_bounds__(kThreads) count_keys(const __grid_constant__ Params p) {
-  extern __shared__ int count[];  // [E + 1]
+__global__ void __launch_bounds__(kThreads) rank_keys(const __grid_constant__ Params p) {
+  extern __shared__ int next[];  // [warps][E + 1]: the next rank of an expert, for each warp
   let_next_start();
-  const int keys = p.plan.experts + 1;
-  for (int k = threadIdx.x; k < keys; k += kThreads) count[k] = 0;
-  __syncthreads();
-  const int64_t first = blockIdx.x * p.chunk + threadIdx.x;
+  const int experts = p.plan.experts, keys = experts + 1;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t steps = p.chunk / kThreads;
+  const int64_t first = blockIdx.x * p.chunk + warp * steps * 32 + lane;
+  const int first_key = key_of(p, first);
 #pragma unroll 4
-  for (int64_t i = 0; i < p.chunk; i += kThreads) {
-    const int key = key_of(p, first + i);
-    if (key >= 0) atomicAdd(&count[key], 1);  // integers: any order gives the same sum
+  for (int i = threadIdx.x; i < kWarps * keys; i += kThreads) next[i] = 0;
+  __syncthreads();
+
+  const unsigned first_same = __match_any_sync(kFullWarp, first_key);
+  int* mine = next + warp * keys;
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    const int key = step == 0 ? first_key : key_of(p, first + step * 32);
+    const unsigned same = step == 0 ? first_same : __match_any_sync(kFullWarp, key);
+    if (key >= 0 && lanes_below(same) == 0) mine[key] += __popc(same);
+    __syncwarp();
   }
   __syncthreads();
-  for (int k = threadIdx.x; k < keys; k += kThreads)
-    p.counts[blockIdx.x * int64_t{keys} + k] = count[k];
+
+#pragma unroll 1
+  for (int k = threadIdx.x; k < keys; k += kThreads) {
+    int rank = 0;
+#pragma unroll 1
+    for (int first_warp = 0; first_warp < kWarps; first_warp += kBatch) {
+      int here[kBatch];  // read together: each would wait for the last write otherwise
+      int* counts = next + first_warp * keys + k;
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) here[w] = counts[w * keys];
+#pragma unroll
+      for (int w = 0; w < kBatch; ++w) {
+        counts[w * keys] = rank;
+        rank += here[w];
+      }
+    }
+    p.counts[blockIdx.x * int64_t{keys} + k] = rank;
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t i = first + step * 32;
+    const int key = step == 0 ? first_key : key_of(p, i);
+    const unsigned same = step == 0 ? first_same : __match_any_sync(kFullWarp, key);
+    const bool routed = key >= 0 && key < experts;
+    if (routed) p.plan.row_of[i] = mine[key] + static_cast<int>(lanes_below(same));
+    __syncwarp();
+    if (routed && lanes_below(same) == 0) mine[key] += __popc(same);
+    __syncwarp();
+  }
 }
 
 // 32 keys a block, a lane each; a warp sums a slice of the chunks.
@@ -144,28 +183,21 @@ __device__ __forceinline__ void sum_chunks(const Params& p, int keys, int* befor
 }
 
 __global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ Params p) {
-  extern __shared__ int shared[];
+  extern __shared__ int before[];  // [E + 1]
   const int experts = p.plan.experts, keys = experts + 1;
-  int* next = shared;                  // [warps][E + 1]: the next rank of an expert, for each warp
-  int* before = next + kWarps * keys;  // [E + 1]
-  int* total = before + keys;          // [E + 1]
-  int* tokens = total + keys;          // [E]
-  int* first_row = tokens + keys;      // [E]
-  for (int i = threadIdx.x; i < (kWarps + 2) * keys; i += kThreads) shared[i] = 0;
+  int* total = before + keys;      // [E + 1]
+  int* tokens = total + keys;      // [E]
+  int* first_row = tokens + keys;  // [E]
+  const int64_t first = blockIdx.x * p.chunk + threadIdx.x;
+  const int first_key = key_of(p, first);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < 2 * keys; i += kThreads) before[i] = 0;
   __syncthreads();
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t steps = p.chunk / kThreads;
-  const int64_t first = blockIdx.x * p.chunk + warp * steps * 32 + lane;
-  const int first_key = key_of(p, first);
-  int* mine = next + warp * keys;
-  for (int64_t step = 0; step < steps; ++step) {
-    const int key = step == 0 ? first_key : key_of(p, first + step * 32);
-    const unsigned same = __match_any_sync(kFullWarp, key);
-    if (key >= 0 && lanes_below(same) == 0) mine[key] += __popc(same);
-    __syncwarp();
-  }
+  // Of what has no expert: anything.
+  const auto rank_in_chunk = [&](int64_t i) { return i < p.assignments ? p.plan.row_of[i] : 0; };
   wait_for_previous();
+  const int first_rank = rank_in_chunk(first);
   sum_chunks(p, keys, before, total);
   __syncthreads();
 
@@ -175,31 +207,16 @@ __global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ P
   if (e < experts) {
     tokens[e] = place.tokens;
     first_row[e] = place.first_row;
-    int rank = before[e];
-    for (int first_warp = 0; first_warp < kWarps; first_warp += kBatch) {
-      int here[kBatch];  // read together: each would wait for the last write otherwise
-      int* counts = next + first_warp * keys + e;
-#pragma unroll
-      for (int w = 0; w < kBatch; ++w) here[w] = counts[w * keys];
-#pragma unroll
-      for (int w = 0; w < kBatch; ++w) {
-        counts[w * keys] = rank;
-        rank += here[w];
-      }
-    }
   }
   __syncthreads();
 
-  mark_padding(p.plan, tokens, first_row);
-  for (int64_t step = 0; step < steps; ++step) {
-    const int64_t i = first + step * 32;
-    const int key = step == 0 ? first_key : key_of(p, i);
-    const unsigned same = __match_any_sync(kFullWarp, key);
+#pragma unroll 1
+  for (int64_t at = 0; at < p.chunk; at += kThreads) {
+    const int64_t i = first + at;
+    const int within = at == 0 ? first_rank : rank_in_chunk(i);
+    const int key = at == 0 ? first_key : key_of(p, i);
     const bool routed = key >= 0 && key < experts;
-    const int rank = routed ? mine[key] + static_cast<int>(lanes_below(same)) : 0;
-    __syncwarp();
-    if (routed && lanes_below(same) == 0) mine[key] += __popc(same);
-    __syncwarp();
+    const int rank = routed ? before[key] + within : 0;
     const int row = routed && rank < tokens[key] ? first_row[key] + rank : -1;
     if (i < p.assignments) p.plan.row_of[i] = row;
     if (row >= 0) {
@@ -208,6 +225,7 @@ __global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ P
       p.plan.slot_of_row[row] = static_cast<int>(flat % slots);
     }
   }
+  mark_padding(p.plan, tokens, first_row);
 }
 
 Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
@@ -260,11 +278,11 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
                       .plan = out_of(plan)};
   const auto grid = static_cast<unsigned>(chunks.count);
   const cudaStream_t on = stream_of(stream);
-  launch("route", count_keys, grid, kThreads, keys * sizeof(int), on, params);
+  launch("route", rank_keys, grid, kThreads, kWarps * keys * sizeof(int), on, params);
   if (chunks.scanned)
     launch_early(scan_counts, static_cast<unsigned>(cdiv(keys, 32)), 0, on, params.counts,
                  chunks.count, keys);
-  launch_early(place_keys, grid, (kWarps + 4) * keys * sizeof(int), on, params);
+  launch_early(place_keys, grid, 4 * keys * sizeof(int), on, params);
 }
 
 }  // namespace fp8moe::cuda
