@@ -3,7 +3,7 @@
 //          of its expert in the chunk, to row_of: the warps' own counts give every warp its first
 //          rank of every expert, matching lanes the rank within a step of 32;
 //   scan:  (past kTwoLaunchTokens) the counts become sums over the earlier chunks;
-//   place: each block lays the experts out for itself and turns the ranks of its chunk into rows.
+//   place: each block lays the experts out for itself and turns ranks of its chunk into rows.
 //          Short, because all of it waits: for its launch, then for the counts of all chunks.
 // Key: the expert, -1 for none, E for an id that names no expert.
 #include <type_traits>
@@ -19,8 +19,9 @@ namespace {
 
 constexpr int kThreads = kLayoutThreads;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatch = 16;  // warps whose counts are read together
+constexpr int kBatch = 16;  // warps or chunks whose counts are read together
 constexpr int64_t kTwoLaunchTokens = 65536;
+constexpr int kFewChunks = 64;  // with room for two blocks each to place them
 
 // Assignments are cut into at most 128 chunks (512 where a launch sums them), whole steps of a
 // block.
@@ -156,49 +157,66 @@ __global__ void __launch_bounds__(kThreads) scan_counts(int32_t* counts, int chu
   if (warp == kWarps - 1) counts[chunks * int64_t{keys} + key] = before;
 }
 
-// before[k]: assignments of key k in earlier chunks; total[k]: in all.
-__device__ __forceinline__ void sum_chunks(const Params& p, int keys, int* before, int* total) {
-  const int chunk = blockIdx.x;
+// before[k]: assignments of key k in earlier chunks; total[k]: in all; of the key of bad ids the
+// first block has the total alone. Both are zero.
+__device__ __forceinline__ void sum_chunks(const Params& p, int chunk, int* before, int* total) {
+  const int experts = p.plan.experts, keys = experts + 1, threads = blockDim.x;
   if (p.scanned) {
-    for (int k = threadIdx.x; k < keys; k += kThreads) {
+#pragma unroll 1
+    for (int k = threadIdx.x; k < keys; k += threads) {
       before[k] = p.counts[chunk * int64_t{keys} + k];
       total[k] = p.counts[p.chunks * int64_t{keys} + k];
     }
     return;
   }
-  const int width = min((keys + 31) / 32 * 32, kThreads);
-  const int groups = kThreads / width, group = threadIdx.x / width;
-  if (group >= groups) return;
-  for (int k = threadIdx.x % width; k < keys; k += width) {
+  int bad = 0;
+  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < p.chunks)
+    bad = p.counts[threadIdx.x * keys + experts];
+  const int width = (experts + 31) / 32 * 32;
+  const int groups = threads / width, group = threadIdx.x / width, k = threadIdx.x % width;
+  if (group < groups && k < experts) {
     int earlier = 0, all = 0;
-#pragma unroll 8
-    for (int c = group; c < p.chunks; c += groups) {
-      const int here = p.counts[c * keys + k];
-      all += here;
-      earlier += c < chunk ? here : 0;
+#pragma unroll 1
+    for (int first = group; first < p.chunks; first += kBatch * groups) {
+      int here[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int c = first + i * groups;
+        here[i] = c < p.chunks ? p.counts[c * keys + k] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        all += here[i];
+        earlier += first + i * groups < chunk ? here[i] : 0;
+      }
     }
     atomicAdd(&before[k], earlier);
     atomicAdd(&total[k], all);
   }
+  if (bad > 0) atomicAdd(&total[experts], bad);
 }
 
-__global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ Params p) {
+// At least a thread an expert. The instructions of all warps of an SM add up here: half a chunk a
+// block where that leaves no SM with two.
+__global__ void __launch_bounds__(kThreads, 1) place_keys(const __grid_constant__ Params p) {
   extern __shared__ int before[];  // [E + 1]
   const int experts = p.plan.experts, keys = experts + 1;
   int* total = before + keys;      // [E + 1]
   int* tokens = total + keys;      // [E]
   int* first_row = tokens + keys;  // [E]
-  const int64_t first = blockIdx.x * p.chunk + threadIdx.x;
+  const int threads = blockDim.x;  // kThreads, or that over the blocks of a chunk
+  const int64_t steps = p.chunk / kThreads;
+  const int64_t first = blockIdx.x * steps * threads + threadIdx.x;
   const int first_key = key_of(p, first);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * keys; i += kThreads) before[i] = 0;
+  for (int i = threadIdx.x; i < 2 * keys; i += threads) before[i] = 0;
   __syncthreads();
 
   // Of what has no expert: anything.
   const auto rank_in_chunk = [&](int64_t i) { return i < p.assignments ? p.plan.row_of[i] : 0; };
   wait_for_previous();
   const int first_rank = rank_in_chunk(first);
-  sum_chunks(p, keys, before, total);
+  sum_chunks(p, blockIdx.x * threads / kThreads, before, total);
   __syncthreads();
 
   const int e = threadIdx.x;
@@ -211,10 +229,10 @@ __global__ void __launch_bounds__(kThreads) place_keys(const __grid_constant__ P
   __syncthreads();
 
 #pragma unroll 1
-  for (int64_t at = 0; at < p.chunk; at += kThreads) {
-    const int64_t i = first + at;
-    const int within = at == 0 ? first_rank : rank_in_chunk(i);
-    const int key = at == 0 ? first_key : key_of(p, i);
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t i = first + step * threads;
+    const int within = step == 0 ? first_rank : rank_in_chunk(i);
+    const int key = step == 0 ? first_key : key_of(p, i);
     const bool routed = key >= 0 && key < experts;
     const int rank = routed ? before[key] + within : 0;
     const int row = routed && rank < tokens[key] ? first_row[key] + rank : -1;
@@ -237,8 +255,8 @@ Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
 
 // A launch that may start before the one ahead of it in the stream has ended.
 template <typename... Args>
-void launch_early(void (*kernel)(Args...), unsigned grid, size_t shared_bytes, cudaStream_t stream,
-                  std::type_identity_t<Args>... args) {
+void launch_early(void (*kernel)(Args...), unsigned grid, unsigned threads, size_t shared_bytes,
+                  cudaStream_t stream, std::type_identity_t<Args>... args) {
   FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(shared_bytes)));
   cudaLaunchAttribute early{};
@@ -246,7 +264,7 @@ void launch_early(void (*kernel)(Args...), unsigned grid, size_t shared_bytes, c
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
-  config.blockDim = kThreads;
+  config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
@@ -280,9 +298,10 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
   const cudaStream_t on = stream_of(stream);
   launch("route", rank_keys, grid, kThreads, kWarps * keys * sizeof(int), on, params);
   if (chunks.scanned)
-    launch_early(scan_counts, static_cast<unsigned>(cdiv(keys, 32)), 0, on, params.counts,
+    launch_early(scan_counts, static_cast<unsigned>(cdiv(keys, 32)), kThreads, 0, on, params.counts,
                  chunks.count, keys);
-  launch_early(place_keys, grid, 4 * keys * sizeof(int), on, params);
+  const unsigned halves = plan.experts <= kThreads / 2 && chunks.count <= kFewChunks ? 2 : 1;
+  launch_early(place_keys, halves * grid, kThreads / halves, 4 * keys * sizeof(int), on, params);
 }
 
 }  // namespace fp8moe::cuda

@@ -11,7 +11,7 @@ namespace fp8moe::cuda {
 constexpr int kMaxExperts = 1024;  // one thread each
 constexpr int kLayoutThreads = 1024;
 
-// Exclusive prefix sum over the block's 1024 threads; *total is the sum.
+// Exclusive prefix sum over the block's threads, whole warps; *total is the sum.
 __device__ __forceinline__ int64_t exclusive_sum(int64_t value, int64_t* total) {
   __shared__ int64_t warp_sum[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -23,7 +23,7 @@ __device__ __forceinline__ int64_t exclusive_sum(int64_t value, int64_t* total) 
   }
   if (lane == 31) warp_sum[warp] = sum;
   __syncthreads();
-  int64_t warps = warp_sum[lane];
+  int64_t warps = lane < static_cast<int>(blockDim.x) / 32 ? warp_sum[lane] : 0;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int64_t before = __shfl_up_sync(kFullWarp, warps, step);
