@@ -161,8 +161,9 @@ __global__ __launch_bounds__(512 * kTeams,
     store_rows<F>(p, item, v, weight, row_amax);
     T::sync();  // the maxima are there, the last tile's codes are out
     if constexpr (kKind == ColumnKind::column) {
-      T::template columns_scales<F>(p.columns_to, item.tile, item.block, p.columns, shared.amax,
-                                    p.scaling);
+      if (T::thread() < 128)
+        T::template columns_scale<F>(p.columns_to, item.tile, item.block, p.columns, shared.amax,
+                                     p.scaling, T::thread());
       T::sync();
     }
     const float scale_inv =

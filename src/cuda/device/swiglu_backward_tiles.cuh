@@ -32,9 +32,12 @@ struct BackwardTilesShared {
   using T = BackwardTile;
   static constexpr int kSums = 48;
 
-  uint4 operand[4][3][T::kThreads];             // of row j: gate, up, dh; only a thread's own
-  T::Shared codes[3];                           // of dgate, dup, h
-  alignas(16) float maxima[T::kWarps][3][128];  // where each column has its scale
+  uint4 operand[4][3][T::kThreads];  // of row j: gate, up, dh; only a thread's own
+  T::Shared codes[3];                // of dgate, dup, h
+  // Where each column has its scale. 8 more, and fours of neighbours and of four warps have banks
+  // of their own.
+  static constexpr int kMaxima = 3 * 128 + 8;
+  alignas(16) float maxima[T::kWarps][kMaxima];
   alignas(16) float scale[3][128];
   float most[3][T::kWarps];
   alignas(16) float prob[128];  // a warp's own 8
@@ -192,7 +195,8 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
                           to.h.data != nullptr ? p.intermediate : 0};  // 0: not stored
   const auto tile_of = [&](int tile, int o) { return o == 1 ? p.tiles + tile : tile; };
   const auto maxima = [&](int o) {
-    return T::Maxima{shared.maxima[0][o], 3 * 128, shared.most[o], shared.scale[o]};
+    return T::Maxima{shared.maxima[0] + 128 * o, BackwardTilesShared::kMaxima, shared.most[o],
+                     shared.scale[o]};
   };
   const auto store_columns = [&](int turn, int block, int tile) {
     shared.codes_done.wait(turn);
@@ -203,7 +207,8 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     for (int o = 0; o < 3; ++o)
       T::columns_write(outs[o], tile_of(tile, o), block, columns[o], words[o]);
   };
-  int summed = 0;  // blocks of tokens whose dprob is out
+  const int quarter = of_warp(threadIdx.x / 128);  // of the block: an output's column scales each
+  int summed = 0;                                  // blocks of tokens whose dprob is out
 #pragma unroll 1
   for (int n = 0; n < share.items; ++n) {
     const int last_block = item.block, last_tile = item.tile;
@@ -257,11 +262,12 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     store_rows<F>(p, item, 0, v[0], prob, scales);
     shared.maxima_done.wait(n);
     if constexpr (kKind == ColumnKind::column) {
-#pragma unroll
-      for (int o = 0; o < 2; ++o)
-        T::columns_scales<F>(outs[o], tile_of(item.tile, o), item.block, columns[o], maxima(o),
-                             p.scaling, o);
-      T::columns_scales<E4M3>(to.h, item.tile, item.block, columns[2], maxima(2), p.scaling, 2);
+      if (quarter < 2)
+        T::columns_scale<F, 4>(to.dz, tile_of(item.tile, quarter), item.block, columns_of_dz,
+                               maxima(quarter), p.scaling, threadIdx.x % 128);
+      else if (quarter == 2)
+        T::columns_scale<E4M3, 4>(to.h, item.tile, item.block, columns[2], maxima(2), p.scaling,
+                                  threadIdx.x % 128);
       shared.scales_done.arrive();
     }
     store_rows<F>(p, item, 1, v[1], prob, scales);

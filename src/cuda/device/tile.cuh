@@ -129,18 +129,27 @@ struct Tile {
     }
   }
 
-  // Only for a scale a column, before columns_encode and another barrier: by threads 128 `part` on.
-  template <typename F, typename Rule>
-  static __device__ __forceinline__ void columns_scales(const ColumnsOut& out, int tile, int block,
-                                                        int columns, const Maxima& shared,
-                                                        const Rule& rule, int part = 0) {
-    const int place = thread() - 128 * part, at = column_at(place);
-    if (place < 0 || place >= 128) return;
-    float m = 0.0f;
+  // Only for a scale a column, before columns_encode and another barrier: that of the place-th, by
+  // whole warps. kTogether neighbouring lanes find the maxima of as many columns, a share of the
+  // warps each and side by side: fewer reads, where a lack of registers has each wait for the last.
+  template <typename F, int kTogether = 1, typename Rule>
+  static __device__ __forceinline__ void columns_scale(const ColumnsOut& out, int tile, int block,
+                                                       int columns, const Maxima& shared,
+                                                       const Rule& rule, int place) {
+    struct alignas(4 * kTogether) Columns {
+      float of[kTogether];
+    };
+    const float* first = shared.columns + place % kTogether * (shared.stride - 1) + place;
+    float most[kTogether] = {};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, shared.columns[w * shared.stride + place]);
-    const TileScale s = rule.template of<F>(m);
+    for (int w = 0; w < kWarps; w += kTogether) {
+      const auto m = *reinterpret_cast<const Columns*>(first + w * shared.stride);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) most[i] = fmaxf(most[i], m.of[i]);
+    }
+    const TileScale s = rule.template of<F>(lanes_max_each<kTogether>(most));
     shared.scale[place] = s.scale;
+    const int at = column_at(place);
     if (128 * tile + at < columns)
       out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block) + at] = s.scale_inv;
   }
@@ -249,7 +258,9 @@ __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock r
     T::template columns_amax<kKind>(v, unit, tile_amax, maxima);
     __syncthreads();
     if constexpr (kKind == ColumnKind::column) {
-      T::template columns_scales<F>(columns_to, tile, block, columns, maxima, scaling);
+      if (threadIdx.x < 128)
+        T::template columns_scale<F>(columns_to, tile, block, columns, maxima, scaling,
+                                     threadIdx.x);
       __syncthreads();
     }
     const float scale_inv = T::template columns_encode<F, kKind>(v, unit, maxima, scaling, codes);
