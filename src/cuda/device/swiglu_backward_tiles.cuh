@@ -262,13 +262,17 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     store_rows<F>(p, item, 0, v[0], prob, scales);
     shared.maxima_done.wait(n);
     if constexpr (kKind == ColumnKind::column) {
-      if (quarter < 2)
-        T::columns_scale<F, 4>(to.dz, tile_of(item.tile, quarter), item.block, columns_of_dz,
-                               maxima(quarter), p.scaling, threadIdx.x % 128);
-      else if (quarter == 2)
-        T::columns_scale<E4M3, 4>(to.h, item.tile, item.block, columns[2], maxima(2), p.scaling,
-                                  threadIdx.x % 128);
+      const int place = threadIdx.x % 128;
+      TileScale s{};
+      if (quarter < 3) {
+        const float most = T::column_amax<4>(maxima(quarter), place);
+        s = quarter < 2 ? p.scaling.of<F>(most) : p.scaling.of<E4M3>(most);
+        shared.scale[quarter][place] = s.scale;
+      }
       shared.scales_done.arrive();
+      if (quarter < 3)  // nobody waits for these stores
+        T::column_scale_store(quarter < 2 ? to.dz : to.h, tile_of(item.tile, quarter), item.block,
+                              quarter < 2 ? columns_of_dz : columns[2], place, s.scale_inv);
     }
     store_rows<F>(p, item, 1, v[1], prob, scales);
     if constexpr (kKind == ColumnKind::column) shared.scales_done.wait(n);

@@ -129,13 +129,11 @@ struct Tile {
     }
   }
 
-  // Only for a scale a column, before columns_encode and another barrier: that of the place-th, by
-  // whole warps. kTogether neighbouring lanes find the maxima of as many columns, a share of the
-  // warps each and side by side: fewer reads, where a lack of registers has each wait for the last.
-  template <typename F, int kTogether = 1, typename Rule>
-  static __device__ __forceinline__ void columns_scale(const ColumnsOut& out, int tile, int block,
-                                                       int columns, const Maxima& shared,
-                                                       const Rule& rule, int place) {
+  // The maximum of the place-th column, by whole warps. kTogether neighbouring lanes find those of
+  // as many columns, a share of the warps each and side by side: fewer reads, where a lack of
+  // registers has each wait for the last.
+  template <int kTogether = 1>
+  static __device__ __forceinline__ float column_amax(const Maxima& shared, int place) {
     struct alignas(4 * kTogether) Columns {
       float of[kTogether];
     };
@@ -147,11 +145,24 @@ struct Tile {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) most[i] = fmaxf(most[i], m.of[i]);
     }
-    const TileScale s = rule.template of<F>(lanes_max_each<kTogether>(most));
-    shared.scale[place] = s.scale;
+    return lanes_max_each<kTogether>(most);
+  }
+  static __device__ __forceinline__ void column_scale_store(const ColumnsOut& out, int tile,
+                                                            int block, int columns, int place,
+                                                            float scale_inv) {
     const int at = column_at(place);
     if (128 * tile + at < columns)
-      out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block) + at] = s.scale_inv;
+      out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block) + at] = scale_inv;
+  }
+
+  // Only for a scale a column, before columns_encode and another barrier: that of the place-th.
+  template <typename F, typename Rule>
+  static __device__ __forceinline__ void columns_scale(const ColumnsOut& out, int tile, int block,
+                                                       int columns, const Maxima& shared,
+                                                       const Rule& rule, int place) {
+    const TileScale s = rule.template of<F>(column_amax(shared, place));
+    shared.scale[place] = s.scale;
+    column_scale_store(out, tile, block, columns, place, s.scale_inv);
   }
 
   // Returns what block_scale_store stores, where a tile has one scale.
