@@ -256,9 +256,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     for (int o = 0; o < 3; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
     shared.maxima_done.arrive();
 
-    const float scales = store_row_scales<F>(p, item, row_most);
     if (more) load_row(p, next, 3, shared);
     copy_commit();
+    const float scales = store_row_scales<F>(p, item, row_most);
     store_rows<F>(p, item, 0, v[0], prob, scales);
     shared.maxima_done.wait(n);
     if constexpr (kKind == ColumnKind::column) {
