@@ -198,14 +198,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     return T::Maxima{shared.maxima[0] + 128 * o, BackwardTilesShared::kMaxima, shared.most[o],
                      shared.scale[o]};
   };
-  const auto store_columns = [&](int turn, int block, int tile) {
-    shared.codes_done.wait(turn);
-    T::Words words[3];
-#pragma unroll
-    for (int o = 0; o < 3; ++o) T::columns_read(shared.codes[o], words[o]);
-#pragma unroll
-    for (int o = 0; o < 3; ++o)
-      T::columns_write(outs[o], tile_of(tile, o), block, columns[o], words[o]);
+  const auto store_columns = [&](int o, int turn, int block, int tile) {
+    if (o == 0) shared.codes_done.wait(turn);
+    T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
   };
   const int quarter = of_warp(threadIdx.x / 128);  // of the block: an output's column scales each
   int summed = 0;                                  // blocks of tokens whose dprob is out
@@ -241,7 +236,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
       row_most[4 + j] = weighted_amax_or_nan(v[1][j], prob[j]);
       most[2] = fmaxf(most[2], weighted_amax_or_nan(v[2][j], prob[j]));
       __syncwarp();  // no read of the next row before: fewer registers
-      if (j == 0 && n > 0) store_columns(n - 1, last_block, last_tile);
+#pragma unroll
+      for (int o = 0; o < 3; ++o)  // behind two rows, for a burst of stores holds up reads
+        if (j == o / 2 && n > 0) store_columns(o, n - 1, last_block, last_tile);
     }
     const float row_sum = lanes_tree_sum_each<16>(sum);
     if (T::lane() < 4)
@@ -290,7 +287,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
           T::block_scale_store(outs[o], tile_of(item.tile, o), item.block, scale_inv[o]);
     }
   }
-  if (share.items > 0) store_columns(share.items - 1, item.block, item.tile);
+#pragma unroll
+  for (int o = 0; o < 3; ++o)
+    if (share.items > 0) store_columns(o, share.items - 1, item.block, item.tile);
   if (p.dprobs != nullptr)
     while (summed < share.blocks) summed = store_dprobs(p, share, summed, shared);
 }
