@@ -61,6 +61,19 @@ def test_another_token_count_and_newer_weights() -> None:
     assert_same(got, q.run(q.experts()))
 
 
+def test_first_microbatch_refreshes() -> None:
+    p = problem(96)
+    layer = p.experts()
+    fast = _Parameters(compiled(layer), layer)
+    for _ in range(2):
+        with torch.no_grad():
+            for w in layer.parameters():
+                w.mul_(1.25)
+        p.gate_up, p.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
+        layer.zero_grad()
+        assert_same(p.run(fast, is_first_microbatch=True), p.run(p.experts()))
+
+
 def test_main_grad() -> None:
     p = problem(96)
     grads = []

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass import Fp8Recipe, ops
+from fp8moe_cutlass.nn import MoEExperts, experts
 from moe_problem import assert_same, problem, run_unaligned
 
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
@@ -57,7 +59,16 @@ def fused_adamw(layer: MoEExperts) -> None:
     torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True).step()
 
 
-CHANGES = [sgd, replaced, data_replaced, loaded, assigned, fused_adamw]
+def swapped(layer: MoEExperts) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        loaded(layer)
+        layer.to(torch.bfloat16).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+CHANGES = [sgd, replaced, data_replaced, loaded, assigned, fused_adamw, swapped]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
@@ -88,6 +99,42 @@ def test_copies_are_refreshed_only_when_they_must(monkeypatch: pytest.MonkeyPatc
     out_of(layer, p)
     assert len(calls) == 3
     assert [b.data_ptr() for b in layer.buffers()] == addresses  # in place
+
+
+def test_what_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(64)
+    layer = p.experts()
+    out_of(layer, p)
+    monkeypatch.setattr(layer, "quantize_weights", lambda: pytest.fail("quantized again"))
+    with FlopCounterMode(display=False):
+        out_of(layer, p)
+    with torch.inference_mode():
+        layer(p.x, p.topk_idx, p.probs)
+    layer.state_dict()
+    out_of(layer, p)
+
+
+def test_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(64)
+    layer = p.experts()
+    out_of(layer, p)
+
+    def newest() -> torch.Tensor:
+        p.gate_up, p.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
+        return out_of(p.experts(), p)
+
+    with monkeypatch.context() as patch:
+        sgd(layer)
+        want = newest()
+        patch.setattr(experts, "capturing", lambda t: True)
+        assert not torch.equal(out_of(layer, p), want)
+        assert torch.equal(out_of(layer, p, is_first_microbatch=True), want)
+    with monkeypatch.context() as patch:
+        sgd(layer)
+        patch.setattr(experts, "capturing", lambda t: True)
+        patch.setattr(ops, "quantize_weight", lambda *_, **__: None)  # it would run at a replay
+        layer.quantize_weights()
+    assert torch.equal(out_of(layer, p), newest())
 
 
 def test_a_backward_does_not_read_newer_copies() -> None:
@@ -155,6 +202,31 @@ def test_meta_device(recipe: Fp8Recipe | None) -> None:
     assert_same(p.run(layer), want)
     layer.reset_parameters()
     assert layer.gate_up_proj.abs().max() <= 256**-0.5
+
+
+@FP8_AND_BF16
+def test_copies_of_a_parametrized_module(recipe: Fp8Recipe | None) -> None:
+    class Doubled(nn.Module):
+        def forward(self, w: torch.Tensor) -> torch.Tensor:
+            return 2 * w
+
+    p = problem(64)
+    layer = p.experts(recipe=recipe)
+    parametrize.register_parametrization(layer, "down_proj", Doubled())
+    out = out_of(layer, p)
+    p.down = 2 * p.down
+    assert torch.equal(out, out_of(p.experts(recipe=recipe), p))
+    assert torch.equal(out, out_of(copy.deepcopy(layer), p))
+
+
+@FP8_AND_BF16
+def test_moved_in_inference_mode(recipe: Fp8Recipe | None) -> None:
+    p = problem(64)
+    want = p.run(p.experts(recipe=recipe))
+    layer = p.experts(recipe=recipe)
+    with torch.inference_mode():
+        layer.to("cpu")
+    assert_same(p.run(layer), want)
 
 
 @FP8_AND_BF16

@@ -11,6 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
 
+class Kept(tuple[Any, ...]):
+    """A fingerprint to compare with later; no copy of its module has it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
 def fingerprint(*parameters: Tensor) -> tuple[Any, ...]:
     """Equal while the parameters are the same objects at the same address and version, and no
     optimizer has stepped."""
@@ -41,5 +48,7 @@ def _watch_optimizers() -> None:
 
 
 def _address(t: Tensor) -> int:
-    # Fake tensors have none; 0 then, their identity and version must do.
-    return 0 if torch._C._len_torch_dispatch_stack() else t.data_ptr()
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # fake tensors and DTensors have none; their identity and version must do
+        return 0

@@ -27,7 +27,7 @@ from fp8moe_cutlass.distributed import (
     dispatched_experts,
     make_exchange,
 )
-from fp8moe_cutlass.nn._staleness import capturing, fingerprint
+from fp8moe_cutlass.nn._staleness import Kept, capturing, fingerprint
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
@@ -57,9 +57,10 @@ class MoEExperts(nn.Module):
     changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
     write through `.data` alone is invisible, so call `quantize_weights()` after it, or pass
     is_first_microbatch=True, which always refreshes. Under torch.compile and CUDA graph capture
-    nothing is noticed: call `quantize_weights()` after every optimizer step; a forward before the
-    first call raises. Under DistributedDataParallel pass broadcast_buffers=False, or it sends the
-    copies around every step (over gloo it cannot: "Invalid scalar type").
+    nothing is noticed: pass True there, or call `quantize_weights()` after every optimizer step; a
+    forward before the first call raises. Under DistributedDataParallel pass
+    broadcast_buffers=False, or it sends the copies around every step (over gloo it cannot: "Invalid
+    scalar type").
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
@@ -83,7 +84,7 @@ class MoEExperts(nn.Module):
     """
 
     observer: Observer | None = None  # is shown what flows through training forwards and backwards
-    _source: tuple[Any, ...] | None  # of which parameters the FP8 copies are
+    _source: Kept | None  # of which parameters the FP8 copies are
     _quantized: bool  # whether the FP8 copies hold anything
 
     def __init__(
@@ -228,7 +229,9 @@ class MoEExperts(nn.Module):
                 ops.quantize_weight(weight, **how, only="rows", out=rows)
         self._quantized = True
         if not torch.compiler.is_compiling():
-            self._source = fingerprint(self.gate_up_proj, self.down_proj)
+            # Under capture nothing has run yet: a replay will write the copies.
+            weights = self.gate_up_proj, self.down_proj
+            self._source = None if capturing(weights[0]) else Kept(fingerprint(*weights))
 
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first."""
@@ -245,7 +248,8 @@ class MoEExperts(nn.Module):
 
     def _refresh(self, is_first_microbatch: bool | None) -> None:
         parameters = (self.gate_up_proj, self.down_proj)
-        if torch.compiler.is_compiling() or capturing(parameters[0]):
+        traced = torch.compiler.is_compiling() or capturing(parameters[0])
+        if traced and not is_first_microbatch:
             if not self._quantized:
                 raise RuntimeError(
                     "[MoEExperts] call quantize_weights() before a compiled or captured forward: "
@@ -256,6 +260,11 @@ class MoEExperts(nn.Module):
         if is_first_microbatch or self._source is None or stale:
             self.quantize_weights()
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._source = None  # as in _apply
+        super()._load_from_state_dict(*args)
+
+    @torch.inference_mode(False)  # copies made in inference mode could not be saved for a backward
     def _allocate_copies(self) -> None:
         """(Re)make the FP8 copies beside the parameters; they hold nothing yet."""
         self._source, self._quantized = None, False
@@ -304,6 +313,7 @@ class MoEExperts(nn.Module):
         if self.recipe is not None:
             for name in self._copy_names():
                 setattr(self, name, None)
+        self._source = None  # torch may swap tensors, which it refuses while they are referred to
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._allocate_copies()
         return self

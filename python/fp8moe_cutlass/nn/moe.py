@@ -65,7 +65,9 @@ class MoE(nn.Module):
     shared_intermediate_size adds a dense expert of that width in `dtype`. The router is float32.
 
     After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
-    a multiple of it to the training loss) and `tokens_per_expert` [E] the load.
+    a multiple of it to the training loss) and `tokens_per_expert` [E] the load. Under
+    torch.utils.checkpoint that takes use_reentrant=False: the reentrant kind runs the forward
+    without a graph, and the loss is a constant.
 
     With a group the router and the shared expert are replicated: their gradients are of this rank's
     tokens and want averaging over the ranks; aux_loss and tokens_per_expert are of this rank's
