@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 
@@ -65,6 +66,11 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise RuntimeError(
             "[MoEExperts] parameters must have storage; got device meta: call to_empty() and "
             "load or reset them"
+        )
+    if is_sharded(weight):
+        raise RuntimeError(
+            "[MoEExperts] parameters must be whole in a forward; got a DTensor: call the module "
+            "given to fully_shard"
         )
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"[MoEExperts] x must be bfloat16, float16 or float32; got {x.dtype}")

@@ -27,6 +27,7 @@ from fp8moe_cutlass.distributed import (
     dispatched_experts,
     make_exchange,
 )
+from fp8moe_cutlass.nn._sharded import is_sharded, layers, whole, writable
 from fp8moe_cutlass.nn._staleness import Kept, capturing, fingerprint
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -60,7 +61,7 @@ class MoEExperts(nn.Module):
     nothing is noticed: pass True there, or call `quantize_weights()` after every optimizer step; a
     forward before the first call raises. Under DistributedDataParallel pass
     broadcast_buffers=False, or it sends the copies around every step (over gloo it cannot: "Invalid
-    scalar type").
+    scalar type"). Under fully_shard the copies are whole on every rank (docs/layer.md).
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
@@ -84,6 +85,7 @@ class MoEExperts(nn.Module):
     """
 
     observer: Observer | None = None  # is shown what flows through training forwards and backwards
+    _shards: dict[str, Tensor] = {}  # noqa: RUF012 (replaced, never written): under fully_shard
     _source: Kept | None  # of which parameters the FP8 copies are
     _quantized: bool  # whether the FP8 copies hold anything
 
@@ -132,11 +134,13 @@ class MoEExperts(nn.Module):
         """Uniform within 1/sqrt(fan in), as nn.Linear. With a group, ranks that start from the same
         random state draw the experts of all ranks and keep theirs: the layer of one process."""
         for weight in (self.gate_up_proj, self.down_proj):
-            bound, others = 1.0 / math.sqrt(weight.shape[-1]), torch.empty_like(weight[0])
-            for e in range(self.num_experts):
-                mine = e in self.local_experts
-                expert = weight[e - self.local_experts.start] if mine else others
-                nn.init.uniform_(expert, -bound, bound)
+            bound = 1.0 / math.sqrt(weight.shape[-1])
+            with writable(weight) as mine:
+                others = torch.empty_like(mine[0])
+                for e in range(self.num_experts):
+                    here = e in self.local_experts
+                    expert = mine[e - self.local_experts.start] if here else others
+                    nn.init.uniform_(expert, -bound, bound)
 
     @property
     def local_experts(self) -> range:
@@ -187,6 +191,11 @@ class MoEExperts(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
         x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
+        if self.delay_wgrad and self._shards:
+            raise RuntimeError(
+                "[MoEExperts] delay_wgrad must be False under fully_shard, which would not see "
+                "the gradients of backward_dw(); got True"
+            )
         queue = self._wgrads if self.delay_wgrad else None
         gate_up, down = (WeightGrad(w, is_first_microbatch, queue) for w in weights)
         keep = "none" if self.recompute == "expert" else self.save_preactivation
@@ -222,7 +231,7 @@ class MoEExperts(nn.Module):
             (self.gate_up_proj, copies.gate_up, copies.gate_up_t),
             (self.down_proj, copies.down, copies.down_t),
         ):
-            weight = dense(parameter.detach())
+            weight = dense(whole(parameter.detach()))
             if isinstance(transpose, Fp8Tensor):
                 ops.quantize_weight(weight, **how, out=(rows, transpose))
             else:
@@ -231,7 +240,7 @@ class MoEExperts(nn.Module):
         if not torch.compiler.is_compiling():
             # Under capture nothing has run yet: a replay will write the copies.
             weights = self.gate_up_proj, self.down_proj
-            self._source = None if capturing(weights[0]) else Kept(fingerprint(*weights))
+            self._source = None if capturing(weights[0]) else Kept(self._fingerprint(*weights))
 
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first."""
@@ -256,9 +265,21 @@ class MoEExperts(nn.Module):
                     "a changed parameter is not noticed there; got weights never quantized"
                 )
             return
-        stale = is_first_microbatch is None and self._source != fingerprint(*parameters)
+        stale = is_first_microbatch is None and self._source != self._fingerprint(*parameters)
         if is_first_microbatch or self._source is None or stale:
             self.quantize_weights()
+
+    def _fingerprint(self, *parameters: Tensor) -> tuple[Any, ...]:
+        if self._shards:
+            parameters = tuple(t for shard in self._shards.values() for t in layers(shard))
+        return fingerprint(*parameters)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP puts shards and gathered weights here in turn; it gathers into other memory every
+        # time and counts no version, so a change shows in the shards alone.
+        if is_sharded(value):
+            self._shards = {**self._shards, name: value}
+        super().__setattr__(name, value)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._source = None  # as in _apply
@@ -315,6 +336,9 @@ class MoEExperts(nn.Module):
                 setattr(self, name, None)
         self._source = None  # torch may swap tensors, which it refuses while they are referred to
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._shards = {
+            name: p for name, p in self.named_parameters(recurse=False) if is_sharded(p)
+        }
         self._allocate_copies()
         return self
 
@@ -325,6 +349,7 @@ class MoEExperts(nn.Module):
             **self.__dict__,
             "_buffers": buffers,
             "_source": None,
+            "_shards": {},
             "_wgrads": WgradQueue(),
             "observer": None,
         }
