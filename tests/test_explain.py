@@ -48,7 +48,11 @@ def test_counts_are_those_of_a_walk(name: str, m: int, n: int, k: int, experts: 
     tiles, work = counted(name, m, n, k, experts, c["tile"][1])
     assert c["tiles"] == tiles
     assert c["waves"] == pytest.approx(tiles / 20)
-    assert c["idle"] == pytest.approx(1 - tiles / 20 / -(-tiles // 20))
+    full, left = divmod(tiles, 20)
+    # Tiles left for the last wave are cut into thin ones where these fit into it.
+    cut = name != "wgrad" and c["tile"][1] == 192 and 3 * left <= 20
+    time = full + (0 if left == 0 else 56 / 108 if cut else 1)
+    assert c["idle"] == pytest.approx(1 - tiles / 20 / time)
     assert c["waste"] == pytest.approx(1 - m * n * k / work)
 
 

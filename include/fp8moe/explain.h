@@ -15,10 +15,10 @@ struct GemmChoice {
   int tile_m, tile_n;  // of the output, what a CTA works on at a time
   int stages;          // of the ring in shared memory
   int shared_bytes;    // of a CTA
-  int64_t tiles;       // of all experts
+  int64_t tiles;       // of all experts, before those of a last wave are cut
   double waves;        // tiles / SMs
   double idle;         // share of the SMs' time that the last wave leaves unused
-  double waste;        // share of the arithmetic that is done outside the matrices
+  double waste;        // share of those tiles' arithmetic that is done outside the matrices
 };
 
 // M rows spread over the experts as evenly as they go. Throws InvalidArgument for negative sizes,

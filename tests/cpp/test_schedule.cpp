@@ -1,5 +1,6 @@
 // The order of the grouped GEMM's tiles: every element of D in one tile of one CTA, and CTAs in
-// step: each has as many tiles as any other, or one fewer.
+// step: each has as many tiles as any other, or one fewer. Thin tiles are the last of their CTAs,
+// where what is left for a last wave is little.
 #include "cuda/gemm/schedule.h"
 
 #include <algorithm>
@@ -12,26 +13,40 @@ using namespace fp8moe::cuda::gemm;
 
 namespace {
 
-constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::rows
+constexpr int kBlocks = 3;                         // K-blocks of every tile of Kind::rows
+int thin_low = 0, thin_flank = 0, thin_whole = 0;  // met
 
 // Walks all CTAs. d_row [E+1]: where the experts' rows of D begin.
 template <Kind kKind, int TileN>
 void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
   std::vector<int> seen(  // tiles that 16 columns of a row are in
       static_cast<size_t>(d_row.back()) * sizes.n / 16);
+  using Schedule = Schedule<kKind, TileN>;
+  const int uncut = Schedule::count(sizes, sizes.row_offsets, 0, 1);
+  int shared = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    shared += Schedule::count(sizes, sizes.row_offsets, lane, 32);
+  CHECK(shared == uncut);
   int most = 0, least = 0;
   for (int cta = 0; cta < ctas; ++cta) {
-    Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, cta, ctas);
+    Schedule schedule(sizes, sizes.row_offsets, uncut, cta, ctas);
     int tiles = 0, last = 0;
+    bool thin = false;
     for (Tile tile; schedule.next(tile);) {
       CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
       last = tile.expert;
-      const bool whole = tile.boxes_a == kTileM / kBox;
-      const int width = whole ? TileN : tile.low() ? kLowColumns : kBox;
-      CHECK(tile.column % (tile.low() ? kLowColumns : TileN) == 0);
+      CHECK(!thin);
+      thin = tile.thin();
+      if (kKind == Kind::rows) {
+        const bool cut = has_low(TileN) && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
+        CHECK(thin == cut && tile.boxes == (cut ? kThinBoxes : (kTileM + TileN) / kBox));
+      }
+      const int width = kKind == Kind::rows ? kBox * (tile.boxes - tile.boxes_a) : TileN;
+      CHECK(tile.column % (tile.flank() ? TileN : width) == 0);
       const int end = std::min(sizes.n, tile.column + width);
-      CHECK(tile.column < end && (whole || tile.low() || end == sizes.n));
+      CHECK(tile.column < end && (!tile.flank() || end == sizes.n));
       CHECK(!tile.low() || tile.rows <= kBox);
+      if (thin) ++(tile.low() ? thin_low : sizes.flank && end == sizes.n ? thin_flank : thin_whole);
       const int rows = std::min(kBox * tile.boxes_a, tile.rows);
       const int first = kKind == Kind::rows ? tile.row : d_row[tile.expert] + tile.row;
       CHECK(rows > 0 && first >= d_row[tile.expert] && first + rows <= d_row[tile.expert + 1]);
@@ -92,7 +107,7 @@ int main() {
       {5, 0, 130, 1, 64, 65, 257}, {0, 0, 700, 0}, {300}, {0, 0}, {128, 128, 128}, {64}};
   for (int n : {16, 64, 80, 96, 112, 128, 144, 192, 208, 256, 1408, 2048, 4096}) {
     for (const auto& counts : fixed)
-      for (int ctas : {1, 3, 132}) {
+      for (int ctas : {1, 3, 20, 132}) {
         rows<128>(counts, n, ctas);
         rows<192>(counts, n, ctas);
         tokens<128>(counts, 272, n, ctas);
@@ -105,4 +120,5 @@ int main() {
       rows<192>(counts, n, 132);
     }
   }
+  CHECK(thin_low > 0 && thin_flank > 0 && thin_whole > 0);
 }

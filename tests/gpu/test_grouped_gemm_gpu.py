@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
 from test_grouped_gemm import KINDS, noise, segments
 from tolerance import codes, gemm_error, gemm_truth, scales
 
@@ -77,7 +77,7 @@ def wgrad_error(dy: Fp8Tensor, x: Fp8Tensor, plan: RoutingPlan, dw: Tensor) -> f
 @DTYPES
 @COUNTED
 @pytest.mark.parametrize(
-    ("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (448, 272), (1040, 656)]
+    ("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (832, 272), (1040, 656)]
 )
 def test_fprop(counts: list[int], n: int, k: int, dtype: torch.dtype) -> None:
     plan = plan_of(counts, spare=37)
@@ -103,10 +103,10 @@ def test_fprop_formats_and_adversarial_operands(kind: str, left: str, right: str
     assert fprop_error(a, w, plan, d) <= C_CUDA
 
 
-@pytest.mark.parametrize("n", [208, 128])
+@pytest.mark.parametrize("n", [144, 1216, 128])
 def test_fprop_over_several_runs_of_scales(n: int) -> None:
     """The scales of blocks come 32 K-blocks at a time, eight such runs in shared memory: 301 are
-    nine and a part, for whole, low (30 rows) and flank tiles."""
+    nine and a part, for whole, low (30 rows) and flank tiles, or (144 columns) thin ones."""
     k = 300 * 128 + 64
     plan = plan_of([800, 0, 30])
     a = on_gpu(noise(plan.rows, k, layout="gemm"))
@@ -117,6 +117,51 @@ def test_fprop_over_several_runs_of_scales(n: int) -> None:
     )
     assert fprop_error(a, w, plan, first) <= C_CUDA
     assert torch.equal(first, again)
+
+
+def ends_in_thin_tiles(n: int, low: bool) -> int:
+    """Rows of one expert that fill the GPU with tiles once and leave some for a second wave, few
+    enough to be cut, with or without low ones; flank ones are among them where n has some."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for rows in range(1024 + (40 if low else 100), 128 * sms, 128):
+        tiles = _C.explain_grouped_gemm("fprop", rows, n, 128, 1, sms)["tiles"]
+        if tiles > sms and sms // 7 <= tiles % sms <= sms // 3:
+            return rows
+    raise AssertionError("no such number of rows")
+
+
+@pytest.mark.parametrize("k", [272, 656, 33 * 128 + 16])
+@pytest.mark.parametrize(
+    ("counts", "n"),
+    [
+        ([64], 1536),
+        ([0, 1, 0, 70], 1040),
+        ([900, 0, 130, 257, 100], 272),
+        ([0, 690, 100], 832),  # flank tiles
+        (["low", 0], 1600),
+        ([0, "whole"], 1600),
+        (["whole"], 1536),
+    ],
+)
+def test_thin_tiles_have_the_bits_of_whole_ones(counts: list[int | str], n: int, k: int) -> None:
+    """Few rows, or the last of more, come from thin tiles; before those of a large expert they come
+    from tiles that are not cut."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = [c if isinstance(c, int) else ends_in_thin_tiles(n, c == "low") for c in counts]
+    few, many = plan_of(rows, spare=37), plan_of([*rows, 128 * sms])
+    a = on_gpu(noise(many.rows, k, layout="gemm"))
+    w = on_gpu(noise(len(rows) + 1, n, k, layout="block"))
+    uncut = ops.grouped_gemm(a, w, many, out_dtype="bfloat16")[: sum(rows)]
+    scale = a.scale_inv[:, : (few.rows + 3) // 4 * 4].contiguous()
+    a = Fp8Tensor(a.data[: few.rows], scale, a.block, a.scale_layout)
+    w = Fp8Tensor(w.data[:-1], w.scale_inv[:-1], w.block, w.scale_layout)
+    first, again = (
+        ops.grouped_gemm(a, w, few, out=poisoned(few.rows, n, dtype=torch.bfloat16))
+        for _ in range(2)
+    )
+    assert same_bits(first[: sum(rows)], uncut)
+    assert same_bits(first, again)
+    assert fprop_error(a, w, few, first) <= C_CUDA
 
 
 @pytest.mark.parametrize("align", [16, 128])

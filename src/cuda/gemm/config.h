@@ -55,6 +55,16 @@ constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
   return tile_n == 192 && n % tile_n > 0 && n % tile_n <= kBox && !few_rows(rows, experts);
 }
 
+// The tiles left for the last wave, of the same kind and columns, are cut where each CTA then has
+// one part at most: into thin ones, [64 a, 64 (3 - a)]. Whole tiles become three of 128x64, flank
+// ones two, low ones two of 64x128. Their stages hold three boxes in place of five.
+inline constexpr int kThinBoxes = 3, kThinParts = 3;
+// Of a whole tile's time: 56 of 108 KB of traffic in shared memory for a K-block.
+inline constexpr double kThinTime = 56.0 / 108;
+constexpr bool cuts_last_wave(int tile_n, int64_t left, int64_t ctas) {
+  return tile_n == 192 && kThinParts * left <= ctas;
+}
+
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for
 // the tokens, whose number the host does not know.
 constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {

@@ -23,18 +23,19 @@ inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kConsumerRegisters = 232;
 
-// Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile, or of an edge tile
-// two parts of 64 columns each: a low tile's are neighbours in B, a flank tile's 128 rows apart in
-// A.
+// Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile; of an edge tile two
+// parts of 64 columns each: a low tile's are neighbours in B, a flank tile's 128 rows apart in A;
+// of a thin tile one such part.
 struct Operands {
   uint32_t a, b, next_a, next_b;
 };
 
-template <bool Edge, Kind kKind, int TileN>
+template <Shape kShape, Kind kKind, int TileN>
 __device__ __forceinline__ Operands operands(const Ring<kKind, TileN>& ring, int half, bool low) {
   const auto box = [&](int i) { return descriptor(ring.box(0, i)); };
-  if (Edge && low) return {box(0), box(1 + 2 * half), box(0), box(2 + 2 * half)};
-  if (Edge) return {box(half), box(kFlankBoxes), box(2 + half), box(kFlankBoxes)};
+  if (kShape == Shape::thin && low) return {.a = box(0), .b = box(1 + half)};
+  if (kShape == Shape::edge && low) return {box(0), box(1 + 2 * half), box(0), box(2 + 2 * half)};
+  if (kShape == Shape::edge) return {box(half), box(kFlankBoxes), box(2 + half), box(kFlankBoxes)};
   return {.a = box(half), .b = box(kTileM / kBox)};
 }
 
@@ -43,13 +44,14 @@ template <Kind kKind, int TileN>
 __device__ __forceinline__ Destination destination(const Params& params, const Tile& tile,
                                                    int half) {
   constexpr bool kEdges = Stage<kKind, TileN>::kEdges;
-  const bool low = kEdges && tile.low();
-  const int row = low ? 0 : kBox * half, column = low ? 2 * kBox * half : 0;
+  const bool low = kEdges && tile.low(), thin = kEdges && tile.thin();
+  const int width = thin ? kBox : low ? 2 * kBox : TileN;
+  const int row = low ? 0 : kBox * half, column = low ? width * half : 0;
   return {.row = tile.row + row,
           .column = tile.column + column,
           .expert = kKind == Kind::rows ? 0 : tile.expert,
           .rows = tile.rows - row,
-          .columns = min(low ? 2 * kBox : TileN, params.n - tile.column - column),
+          .columns = min(width, params.n - tile.column - column),
           .flank = kEdges && tile.flank()};
 }
 
@@ -93,16 +95,17 @@ struct Consumer {
   // The K-block in stage s. Under its multiply runs `meanwhile`. Ends when the next stage is full,
   // too: there always is one, if only to tell the end. The wait comes before the release because
   // ptxas then starts it early among the multiply-adds and not behind them.
-  template <bool First, bool Edge, typename Meanwhile>
+  template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void step(int s, const Operands& at,
-                                       Promoter<kKind, TileN, Edge>& scales,
+                                       Promoter<kKind, TileN, kShape>& scales,
                                        const float4* of_blocks, Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    float part[(Edge ? 2 * kBox : TileN) / 2];  // of this K-block
+    constexpr int kColumns = kShape == Shape::whole ? TileN : kBox;
+    float part[kShape == Shape::edge ? kBox : kColumns / 2];  // of this K-block
     scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
-    multiply<A, B, Edge ? kBox : TileN>(at.a + s * kStride, at.b + s * kStride, part);
-    if constexpr (Edge)
+    multiply<A, B, kColumns>(at.a + s * kStride, at.b + s * kStride, part);
+    if constexpr (kShape == Shape::edge)
       multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
     meanwhile();
@@ -115,25 +118,26 @@ struct Consumer {
 
   // The K-blocks of a tile. From stage 0 on the loop over a whole tile is unrolled over the stages:
   // addresses, descriptors and barriers are immediates, and no branch is taken but the one back.
-  template <bool Edge, typename Meanwhile>
+  template <Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile) {
-    Promoter<kKind, TileN, Edge> scales(tile, half);
-    const Operands at = Edge ? operands<true>(ring, half, tile.low()) : whole;
+    constexpr bool kWhole = kShape == Shape::whole;
+    Promoter<kKind, TileN, kShape> scales(tile, half);
+    const Operands at = kWhole ? whole : operands<kShape>(ring, half, tile.low());
     const auto nothing = [] {};
     const float4* of_blocks = ring.run(runs.at());
-    step<true>(stage, at, scales, of_blocks++, meanwhile);
+    step<true, kShape>(stage, at, scales, of_blocks++, meanwhile);
     stage = after(stage);
     for (int left = tile.k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
       int now = min(left, in_run);
       left -= now;
-      for (; now > 0 && (Edge || stage != 0); --now) {
-        step<false>(stage, at, scales, of_blocks++, nothing);
+      for (; now > 0 && (!kWhole || stage != 0); --now) {
+        step<false, kShape>(stage, at, scales, of_blocks++, nothing);
         stage = after(stage);
       }
-      while (!Edge && now > 0) {
+      while (kWhole && now > 0) {
 #pragma unroll
         for (int s = 0; s < kStages; ++s) {
-          step<false>(s, at, scales, of_blocks + s, nothing);
+          step<false, kShape>(s, at, scales, of_blocks + s, nothing);
           if (--now == 0) {
             stage = after(s);
             break;
@@ -156,7 +160,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   const Ring<kKind, TileN> ring{static_cast<uint8_t*>(
       __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
   Consumer<kKind, A, B, TileN> consumer{
-      .ring = ring, .half = half, .whole = operands<false>(ring, half, false)};
+      .ring = ring, .half = half, .whole = operands<Shape::whole>(ring, half, false)};
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   uint8_t* const slabs = ring.slabs(4 * half + warp);
   Destination finished;  // where the sums go once the next tile's first multiply is under way
@@ -183,12 +187,16 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       pending = true;
     };
     if constexpr (Stage<kKind, TileN>::kEdges) {
-      if (tile.boxes_a != kTileM / kBox) {
-        consumer.template steps<true>(tile, meanwhile);
+      if (tile.thin()) {
+        consumer.template steps<Shape::thin>(tile, meanwhile);
+        continue;
+      }
+      if (tile.low() || tile.flank()) {
+        consumer.template steps<Shape::edge>(tile, meanwhile);
         continue;
       }
     }
-    consumer.template steps<false>(tile, meanwhile);
+    consumer.template steps<Shape::whole>(tile, meanwhile);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
@@ -217,10 +225,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int s = 0; s < Stage<kKind, TileN>::kSlabBarriers; ++s) ring.slabs_full(0)[s].init(1);
     cutlass::arch::fence_barrier_init();
   }
-  if (kKind == Kind::rows)
+  if (kKind == Kind::rows) {
     for (int e = threadIdx.x; e <= params.experts; e += kThreads)
       ring.row_offsets()[e] = params.row_offsets[e];
+    if (threadIdx.x == 0) ring.tiles() = 0;
+  }
   __syncthreads();
+  if (kKind == Kind::rows) {
+    const int tiles = Schedule<kKind, TileN>::count(params, ring.row_offsets(),
+                                                    static_cast<int>(threadIdx.x), kThreads);
+    // With a warp's reduction here ptxas would keep what the loop of whole tiles counts in uniform
+    // registers, and the loop would be longer.
+    if (tiles > 0) atomicAdd(&ring.tiles(), tiles);
+    __syncthreads();
+  }
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {

@@ -12,7 +12,8 @@ namespace fp8moe::cuda::gemm {
 // Plans tiles ahead of the two who read them. One thread.
 template <Kind kKind, int TileN>
 __device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
-  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
+  const int tiles = kKind == Kind::rows ? ring.tiles() : 0;
+  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), tiles, static_cast<int>(blockIdx.x),
                                   static_cast<int>(gridDim.x));
   Cursor<kPlanned> planned;
   Tile tile;
@@ -50,9 +51,10 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
     arrive(ring.planned_empty(planned.at()));
     more = tile.k_blocks != kNoMore;
     const int boxes_a = S::kEdges ? tile.boxes_a : kTileM / kBox;
+    const int boxes = S::kEdges ? tile.boxes : S::kBoxes;
     const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
     const int bytes =
-        S::kTileBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
+        boxes * S::kBoxBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
     for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
       await(ring.empty(stage), phase);
       FullBarrier& full = ring.full(stage);
@@ -70,7 +72,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
                        tile.row / 4 * 4 + i * kBox, block);
         }
 #pragma unroll(S::kEdges ? 1 : S::kBoxes)
-        for (int i = 0; i < S::kBoxes - boxes_a; ++i, box += S::kBoxBytes)
+        for (int i = 0; i < boxes - boxes_a; ++i, box += S::kBoxBytes)
           Load::copy(&params.b, barrier, kHint, box, depth, row_b + i * kBox);
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);

@@ -94,15 +94,19 @@ __device__ __forceinline__ int row_in_box() {
   return static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
 }
 
-// The consumers' side, for a warpgroup's share of a tile, whole or of an edge. `load` reads a
-// K-block's scales before its multiply is issued: ptxas would sink what comes later below the wait.
-// of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
-template <Kind kKind, int TileN, bool Edge>
+// What a warpgroup multiplies of a tile: 64 rows of a whole one, two parts of 64x64 of an edge
+// one, low or flank, or one such part of a thin one.
+enum class Shape { whole, edge, thin };
+
+// The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
+// its multiply is issued: ptxas would sink what comes later below the wait. of_rows, of_columns:
+// Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
+template <Kind kKind, int TileN, Shape kShape>
 class Promoter;
 
 // A by rows of 1x128, B by blocks of 128x128.
 template <int TileN>
-class Promoter<Kind::rows, TileN, false> {
+class Promoter<Kind::rows, TileN, Shape::whole> {
   static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
@@ -134,38 +138,41 @@ class Promoter<Kind::rows, TileN, false> {
   float scale_[2][kGroups];
 };
 
-// The same for two parts of 64 columns. Those of a low tile have rows in common, and a warpgroup's
-// lie in one block of B; those of a flank tile have columns in common.
-template <int TileN>
-class Promoter<Kind::rows, TileN, true> {
+// The same for one or two parts of 64 columns. The two of a low tile have rows in common, and a
+// warpgroup's lie in one block of B; those of a flank tile have columns in common. A thin tile lies
+// in one block of B.
+template <int TileN, Shape kShape>
+class Promoter<Kind::rows, TileN, kShape> {
+  static constexpr int kParts = kShape == Shape::edge ? 2 : 1;
+
  public:
   __device__ Promoter(const Tile& tile, int half)
       : row_(tile.row % 4 + (tile.low() ? 0 : kScaleStride * half) + row_in_box()),
         next_(tile.low() ? 0 : 2 * kScaleStride),
-        second_(tile.low() && half != 0) {}
+        second_(kParts == 2 && tile.low() && half != 0) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float4 b = *of_blocks;
     const float block = second_ ? b.z : b.x;
     for (int r = 0; r < 2; ++r)
-      for (int part = 0; part < 2; ++part)
+      for (int part = 0; part < kParts; ++part)
         scale_[r][part] = of_rows[row_ + 8 * r + part * next_] * block;
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[kBox], BoundPair (&sums)[TileN / 4],
-                                      const float*) const {
+  __device__ __forceinline__ void add(const float (&part)[kParts * kBox / 2],
+                                      BoundPair (&sums)[TileN / 4], const float*) const {
     add_scaled<First>(part, sums, scale_);
   }
 
  private:
   int row_, next_;
   bool second_;  // its block of B is the second of the tile
-  float scale_[2][2];
+  float scale_[2][kParts];
 };
 
 // Blocks of 128x128 on both sides: one scale for a column group.
 template <int TileN>
-class Promoter<Kind::tokens_block, TileN, false> {
+class Promoter<Kind::tokens_block, TileN, Shape::whole> {
   static constexpr int kGroups = kColumnGroups<TileN>;
 
  public:
@@ -190,7 +197,7 @@ class Promoter<Kind::tokens_block, TileN, false> {
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, read
 // from the stage while it is added.
 template <int TileN>
-class Promoter<Kind::tokens_column, TileN, false> {
+class Promoter<Kind::tokens_column, TileN, Shape::whole> {
  public:
   __device__ Promoter(const Tile&, int half) : row_(kScaleStride * half + row_in_box()) {}
 

@@ -33,9 +33,11 @@ struct alignas(16) Tile {
   int boxes_a = 0;  // rows of A, in boxes
   int k_first = 0;  // first K-block
   int k_blocks = 0;
+  int boxes = 0;  // rows: of A and B together
 
   FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
   FP8MOE_HD bool flank() const { return boxes_a == kFlankBoxes; }
+  FP8MOE_HD bool thin() const { return boxes == kThinBoxes; }
 };
 
 // Tile `within` of an expert, in bands of columns of tiles, rows of tiles outside: what the SMs
@@ -54,45 +56,65 @@ template <Kind kKind, int TileN>
 class Schedule;
 
 // Tiles of an expert's rows, dealt in turn: those of 128xTileN, then flank ones, then low ones.
+// Where the last wave is cut, all its tiles' first parts are dealt, then the second ones, then the
+// third; a CTA gets one at most, or one that does not exist.
 template <int TileN>
 class Schedule<Kind::rows, TileN> {
  public:
-  // row_offsets: in shared memory.
-  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas)
-      : sizes_(sizes),
-        row_offsets_(row_offsets),
-        at_(cta),
-        ctas_(ctas),
-        wide_(sizes.flank ? sizes.n / TileN : (sizes.n + TileN - 1) / TileN) {}
+  // How many tiles, before any is cut, the experts first, first + step, ... have.
+  FP8MOE_HD static int count(const Sizes& sizes, const int32_t* row_offsets, int first, int step) {
+    int tiles = 0;
+    for (int e = first; e < sizes.experts; e += step)
+      tiles += tiles_of(sizes, row_offsets[e + 1] - row_offsets[e]).all();
+    return tiles;
+  }
 
-  // The next tile of this CTA; false when there is none.
+  // row_offsets: in shared memory. tiles: the count of all experts.
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int tiles, int cta, int ctas)
+      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas) {
+    const int last_wave = tiles % ctas;
+    left_ = cuts_last_wave(TileN, last_wave, ctas) ? last_wave : 0;
+    cut_ = tiles - left_;
+    end_ = cut_ + kThinParts * left_;
+  }
+
+  // The next tile of this CTA; false when there is none. A thin one is its last.
   FP8MOE_HD bool next(Tile& tile) {
-    int first = 0, rows = 0, whole = 0, flanks = 0;
+    if (at_ >= end_) return false;
+    const bool thin = at_ >= cut_;
+    const int part = thin ? (at_ - cut_) / left_ : 0, uncut = at_ - part * left_;
+    int first = 0, rows = 0;
+    Tiles tiles;
     for (;; ++expert_) {
-      if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
-      const int low = has_low(TileN) && rows % kTileM <= kBox ? rows % kTileM : 0;
-      rows -= low;
-      whole = (rows + kTileM - 1) / kTileM * wide_;
-      flanks = sizes_.flank ? (rows + kFlankRows - 1) / kFlankRows : 0;
-      const int units = whole + flanks + (low > 0 ? (sizes_.n + kLowColumns - 1) / kLowColumns : 0);
-      if (at_ < before_ + units) break;
-      before_ += units;
+      tiles = tiles_of(sizes_, rows);
+      if (uncut < before_ + tiles.all()) break;
+      before_ += tiles.all();
     }
-    const int within = at_ - before_;
+    const int within = uncut - before_;
     Place place;  // in rows and columns
-    if (within < whole) {
-      place = place_in_bands(sizes_.band, within, (rows + kTileM - 1) / kTileM, wide_);
+    if (within < tiles.whole) {
+      rows = tiles.rows;
+      place = place_in_bands(sizes_.band, within, (rows + kTileM - 1) / kTileM, tiles.wide);
       place = {place.row * kTileM, place.column * TileN};
       tile.boxes_a = kTileM / kBox;
-    } else if (within < whole + flanks) {
-      place = {(within - whole) * kFlankRows, wide_ * TileN};
+    } else if (within < tiles.whole + tiles.flank) {
+      rows = tiles.rows;
+      place = {(within - tiles.whole) * kFlankRows, tiles.wide * TileN};
       tile.boxes_a = kFlankBoxes;
     } else {
-      place = {rows, (within - whole - flanks) * kLowColumns};
-      rows = row_offsets_[expert_ + 1] - first;
+      place = {tiles.rows, (within - tiles.whole - tiles.flank) * kLowColumns};
       tile.boxes_a = kLowBoxes;
+    }
+    tile.boxes = (kTileM + TileN) / kBox;
+    if (thin) {
+      const bool halves = tile.low() || tile.flank();
+      if (halves && part == 2) return false;
+      (tile.flank() ? place.row : place.column) += part * (halves ? 2 * kBox : kBox);
+      if (place.row >= rows || place.column >= sizes_.n) return false;
+      if (tile.flank()) tile.boxes_a = kTileM / kBox;
+      tile.boxes = kThinBoxes;
     }
     tile.expert = expert_;
     tile.row = first + place.row;
@@ -104,10 +126,32 @@ class Schedule<Kind::rows, TileN> {
   }
 
  private:
+  // The tiles of an expert, before any is cut.
+  struct Tiles {
+    int rows;  // without those of low tiles
+    int wide;  // columns of whole tiles
+    int whole, flank, low;
+
+    FP8MOE_HD int all() const { return whole + flank + low; }
+  };
+
+  FP8MOE_HD static Tiles tiles_of(const Sizes& sizes, int rows) {
+    const int last = rows % kTileM;
+    const bool low = has_low(TileN) && last > 0 && last <= kBox;
+    if (low) rows -= last;
+    const int wide = sizes.flank ? sizes.n / TileN : (sizes.n + TileN - 1) / TileN;
+    return {.rows = rows,
+            .wide = wide,
+            .whole = (rows + kTileM - 1) / kTileM * wide,
+            .flank = sizes.flank ? (rows + kFlankRows - 1) / kFlankRows : 0,
+            .low = low ? (sizes.n + kLowColumns - 1) / kLowColumns : 0};
+  }
+
   const Sizes& sizes_;
   const int32_t* row_offsets_;
   int at_, ctas_;
-  int wide_;                     // columns of tiles of TileN
+  int left_;                     // tiles that are cut
+  int cut_, end_;                // where in what is dealt their parts begin, and end
   int expert_ = 0, before_ = 0;  // tiles of the experts before it
 };
 
@@ -115,7 +159,10 @@ class Schedule<Kind::rows, TileN> {
 template <Kind kKind, int TileN>
 class Schedule {
  public:
-  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas)
+  // None is cut, whatever their number.
+  FP8MOE_HD static int count(const Sizes&, const int32_t*, int, int) { return 0; }
+
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int, int cta, int ctas)
       : sizes_(sizes), at_(cta), ctas_(ctas) {}
 
   FP8MOE_HD bool next(Tile& tile) {

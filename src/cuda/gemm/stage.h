@@ -53,7 +53,7 @@ struct Stage {
   static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
   static constexpr int kSlabBarriers = kKind == Kind::rows ? 0 : kConsumerWarps * kSlabs;
   static constexpr int kBarriers = 2 * (kStages + kRuns + kPlanned) + kSlabBarriers;
-  static constexpr int kRowOffsetsBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 1) : 0;
+  static constexpr int kRowOffsetsBytes = kKind == Kind::rows ? 4 * (kMaxExperts + 2) : 0;
   static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes) +
                                 (kStages + kPlanned) * kTileStructBytes + kOutBytes +
                                 kRuns * kRunBytes + 8 * kBarriers + kRowOffsetsBytes;
