@@ -54,9 +54,7 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   choice.stages = kStages;
   choice.shared_bytes = Stage<kKind, TileN>::kBytes;
   double done = 0;
-  using Schedule = Schedule<kKind, TileN>;
-  const int tiles = Schedule::count(sizes, sizes.row_offsets, 0, 1);
-  Schedule schedule(sizes, sizes.row_offsets, tiles, 0, 1);
+  Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
   for (Tile tile; n > 0 && k > 0 && schedule.next(tile); ++choice.tiles)
     done += static_cast<double>(work(tile, TileN, sizes.n)) * tile.k_blocks;
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
@@ -90,8 +88,9 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
                                               : walk<Kind::rows>(m, n, k, experts);
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);
   const int64_t left = choice.tiles % sm_count;
-  const bool cut =
-      pass != GemmPass::wgrad && cuda::gemm::cuts_last_wave(choice.tile_n, left, sm_count);
+  const bool cut = pass != GemmPass::wgrad &&
+                   cuda::gemm::has_thin(choice.tile_n, n, m, experts, sm_count) &&
+                   cuda::gemm::cuts_last_wave(left, sm_count);
   const double last = left == 0 ? 0 : cut ? cuda::gemm::kThinTime : 1;
   const double time = static_cast<double>(choice.tiles / sm_count) + last;
   choice.idle = time > 0 ? 1 - choice.waves / time : 0;

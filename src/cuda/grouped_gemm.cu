@@ -9,8 +9,9 @@ void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& pla
                   Stream stream) {
   const DeviceGuard guard(d.device);
   const DeviceInfo& device = device_info(d.device);
-  const gemm::Config config =
-      gemm::choose_config(gemm::Kind::rows, w.data.shape[1], d.dtype == DType::bf16);
+  const int64_t n = w.data.shape[1];
+  gemm::Config config = gemm::choose_config(gemm::Kind::rows, n, d.dtype == DType::bf16);
+  config.thin = gemm::has_thin(config.tile_n, n, a.data.shape[0], plan.experts, device.sm_count);
   const gemm::Params params = gemm::rows_problem(a, w, plan, d, config);
   gemm::launch<gemm::Kind::rows>(a.data.dtype, w.data.dtype, params, config, device,
                                  stream_of(stream));

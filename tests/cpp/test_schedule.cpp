@@ -16,20 +16,15 @@ namespace {
 constexpr int kBlocks = 3;                         // K-blocks of every tile of Kind::rows
 int thin_low = 0, thin_flank = 0, thin_whole = 0;  // met
 
-// Walks all CTAs. d_row [E+1]: where the experts' rows of D begin.
+// Walks all CTAs. d_row [E+1]: where the experts' rows of D begin. uncut: the tiles, where the last
+// wave is to be cut.
 template <Kind kKind, int TileN>
-void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
+void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut = kUncounted) {
   std::vector<int> seen(  // tiles that 16 columns of a row are in
       static_cast<size_t>(d_row.back()) * sizes.n / 16);
-  using Schedule = Schedule<kKind, TileN>;
-  const int uncut = Schedule::count(sizes, sizes.row_offsets, 0, 1);
-  int shared = 0;
-  for (int lane = 0; lane < 32; ++lane)
-    shared += Schedule::count(sizes, sizes.row_offsets, lane, 32);
-  CHECK(shared == uncut);
   int most = 0, least = 0;
   for (int cta = 0; cta < ctas; ++cta) {
-    Schedule schedule(sizes, sizes.row_offsets, uncut, cta, ctas);
+    Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, cta, ctas, uncut);
     int tiles = 0, last = 0;
     bool thin = false;
     for (Tile tile; schedule.next(tile);) {
@@ -38,7 +33,8 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
       CHECK(!thin);
       thin = tile.thin();
       if (kKind == Kind::rows) {
-        const bool cut = has_low(TileN) && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
+        const bool cut =
+            uncut != kUncounted && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
         CHECK(thin == cut && tile.boxes == (cut ? kThinBoxes : (kTileM + TileN) / kBox));
       }
       const int width = kKind == Kind::rows ? kBox * (tile.boxes - tile.boxes_a) : TileN;
@@ -80,6 +76,13 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.band = rows_band(n / TileN, 256, 1);
   sizes.flank = has_flank(TileN, n, 256, 1);
   walk<Kind::rows, TileN>(sizes, ctas, offsets);
+  if (!has_low(TileN)) return;
+  using Schedule = Schedule<Kind::rows, TileN>;
+  const int uncut = Schedule::count(sizes, offsets.data(), 0, 1);
+  int shared = 0;
+  for (int lane = 0; lane < 32; ++lane) shared += Schedule::count(sizes, offsets.data(), lane, 32);
+  CHECK(shared == uncut);
+  walk<Kind::rows, TileN>(sizes, ctas, offsets, uncut);
 }
 
 template <int TileN>

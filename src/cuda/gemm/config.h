@@ -26,7 +26,8 @@ inline constexpr int kScaleBox = kBox + 4;
 inline constexpr int kMaxExperts = 1024;
 
 struct Config {
-  int tile_n = 192;  // columns of a tile of D: 128 or 192; its rows are kTileM = 128
+  int tile_n = 192;   // columns of a tile of D: 128 or 192; its rows are kTileM = 128
+  bool thin = false;  // rows: a badly filled last wave is cut into thin tiles
 };
 
 // Columns computed for n columns of D, tiles being whole.
@@ -59,10 +60,11 @@ constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
 // one part at most: into thin ones, [64 a, 64 (3 - a)]. Whole tiles become three of 128x64, flank
 // ones two, low ones two of 64x128. Their stages hold three boxes in place of five.
 inline constexpr int kThinBoxes = 3, kThinParts = 3;
-// Of a whole tile's time: 56 of 108 KB of traffic in shared memory for a K-block.
-inline constexpr double kThinTime = 56.0 / 108;
-constexpr bool cuts_last_wave(int tile_n, int64_t left, int64_t ctas) {
-  return tile_n == 192 && kThinParts * left <= ctas;
+inline constexpr double kThinTime = 0.67;  // of a whole tile's, by measurement
+constexpr bool cuts_last_wave(int64_t left, int64_t ctas) { return kThinParts * left <= ctas; }
+// In ten waves and more their code costs what they gain, 0.5% (docs/notes).
+constexpr bool has_thin(int tile_n, int64_t n, int64_t rows, int64_t experts, int64_t sms) {
+  return tile_n == 192 && padded_columns(n, 192) / 192 * (rows / kTileM + experts) < 10 * sms;
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for

@@ -8,10 +8,10 @@
 
 namespace fp8moe::cuda::gemm {
 
-template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
+template <Kind kKind, DType A, DType B, int TileN, Output kOutput, bool kThin = false>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kBytes = Stage<kKind, TileN>::kBytes;
-  auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, kOutput>;
+  auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, kOutput, kThin>;
   FP8MOE_CUDA_CHECK(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   kernel<<<static_cast<unsigned>(device.sm_count), kThreads, kBytes, stream>>>(params);
@@ -24,6 +24,10 @@ void launch(const Params& params, const Config& config, const DeviceInfo& device
             cudaStream_t stream) {
   if (config.tile_n == 128)
     return launch_kernel<kKind, A, B, 128, Output::either>(params, device, stream);
+  if constexpr (kKind == Kind::rows) {
+    if (config.tile_n == 192 && params.bf16 && config.thin)
+      return launch_kernel<kKind, A, B, 192, Output::bf16, true>(params, device, stream);
+  }
   if (config.tile_n == 192 && params.bf16)
     return launch_kernel<kKind, A, B, 192, Output::bf16>(params, device, stream);
   if constexpr (kKind != Kind::rows) {

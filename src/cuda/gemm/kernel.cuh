@@ -152,7 +152,7 @@ struct Consumer {
   }
 };
 
-template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
+template <bool kThin, Kind kKind, DType A, DType B, int TileN, Output kOutput>
 __device__ void consume(const Params& params, uint8_t* shared) {
   // Through a shuffle the compiler knows these to be uniform in the warp, and so the descriptors;
   // and it does not compute the address of shared memory anew in every step.
@@ -186,11 +186,13 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       finished = to;
       pending = true;
     };
-    if constexpr (Stage<kKind, TileN>::kEdges) {
+    if constexpr (kThin) {
       if (tile.thin()) {
         consumer.template steps<Shape::thin>(tile, meanwhile);
         continue;
       }
+    }
+    if constexpr (Stage<kKind, TileN>::kEdges) {
       if (tile.low() || tile.flank()) {
         consumer.template steps<Shape::edge>(tile, meanwhile);
         continue;
@@ -202,7 +204,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
 }
 
-template <Kind kKind, DType A, DType B, int TileN, Output kOutput>
+template <Kind kKind, DType A, DType B, int TileN, Output kOutput, bool kThin>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -228,10 +230,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (kKind == Kind::rows) {
     for (int e = threadIdx.x; e <= params.experts; e += kThreads)
       ring.row_offsets()[e] = params.row_offsets[e];
-    if (threadIdx.x == 0) ring.tiles() = 0;
+    if (kThin && threadIdx.x == 0) ring.tiles() = 0;
   }
   __syncthreads();
-  if (kKind == Kind::rows) {
+  if constexpr (kThin) {
     const int tiles = Schedule<kKind, TileN>::count(params, ring.row_offsets(),
                                                     static_cast<int>(threadIdx.x), kThreads);
     // With a warp's reduction here ptxas would keep what the loop of whole tiles counts in uniform
@@ -245,10 +247,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileN>(params, ring);
     if (Stage<kKind, TileN>::kBlockScales && warp == 1) produce_scales<kKind, TileN>(params, ring);
-    if (warp == 2 && cute::elect_one_sync()) plan<kKind, TileN>(params, ring);
+    if (warp == 2 && cute::elect_one_sync()) plan<kThin>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    consume<kKind, A, B, TileN, kOutput>(params, shared);
+    consume<kThin, kKind, A, B, TileN, kOutput>(params, shared);
   }
 }
 

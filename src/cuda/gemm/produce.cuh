@@ -10,11 +10,10 @@
 namespace fp8moe::cuda::gemm {
 
 // Plans tiles ahead of the two who read them. One thread.
-template <Kind kKind, int TileN>
+template <bool kThin, Kind kKind, int TileN>
 __device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
-  const int tiles = kKind == Kind::rows ? ring.tiles() : 0;
-  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), tiles, static_cast<int>(blockIdx.x),
-                                  static_cast<int>(gridDim.x));
+  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
+                                  static_cast<int>(gridDim.x), kThin ? ring.tiles() : kUncounted);
   Cursor<kPlanned> planned;
   Tile tile;
   for (bool more = true; more; planned.advance()) {

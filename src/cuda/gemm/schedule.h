@@ -23,7 +23,8 @@ struct Sizes {
   bool flank;    // rows: the last columns are flank tiles
 };
 
-inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
+inline constexpr int kUncounted = INT32_MAX;  // as the count of tiles
+inline constexpr int kNoMore = -1;            // as Tile::k_blocks: the last tile was the last
 
 struct alignas(16) Tile {
   int expert = 0;
@@ -69,11 +70,12 @@ class Schedule<Kind::rows, TileN> {
     return tiles;
   }
 
-  // row_offsets: in shared memory. tiles: the count of all experts.
-  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int tiles, int cta, int ctas)
-      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas) {
-    const int last_wave = tiles % ctas;
-    left_ = cuts_last_wave(TileN, last_wave, ctas) ? last_wave : 0;
+  // row_offsets: in shared memory. tiles: the count of all experts; without it no wave is cut.
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas,
+                     int tiles = kUncounted)
+      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas), cut_(tiles), end_(tiles) {
+    if (tiles == kUncounted || !cuts_last_wave(tiles % ctas, ctas)) return;
+    left_ = tiles % ctas;
     cut_ = tiles - left_;
     end_ = cut_ + kThinParts * left_;
   }
@@ -86,6 +88,7 @@ class Schedule<Kind::rows, TileN> {
     int first = 0, rows = 0;
     Tiles tiles;
     for (;; ++expert_) {
+      if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
       tiles = tiles_of(sizes_, rows);
@@ -150,7 +153,7 @@ class Schedule<Kind::rows, TileN> {
   const Sizes& sizes_;
   const int32_t* row_offsets_;
   int at_, ctas_;
-  int left_;                     // tiles that are cut
+  int left_ = 0;                 // tiles that are cut
   int cut_, end_;                // where in what is dealt their parts begin, and end
   int expert_ = 0, before_ = 0;  // tiles of the experts before it
 };
@@ -159,10 +162,7 @@ class Schedule<Kind::rows, TileN> {
 template <Kind kKind, int TileN>
 class Schedule {
  public:
-  // None is cut, whatever their number.
-  FP8MOE_HD static int count(const Sizes&, const int32_t*, int, int) { return 0; }
-
-  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int, int cta, int ctas)
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas, int = kUncounted)
       : sizes_(sizes), at_(cta), ctas_(ctas) {}
 
   FP8MOE_HD bool next(Tile& tile) {
