@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from fp8moe_cutlass.distributed.exchange import Sizes
 from fp8moe_cutlass.distributed.terms import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
 
+from .layer_peers import compiled
 from .layer_runs import Inputs, Runs
 from .timing import Sample, event
 
@@ -188,22 +188,8 @@ class Bf16Peer(nn.Module):
 
 
 def compile_elementwise() -> None:
-    """Have autograd.bf16 run compiled, in this process: once a width, for any number of rows."""
+    """Have autograd.bf16 run compiled, in this process."""
     for name in ("swiglu", "swiglu_backward", "sum_slots"):
         function = getattr(bf16, name)
         if not hasattr(function, "__wrapped__"):
-            setattr(bf16, name, _compiled(function))
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = torch.compile(function, dynamic=True)
-
-    @functools.wraps(function)
-    def run(*tensors: Tensor) -> Any:
-        for tensor in tensors:
-            if tensor.ndim == 2:
-                # With a width of any size what is gathered by rows takes three times as long.
-                torch._dynamo.mark_static(tensor, 1)
-        return compiled(*tensors)
-
-    return run
+            setattr(bf16, name, compiled(function))

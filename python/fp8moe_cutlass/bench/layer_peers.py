@@ -6,9 +6,9 @@ kept here: a peer that is installed is timed in the same process, one that is no
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,16 +82,25 @@ def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
 
 
 def _fast(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    return _compiled(function) if like.is_cuda else function
+    return compiled(function) if like.is_cuda else function
 
 
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if function not in _CACHE:
-        _CACHE[function] = torch.compile(function)
-    return _CACHE[function]
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of tensors by torch.compile: once a width, for any number of rows. With a width of
+    any size what gathers rows takes three times as long. Raises where torch would give up."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit, config.fail_on_recompile_limit_hit = 64, True
+    fast = torch.compile(function, dynamic=True)
 
+    @functools.wraps(function)
+    def run(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            if tensor.ndim == 2:
+                torch._dynamo.mark_static(tensor, 1)
+        return fast(*tensors)
 
-_CACHE: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+    return run
 
 
 class _ToRows(torch.autograd.Function):
@@ -132,9 +141,9 @@ class TransformerEngineExperts(nn.Module):
         recipe = recipes.Float8BlockScaling() if fp8 else None
         # Renamed in 2.17; the old name is deprecated.
         if hasattr(self.te, "autocast"):
-            self.autocast = partial(self.te.autocast, enabled=fp8, recipe=recipe)
+            self.autocast = functools.partial(self.te.autocast, enabled=fp8, recipe=recipe)
         else:
-            self.autocast = partial(self.te.fp8_autocast, enabled=fp8, fp8_recipe=recipe)
+            self.autocast = functools.partial(self.te.fp8_autocast, enabled=fp8, fp8_recipe=recipe)
         self.experts = layer.num_experts
         h, i = layer.hidden_size, layer.intermediate_size
         options = {"bias": False, "params_dtype": torch.bfloat16}
@@ -154,7 +163,7 @@ class TransformerEngineExperts(nn.Module):
         first = not self.weights_ready
         with self.autocast():
             z = self.fc1(rows, splits, is_first_microbatch=first)
-            h = _compiled(swiglu)(z, p)
+            h = compiled(swiglu)(z, p)
             y = self.fc2(h, splits, is_first_microbatch=first)
         self.weights_ready = True
         out: Tensor = self.te.moe_unpermute(
