@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -134,3 +135,33 @@ class _Parameters:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
+
+
+def test_a_compiled_forward_of_old_weights_is_told() -> None:
+    """Nothing else would say that a run which forgets quantize_weights() trains on old weights."""
+    p = problem(96)
+    layer, other = p.experts(), torch.nn.Linear(4, 4)
+    layer.quantize_weights()
+    fast = _Parameters(compiled(layer), layer)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layer, other)]
+
+    def steps() -> None:
+        p.run(fast)
+        p.run(fast)  # accumulates
+        for optimizer in optimizers:
+            optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r"\[MoEExperts\]")
+        for _ in range(2):
+            layer.quantize_weights()
+            steps()
+        for _ in range(2):  # eager, it notices by itself
+            p.run(layer)
+            optimizers[0].step()
+        layer.quantize_weights()
+        steps()
+        p.run(fast)
+        optimizers[1].step()  # not of these weights
+    with pytest.warns(UserWarning, match=r"call quantize_weights\(\) after every step"):
+        optimizers[0].step()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.nn import MoEExperts, experts
+from fp8moe_cutlass.nn import MoEExperts, _copies
 from moe_problem import assert_same, problem, run_unaligned
 
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
@@ -126,12 +126,12 @@ def test_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         sgd(layer)
         want = newest()
-        patch.setattr(experts, "capturing", lambda t: True)
+        patch.setattr(_copies, "capturing", lambda t: True)
         assert not torch.equal(out_of(layer, p), want)
         assert torch.equal(out_of(layer, p, is_first_microbatch=True), want)
     with monkeypatch.context() as patch:
         sgd(layer)
-        patch.setattr(experts, "capturing", lambda t: True)
+        patch.setattr(_copies, "capturing", lambda t: True)
         patch.setattr(ops, "quantize_weight", lambda *_, **__: None)  # it would run at a replay
         layer.quantize_weights()
     assert torch.equal(out_of(layer, p), newest())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def fingerprint(*parameters: Tensor) -> tuple[Any, ...]:
     )
 
 
+def watch(module: Any) -> None:
+    """Tell a module of every optimizer's step from now on: module._after_step(optimizer)."""
+    _watch_optimizers()
+    _watched.add(module)
+
+
 def capturing(t: Tensor) -> bool:
     """Whether work on t goes into a CUDA graph."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -39,12 +46,18 @@ def capturing(t: Tensor) -> bool:
 _optimizer_steps = [0]  # of any optimizer: fused ones write parameters without a new version
 
 
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 @functools.cache
 def _watch_optimizers() -> None:
-    def count(*_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         _optimizer_steps[0] += 1
+        if not torch.compiler.is_compiling():
+            for module in tuple(_watched):
+                module._after_step(optimizer)
 
-    register_optimizer_step_post_hook(count)
+    register_optimizer_step_post_hook(after_step)
 
 
 def _address(t: Tensor) -> int:

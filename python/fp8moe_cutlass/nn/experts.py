@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
-    Fp8Weights,
     Observer,
     WeightGrad,
     WgradQueue,
@@ -20,23 +19,19 @@ from fp8moe_cutlass.autograd import (
     fp8_experts,
 )
 from fp8moe_cutlass.autograd import group as group_by_expert
-from fp8moe_cutlass.autograd.experts import dense
 from fp8moe_cutlass.distributed import (
     Bf16Block,
     Fp8Block,
     dispatched_experts,
     make_exchange,
 )
-from fp8moe_cutlass.nn._sharded import is_sharded, layers, whole, writable
-from fp8moe_cutlass.nn._staleness import Kept, capturing, fingerprint
+from fp8moe_cutlass.nn._copies import Fp8Copies
+from fp8moe_cutlass.nn._sharded import writable
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
-from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
-
-_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-class MoEExperts(nn.Module):
+class MoEExperts(Fp8Copies):
     """out[t] = sum over slots s of weight[t, s] * down_e (silu(gate_e x[t]) * up_e x[t]), where
     e = topk_idx[t, s].
 
@@ -85,9 +80,6 @@ class MoEExperts(nn.Module):
     """
 
     observer: Observer | None = None  # is shown what flows through training forwards and backwards
-    _shards: dict[str, Tensor] = {}  # noqa: RUF012 (replaced, never written): under fully_shard
-    _source: Kept | None  # of which parameters the FP8 copies are
-    _quantized: bool  # whether the FP8 copies hold anything
 
     def __init__(
         self,
@@ -220,28 +212,6 @@ class MoEExperts(nn.Module):
             return Bf16Block(self.gate_up_proj, self.down_proj, keep)
         return Fp8Block(self.fp8_weights(), self.recipe, keep, self.observer)
 
-    @torch.no_grad()
-    def quantize_weights(self) -> None:
-        """Quantize the parameters into the FP8 copies, in place. Once per optimizer step."""
-        if self.recipe is None:
-            return
-        copies = self.fp8_weights()
-        how: Any = {name: getattr(self.recipe, name) for name in ("fp8_dtype", "scale", "eps")}
-        for parameter, rows, transpose in (
-            (self.gate_up_proj, copies.gate_up, copies.gate_up_t),
-            (self.down_proj, copies.down, copies.down_t),
-        ):
-            weight = dense(whole(parameter.detach()))
-            if isinstance(transpose, Fp8Tensor):
-                ops.quantize_weight(weight, **how, out=(rows, transpose))
-            else:
-                ops.quantize_weight(weight, **how, only="rows", out=rows)
-        self._quantized = True
-        if not torch.compiler.is_compiling():
-            # Under capture nothing has run yet: a replay will write the copies.
-            weights = self.gate_up_proj, self.down_proj
-            self._source = None if capturing(weights[0]) else Kept(self._fingerprint(*weights))
-
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first."""
         self._wgrads.run()
@@ -255,108 +225,8 @@ class MoEExperts(nn.Module):
             + (f", local_experts={self.local_experts}" if self._exchange is not None else "")
         )
 
-    def _refresh(self, is_first_microbatch: bool | None) -> None:
-        parameters = (self.gate_up_proj, self.down_proj)
-        traced = torch.compiler.is_compiling() or capturing(parameters[0])
-        if traced and not is_first_microbatch:
-            if not self._quantized:
-                raise RuntimeError(
-                    "[MoEExperts] call quantize_weights() before a compiled or captured forward: "
-                    "a changed parameter is not noticed there; got weights never quantized"
-                )
-            return
-        stale = is_first_microbatch is None and self._source != self._fingerprint(*parameters)
-        if is_first_microbatch or self._source is None or stale:
-            self.quantize_weights()
-
-    def _fingerprint(self, *parameters: Tensor) -> tuple[Any, ...]:
-        if self._shards:
-            parameters = tuple(t for shard in self._shards.values() for t in layers(shard))
-        return fingerprint(*parameters)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP puts shards and gathered weights here in turn; it gathers into other memory every
-        # time and counts no version, so a change shows in the shards alone.
-        if is_sharded(value):
-            self._shards = {**self._shards, name: value}
-        super().__setattr__(name, value)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._source = None  # as in _apply
-        super()._load_from_state_dict(*args)
-
-    @torch.inference_mode(False)  # copies made in inference mode could not be saved for a backward
-    def _allocate_copies(self) -> None:
-        """(Re)make the FP8 copies beside the parameters; they hold nothing yet."""
-        self._source, self._quantized = None, False
-        if self.recipe is None:
-            return
-        e, n, k = self.gate_up_proj.shape
-        h, i = self.down_proj.shape[1:]
-        shapes = {
-            **{"gate_up": (e, n, k), "gate_up_t": (e, k, n)},
-            **{"down": (e, h, i), "down_t": (e, i, h)},
-        }
-        device = self.gate_up_proj.device
-        for name in self._copies():
-            shape = shapes[name]
-            data = torch.empty(shape, dtype=_DTYPES[self.recipe.fp8_dtype], device=device)
-            scale_inv = torch.empty(scale_shape(shape, "block"), dtype=torch.float32, device=device)
-            self.register_buffer(f"{name}_fp8", data, persistent=False)
-            self.register_buffer(f"{name}_scale_inv", scale_inv, persistent=False)
-
-    def _copies(self) -> tuple[str, ...]:
-        kept = ("gate_up", "gate_up_t", "down", "down_t")
-        return kept if self.transposed_weights == "kept" else kept[::2]
-
-    def _copy_names(self) -> list[str]:
-        return [f"{name}_{part}" for name in self._copies() for part in ("fp8", "scale_inv")]
-
-    def fp8_weights(self) -> Fp8Weights:
-        """The FP8 copies as the last `quantize_weights` left them; the layer has an FP8 recipe."""
-        assert self.recipe is not None
-        buffers = self._buffers  # every forward is here; a look-up by attribute takes a microsecond
-        how: Any = ((128, 128), "block", self.recipe.scale == "pow2", 0, self.recipe.fp8_dtype)
-
-        def held(name: str) -> Fp8Tensor:
-            return Fp8Tensor(buffers[f"{name}_fp8"], buffers[f"{name}_scale_inv"], *how)
-
-        kept = self.transposed_weights == "kept"
-        return Fp8Weights(
-            held("gate_up"),
-            held("gate_up_t") if kept else self.gate_up_proj.detach().mT,
-            held("down"),
-            held("down_t") if kept else self.down_proj.detach().mT,
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEExperts:
-        # .to(dtype), .cuda(), to_empty(): the copies follow the parameters' device, never a dtype.
-        if self.recipe is not None:
-            for name in self._copy_names():
-                setattr(self, name, None)
-        self._source = None  # torch may swap tensors, which it refuses while they are referred to
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._shards = {
-            name: p for name, p in self.named_parameters(recurse=False) if is_sharded(p)
-        }
-        self._allocate_copies()
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        # A copy makes its own FP8 weights (pickle cannot carry them) and has no gradients waiting.
-        buffers = {k: v for k, v in self._buffers.items() if k not in self._copy_names()}
-        return {
-            **self.__dict__,
-            "_buffers": buffers,
-            "_source": None,
-            "_shards": {},
-            "_wgrads": WgradQueue(),
-            "observer": None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._allocate_copies()
+        return {**super().__getstate__(), "_wgrads": WgradQueue(), "observer": None}
 
     def _check_compilable(self) -> None:
         # What the backward would have to do to Python objects, which a compiled one cannot.
