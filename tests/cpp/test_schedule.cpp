@@ -33,8 +33,7 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
       CHECK(!thin);
       thin = tile.thin();
       if (kKind == Kind::rows) {
-        const bool cut =
-            uncut != kUncounted && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
+        const bool cut = uncut != kUncounted && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
         CHECK(thin == cut && tile.boxes == (cut ? kThinBoxes : (kTileM + TileN) / kBox));
       }
       const int width = kKind == Kind::rows ? kBox * (tile.boxes - tile.boxes_a) : TileN;
