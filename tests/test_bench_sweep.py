@@ -110,10 +110,16 @@ def test_the_model_meets_the_layer_measured_on_an_h200() -> None:
 def test_the_model_meets_the_sweep_measured_on_an_h200() -> None:
     rows = measured("sweep")
     assert len(rows) > 40
-    for row in rows:  # as graphs: eager, half of the points are the host's
+    for row in rows:
         fp8, bf16 = row["graph_ms"], row["graph_peers"]["torch bf16"]
         assert 1e3 * fp8_seconds(row["shape"], graph=True) == pytest.approx(fp8, rel=0.2)
         assert 1e3 * bf16_seconds(row["shape"], graph=True) == pytest.approx(bf16, rel=0.2)
+        # Eager, what the device does sooner is the host's, which was busy in that run.
+        if fp8 > 1.2:
+            assert 1e3 * fp8_seconds(row["shape"]) == pytest.approx(row["ms"], rel=0.2)
+        if bf16 > 2.0:
+            eager = row["peers"]["torch bf16"]
+            assert 1e3 * bf16_seconds(row["shape"]) == pytest.approx(eager, rel=0.2)
         if row["weights_ms"] > 0.1:
             assert 1e3 * weights_seconds(row["shape"]) == pytest.approx(row["weights_ms"], rel=0.2)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.experts import dense
-from fp8moe_cutlass.nn._sharded import is_sharded, layers, whole
+from fp8moe_cutlass.nn._sharded import is_sharded, versioned, whole
 from fp8moe_cutlass.nn._staleness import Kept, capturing, fingerprint, watch
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
@@ -92,7 +92,7 @@ class Fp8Copies(nn.Module):
 
     def _fingerprint(self, *parameters: Tensor) -> tuple[Any, ...]:
         if self._shards:
-            parameters = tuple(t for shard in self._shards.values() for t in layers(shard))
+            parameters = tuple(t for shard in self._shards.values() for t in versioned(shard))
         return fingerprint(*parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:

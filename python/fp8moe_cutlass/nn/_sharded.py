@@ -24,7 +24,7 @@ def whole(t: Any) -> Tensor:
     return gathered
 
 
-def layers(t: Any) -> tuple[Tensor, Tensor]:
+def versioned(t: Any) -> tuple[Tensor, Tensor]:
     """The DTensor t and this rank's part: an in-place operation counts up the version of either."""
     return t, t._local_tensor
 
