@@ -15,7 +15,7 @@ import torch
 from fp8moe_cutlass.bench import layer_report, memory
 from fp8moe_cutlass.bench.kernels import Kernel, kernels_of, profile, roles
 from fp8moe_cutlass.bench.layer import SHAPES, block, limit, run_layer
-from fp8moe_cutlass.bench.layer_peers import TorchExperts, compiled
+from fp8moe_cutlass.bench.layer_peers import IndexingTorchExperts, TorchExperts, compiled, peers
 from fp8moe_cutlass.bench.layer_runs import Burst, routing
 from moe_problem import problem
 from reference import relative_error
@@ -71,10 +71,11 @@ def test_routings() -> None:
 # ---- contenders and kernels ---------------------------------------------------------------------
 
 
-def test_the_torch_peer_computes_the_block() -> None:
+@pytest.mark.parametrize("peer", [TorchExperts, IndexingTorchExperts])
+def test_the_torch_peers_compute_the_block(peer: type[TorchExperts]) -> None:
     p = problem(200, 3, 5)
     layer = p.experts()
-    got, want = p.run(TorchExperts(layer, 3)), p.truth()
+    got, want = p.run(peer(layer, 3)), p.truth()
     for name in vars(want):
         assert relative_error(getattr(got, name), getattr(want, name)) < 0.006, name
 
@@ -174,7 +175,8 @@ def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8moe_cutlass.bench.layer.QUICK", {"tiny": block(16, 2, 2, 128, 128)})
     monkeypatch.setattr(Burst, "__init__", lambda self, device: _once(self))
     rows = run_layer(CPU, quick=True)["results"]
-    assert all(row["errors"] == {"torch bf16": "RuntimeError: no such kernel"} for row in rows)
+    errors = dict.fromkeys(peers(CPU), "RuntimeError: no such kernel")
+    assert all(row["errors"] == errors for row in rows)
     assert all(row["ms"] > 0 and not row["peers"] for row in rows)
 
 

@@ -18,7 +18,7 @@ from fp8moe_cutlass.nn import MoEExperts
 
 from . import memory
 from .kernels import profile, roles
-from .layer_peers import peers
+from .layer_peers import TorchExperts, peers
 from .layer_runs import Burst, Contender, Inputs, Runs, Shape
 from .timing import Limits
 
@@ -156,7 +156,7 @@ class Layer:
         found: Record = {}
         if isinstance(contender.module, MoEExperts):
             found["saved_arithmetic"] = memory.saved_bytes(t, s, e, h, i, keep=keep)
-        else:
+        elif isinstance(contender.module, TorchExperts):
             found["saved_arithmetic"] = memory.bf16_saved_bytes(t, s, h, i)
         if self.device.type == "cuda":
             contender.step()

@@ -22,7 +22,10 @@ Factory = Callable[[MoEExperts, int], nn.Module]
 
 def peers(device: torch.device) -> dict[str, Factory]:
     """name -> factory(layer, slots), for what can run here."""
-    found: dict[str, Factory] = {"torch bf16": TorchExperts}
+    found: dict[str, Factory] = {
+        "torch bf16": TorchExperts,
+        "torch bf16, index_select and index_add": IndexingTorchExperts,
+    }
     if device.type == "cuda":
         if importable("transformer_engine.pytorch"):
             found["TransformerEngine FP8"] = lambda layer, slots: TransformerEngineExperts(layer)
@@ -59,12 +62,30 @@ class TorchExperts(nn.Module):
         row_of = torch.empty_like(order).scatter_(0, order, rows).view(topk_idx.shape)
         experts = torch.arange(len(self.down_proj), device=order.device)
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-        x_rows, p = _ToRows.apply(x, probs, order, row_of)  # type: ignore[no-untyped-call]
+        x_rows, p = self.to_rows(x, probs, order, row_of)
         z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
         h = _fast(swiglu, z)(z, p)
         y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
+        return self.to_tokens(y, order, row_of)
+
+    def to_rows(self, x: Tensor, probs: Tensor, order: Tensor, row_of: Tensor) -> Any:
+        return _ToRows.apply(x, probs, order, row_of)  # type: ignore[no-untyped-call]
+
+    def to_tokens(self, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         out: Tensor = _ToTokens.apply(y, order, row_of)  # type: ignore[no-untyped-call]
         return out
+
+
+class IndexingTorchExperts(TorchExperts):
+    """The same as it is usually written: rows moved by index_select and index_add, whose sums are
+    atomic and in bf16."""
+
+    def to_rows(self, x: Tensor, probs: Tensor, order: Tensor, row_of: Tensor) -> Any:
+        return x.index_select(0, order // row_of.shape[1]), probs.flatten().index_select(0, order)
+
+    def to_tokens(self, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
+        tokens, slots = row_of.shape
+        return y.new_zeros(tokens, y.shape[1]).index_add(0, order // slots, y)
 
 
 def swiglu(z: Tensor, p: Tensor) -> Tensor:

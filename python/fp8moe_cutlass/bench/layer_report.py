@@ -78,7 +78,7 @@ def memory_cells(record: Record) -> Iterator[tuple[str, ...]]:
                 row["model"],
                 row["variant"],
                 who,
-                f"{m['saved_arithmetic'] / tokens:.1f}",
+                f"{m['saved_arithmetic'] / tokens:.1f}" if "saved_arithmetic" in m else "",
                 f"{m['saved'] / tokens:.1f}" if "saved" in m else "",
                 f"{m['peak'] / 2**30:.2f}" if "peak" in m else "",
             )
