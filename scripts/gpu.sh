@@ -4,7 +4,8 @@
 #   scripts/gpu.sh OUT_DIR [--tests] [--bench] [--layer] [--layer-full] [--sweep] [--train-cuda MINUTES]
 #                  [--ep] [--gemm] [--oracle] [--sanitize] [--ncu] [--only PATTERN] [--op OP]... [--quick] [--pack]
 #
-# --tests     pytest -m gpu (the default when nothing is chosen), by TEST_WORKERS (8) processes where pytest-xdist is there
+# --tests     pytest -m gpu (the default when nothing is chosen), by TEST_WORKERS processes (one for 17 GB of the GPU)
+#             where pytest-xdist is there
 # --bench     fp8moe-cutlass bench --device cuda: bench.json and bench.png
 # --layer     fp8moe-cutlass bench --layer --device cuda: layer.json and layer.png
 # --layer-full  the same, and bench --memory: memory.json
@@ -94,7 +95,10 @@ select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests/gp
 if [[ $tests ]]; then
   step "tests"
   threads=$(nproc) workers=()  # the CPU backend, which CUDA is compared with, uses threads of its own
-  if "$python" -c "import xdist" 2>/dev/null; then threads=2 workers=(-n "${TEST_WORKERS:-8}"); fi
+  if "$python" -c "import xdist" 2>/dev/null; then
+    mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+    threads=2 workers=(-n "${TEST_WORKERS:-$((mib / 17000))}")
+  fi
   OMP_NUM_THREADS=$threads "$python" -m pytest "${select[@]}" "${workers[@]}" --durations=8 --junitxml="$out/tests.xml" 2>&1 |
     tee "$out/tests.log" || status=1
 fi

@@ -151,8 +151,10 @@ def test_the_record_has_designs_schema(record: dict[str, Any]) -> None:
     headline = rows["forward+backward", 64]
     assert headline["peers"]["torch bf16"] > 0
     assert len(headline["kernels"]) == 17
-    saved = {who: m["saved_arithmetic"] for who, m in headline["memory"].items()}
-    assert saved["fp8moe"] < saved["torch bf16"]
+    # By arithmetic for those whose saved tensors are known alone.
+    saved = {who: m.get("saved_arithmetic") for who, m in headline["memory"].items()}
+    assert saved.pop("fp8moe") < saved.pop("torch bf16")
+    assert saved == {"torch bf16, index_select and index_add": None}
 
 
 def test_tables_and_plot(record: dict[str, Any], tmp_path: Path) -> None:

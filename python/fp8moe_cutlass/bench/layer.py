@@ -156,7 +156,7 @@ class Layer:
         found: Record = {}
         if isinstance(contender.module, MoEExperts):
             found["saved_arithmetic"] = memory.saved_bytes(t, s, e, h, i, keep=keep)
-        elif isinstance(contender.module, TorchExperts):
+        elif type(contender.module) is TorchExperts:
             found["saved_arithmetic"] = memory.bf16_saved_bytes(t, s, h, i)
         if self.device.type == "cuda":
             contender.step()
