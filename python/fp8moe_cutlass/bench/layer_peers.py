@@ -33,7 +33,7 @@ def peers(device: torch.device) -> dict[str, Factory]:
                 layer, fp8=False
             )
         if importable("sonicmoe"):
-            found["SonicMoE bf16, its router included"] = SonicExperts
+            found["SonicMoE bf16"] = SonicExperts
     return found
 
 
@@ -153,13 +153,14 @@ class _ToTokens(torch.autograd.Function):
 
 class TransformerEngineExperts(nn.Module):
     """TransformerEngine's permutation and GroupedLinear, FP8 with block scaling or bf16. The group
-    sizes are lists on the host: it waits for the device."""
+    sizes are lists on the host: it waits for the device (its grouped product without wants cuBLAS
+    13.4 on Hopper, 13.6 with FP8 blocks, newer than what torch brings)."""
 
     def __init__(self, layer: MoEExperts, fp8: bool = True) -> None:
         super().__init__()
         self.te: Any = importlib.import_module("transformer_engine.pytorch")
         recipes = importlib.import_module("transformer_engine.common.recipe")
-        recipe = recipes.Float8BlockScaling() if fp8 else None
+        self.fp8, recipe = fp8, recipes.Float8BlockScaling() if fp8 else None
         # Renamed in 2.17; the old name is deprecated.
         if hasattr(self.te, "autocast"):
             self.autocast = functools.partial(self.te.autocast, enabled=fp8, recipe=recipe)
@@ -176,11 +177,14 @@ class TransformerEngineExperts(nn.Module):
         shape = (len(x), self.experts)
         mask = torch.zeros(shape, dtype=torch.int32, device=x.device).scatter_(1, topk_idx, 1)
         dense = torch.zeros(shape, device=x.device).scatter(1, topk_idx, probs)
-        counts = mask.sum(dim=0)
-        rows, p, row_map, offsets, padded = self.te.moe_permute_and_pad_with_probs(
-            x, dense, mask, counts, 16
-        )
-        splits = padded.tolist()
+        counts, offsets = mask.sum(dim=0), None
+        if self.fp8:  # groups of 16 rows
+            rows, p, row_map, offsets, counts = self.te.moe_permute_and_pad_with_probs(
+                x, dense, mask, counts, 16
+            )
+        else:
+            rows, p, row_map = self.te.moe_permute_with_probs(x, dense, mask, topk_idx.numel())
+        splits = counts.tolist()
         first = not self.weights_ready
         with self.autocast():
             z = self.fc1(rows, splits, is_first_microbatch=first)
@@ -194,23 +198,30 @@ class TransformerEngineExperts(nn.Module):
 
 
 class SonicExperts(nn.Module):
-    """SonicMoE's whole layer: its router chooses, the given routing is not used."""
+    """SonicMoE with the given routing. Its weights are in the layout it prefers: gate and up rows
+    alternate."""
 
     def __init__(self, layer: MoEExperts, slots: int) -> None:
         super().__init__()
-        sonic: Any = importlib.import_module("sonicmoe")
-        enums: Any = importlib.import_module("sonicmoe.enums")
-        self.backend = sonic.KernelBackendMoE.sonicmoe
-        self.moe = sonic.MoE(
-            num_experts=layer.num_experts,
-            num_experts_per_tok=slots,
-            hidden_size=layer.hidden_size,
-            intermediate_size=layer.intermediate_size,
-            activation_function=enums.ActivationType.SWIGLU,
-            add_bias=False,
-            std=0.02,
-        ).to(device=layer.down_proj.device, dtype=torch.bfloat16)
+        self.sonic: Any = importlib.import_module("sonicmoe.functional")
+        self.swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+        gate_up = layer.gate_up_proj.detach().view(layer.num_experts, 2, -1, layer.hidden_size)
+        self.gate_up_proj = nn.Parameter(gate_up.transpose(1, 2).flatten(1, 2))
+        self.down_proj = layer.down_proj
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
-        out: Tensor = self.moe(x, kernel_backend_moe=self.backend)[0]
+        rows = torch.arange(topk_idx.numel(), dtype=torch.int32, device=x.device)
+        out: Tensor = self.sonic.moe_general_routing_inputs(
+            x,
+            probs.flatten(),
+            rows // topk_idx.shape[1],
+            topk_idx.flatten().int(),
+            self.gate_up_proj.permute(1, 2, 0),
+            None,  # no biases
+            self.down_proj.permute(1, 2, 0),
+            None,
+            len(self.down_proj),
+            torch.cuda.current_stream().cuda_stream,
+            self.swiglu,
+        )[0]
         return out
