@@ -3,6 +3,7 @@
 from fp8moe_cutlass.autograd.bf16 import Groups, group
 from fp8moe_cutlass.autograd.experts import bf16_experts, fp8_experts
 from fp8moe_cutlass.autograd.fp8 import Fp8Weights, Observer
+from fp8moe_cutlass.autograd.gate import gate_logits
 from fp8moe_cutlass.autograd.movement import permute_pad, unpermute_unpad
 from fp8moe_cutlass.autograd.weight_grad import WeightGrad, WgradQueue
 
@@ -14,6 +15,7 @@ __all__ = [
     "WgradQueue",
     "bf16_experts",
     "fp8_experts",
+    "gate_logits",
     "group",
     "permute_pad",
     "unpermute_unpad",

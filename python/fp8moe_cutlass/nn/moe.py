@@ -62,7 +62,7 @@ class MoE(nn.Module):
     Router options (score_function, selection_bias, num_groups, topk_groups, normalize,
     routed_scaling_factor) are Router's, expert options (recipe, recompute, save_preactivation,
     transposed_weights, delay_wgrad, group, capacity, bias, activation) MoEExperts'.
-    shared_intermediate_size adds a dense expert of that width in `dtype`. The router is float32.
+    shared_intermediate_size adds a dense expert of that width in `dtype`. The gate is float32.
 
     After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
     a multiple of it to the training loss) and `tokens_per_expert` [E] the load. Under

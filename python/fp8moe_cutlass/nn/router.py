@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe_cutlass.autograd import gate_logits
 from fp8moe_cutlass.distributed import Shared
 
 
@@ -25,6 +25,9 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores of a linear gate in float32, then the top k experts of each token.
 
+    The gate is float32 whatever autocast says. bfloat16 tokens on CUDA meet its weight as three
+    bfloat16 parts on the tensor core, which sums in float32 (autograd.gate_logits says what that
+    rounds); other tokens are cast to float32.
     score_function: "softmax" over the experts, or "sigmoid" of each.
     selection_bias: a buffer [E] added to the scores to choose experts, not to weight them
       (auxiliary-loss-free balancing, DeepSeek-V3); `update_selection_bias` moves it.
@@ -105,8 +108,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, H] -> Routing."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())
+        logits = gate_logits(x, self.weight)
         if self.score_function == "softmax":
             scores = probability = logits.softmax(dim=-1)
         else:

@@ -1,0 +1,99 @@
+"""A float32 gate's logits by bfloat16 products: on the tensor core, not in float32 arithmetic.
+
+A float32 is the sum of three bfloat16 of 8 bits each (hi, mid, lo), and a product of two bfloat16
+is exact in float32. So a float32 matrix times a bfloat16 one is one GEMM of its parts side by side,
+whose results are then added up, the smallest first.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H] times weight [E, H] transposed -> [T, E] float32, also under autocast.
+
+    On CUDA with x in bfloat16, E > 1 (else both are cast to float32, and torch does the rest):
+    - logits and dweight: every bit of x, weight and dlogits counts; what rounds is the tensor
+      core's sum in float32. dweight has weight's dtype.
+    - dx: without the products below 2^-13 of |dlogits| |weight| (typically 2^-16 of the root of
+      their squares' sum), far below the rounding to bfloat16 unless they cancel a hundredfold. As
+      in any bfloat16 GEMM of torch's, allow_bf16_reduced_precision_reduction lets cuBLAS round
+      parts of the sum to bfloat16 where it splits K.
+    - x is saved for backward and no copy of it. No second derivative, no vmap.
+    - What meets a value that is not finite is not finite, but may be NaN where float32 has an
+      infinity. Bits of weight and dlogits below 2^-133 count as 0; magnitudes from 2^-110 on have
+      none.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        if not (x.is_cuda and x.dtype == torch.bfloat16 and len(weight) > 1):
+            return F.linear(x.float(), weight.float())
+        if weight.dtype != torch.bfloat16:
+            weight = weight.float()
+        logits: Tensor = _GateLogits.apply(x, weight)  # type: ignore[no-untyped-call]
+        return logits
+
+
+class _GateLogits(torch.autograd.Function):
+    """x [T, H] bf16, weight [E, H] f32 or bf16 -> [T, E] f32."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        parts = _split(weight, 3)
+        return _sum(_mm(x, torch.cat(parts[::-1]).t()).chunk(len(parts), dim=1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        e = len(weight)
+        dx = dweight = None
+        with torch.autocast(x.device.type, enabled=False):
+            hi, mid, lo = _split(dlogits, 3)
+            d = torch.cat([lo, mid, hi, hi], dim=1)
+            if ctx.needs_input_grad[0]:  # mid * hi + hi * hi + hi * mid, in one GEMM
+                parts = _split(weight, 2)
+                w = torch.cat([parts[0], *parts])
+                dx = torch.mm(d[:, e : e + len(w)], w)
+            if ctx.needs_input_grad[1]:
+                dweight = _sum(_mm(d[:, : 3 * e].t(), x).chunk(3)).to(weight.dtype)
+        return dx, dweight
+
+
+def _split(t: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The `count` largest of the three bfloat16 tensors that add up to t; a bfloat16 t itself.
+
+    Each is the upper half of the words of what is left. Cut off, not rounded: so nothing overflows,
+    what is left is exact, and inductor, which leaves out roundings it fuses, has none to leave out.
+    """
+    if t.dtype == torch.bfloat16:
+        return (t,)
+    parts = [_upper(t)]
+    while len(parts) < count:
+        t = t - parts[-1]
+        parts.append(_upper(t))
+    return tuple(parts)
+
+
+def _upper(t: Tensor) -> Tensor:
+    # Flat: such a view needs stride 1 in the last dimension, which one of size 1 may not have.
+    return t.contiguous().view(-1).view(torch.bfloat16)[1::2].view(t.shape)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _sum(terms: tuple[Tensor, ...]) -> Tensor:
+    """In this order in every run, eager or compiled."""
+    return functools.reduce(torch.add, terms)

@@ -1,0 +1,223 @@
+"""gate_logits: its parts bit by bit, and what CUDA runs, on the CPU given an mm with out_dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fp8moe_cutlass.autograd import gate, gate_logits
+from reference import relative_error
+
+
+def split_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """What gate_logits calls on CUDA."""
+    return gate._GateLogits.apply(x, weight)
+
+
+@pytest.fixture
+def wide_mm() -> Iterator[None]:
+    """aten::mm.dtype, which the CPU does not have: exact products, float64 sums, rounded once."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", lambda a, b, out: (a.double() @ b.double()).to(out), "CPU")
+        yield
+
+
+with_mm = pytest.mark.usefixtures("wide_mm")
+
+
+def bits(words: Tensor) -> Tensor:
+    return words.to(torch.int32).view(torch.float32)
+
+
+def operands(t: int = 64, h: int = 96, e: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H] bf16 and weight [E, H] f32, both with gradients; dlogits [T, E] f32."""
+    x = torch.randn(t, h).bfloat16().requires_grad_()
+    weight = ((torch.rand(e, h) * 2 - 1) / math.sqrt(h)).requires_grad_()
+    return x, weight, torch.randn(t, e)
+
+
+def gradients(f: Any, x: Tensor, weight: Tensor, dlogits: Tensor) -> list[Tensor]:
+    logits = f(x, weight)
+    return [logits.detach(), *torch.autograd.grad(logits, (x, weight), dlogits)]
+
+
+# ---- the parts ----------------------------------------------------------------------------------
+
+
+def test_three_parts_are_the_value() -> None:
+    """Every exponent and sign; of the mantissas those next to each cut, and random ones."""
+    edges = torch.tensor([0, 1, 0xFF, 0x100, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x7FFFFF, 0x7FFF00])
+    mantissas = torch.cat([edges, torch.randint(1 << 23, (2000,))])
+    high = torch.cat([torch.arange(255), torch.arange(255) - 256]) << 23  # finite
+    values = bits((high[:, None] + mantissas).flatten())
+    parts = gate._split(values, 3)
+    assert {p.dtype for p in parts} == {torch.bfloat16}
+    lost = (values.double() - sum(p.double() for p in parts)).abs()
+    assert not lost[values.abs() >= 2.0**-110].any()
+    assert lost.max() < 2.0**-133
+    hi, mid, lo = (p.float().abs() for p in parts)
+    assert hi.isfinite().all()
+    assert (mid <= hi * 2.0**-7).all()
+    assert (lo <= mid * 2.0**-7).all()
+
+
+def test_what_is_not_finite_is_nan() -> None:
+    values = bits(torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1]))
+    assert not values.isfinite().any()
+    hi, mid, lo = gate._split(values, 3)
+    assert (hi.float() + mid.float() + lo.float()).isnan().all()
+
+
+def test_bfloat16_is_its_own_part() -> None:
+    t = torch.randn(3, 5).bfloat16()
+    (part,) = gate._split(t, 3)
+    assert part is t
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.randn(1, 5).t(),
+        torch.randn(5, 8)[1:, ::3],
+        torch.randn(()).expand(4, 3),
+        torch.randn(()).expand(0, 3),
+    ],
+    ids=["column", "strided", "expanded", "none"],
+)
+def test_parts_of_any_strides(t: Tensor) -> None:
+    hi, mid, lo = gate._split(t, 3)
+    assert torch.equal(lo.float() + mid.float() + hi.float(), t)
+
+
+# ---- logits and gradients -----------------------------------------------------------------------
+
+
+@with_mm
+@pytest.mark.parametrize(("tokens", "hidden", "experts"), [(64, 96, 12), (33, 7, 2), (1, 1, 60)])
+def test_against_float64(tokens: int, hidden: int, experts: int) -> None:
+    x, weight, dlogits = operands(tokens, hidden, experts)
+    logits, dx, dweight = gradients(split_logits, x, weight, dlogits)
+    x64, w64, d64 = x.detach().double(), weight.detach().double(), dlogits.double()
+    assert (logits.dtype, dx.dtype, dweight.dtype) == (torch.float32, x.dtype, torch.float32)
+    assert relative_error(logits, x64 @ w64.t()) < 1e-7
+    assert relative_error(dweight, d64.t() @ x64) < 1e-7
+    exact = d64 @ w64
+    error = (dx.double() - exact).abs()
+    assert (error <= 2.0**-8 * exact.abs() + 2.0**-13 * (d64.abs() @ w64.abs())).all()
+
+
+@with_mm
+@pytest.mark.parametrize("common", [0, 1, 10])
+def test_dx_of_products_that_cancel(common: float) -> None:
+    """Softmax's dlogits sum to 0, and the rows of weight share a part: dx is what is left."""
+    x, weight, dlogits = operands(256, 512, 256)
+    p = torch.randn_like(dlogits).softmax(dim=1)
+    dlogits = p * (dlogits - (p * dlogits).sum(dim=1, keepdim=True))
+    with torch.no_grad():
+        weight += common * torch.randn(512) / math.sqrt(3 * 512)
+    _, dx, _ = gradients(split_logits, x, weight, dlogits)
+    exact = dlogits.double() @ weight.detach().double()
+    rounded = relative_error(exact.bfloat16(), exact)
+    assert relative_error(dx, exact) < 1.01 * rounded
+
+
+@with_mm
+def test_every_bit_of_weight_and_dlogits_counts() -> None:
+    """With one-hot tokens logits and dweight are copies."""
+    x = torch.eye(32).bfloat16().requires_grad_()
+    weight, dlogits = (
+        torch.randn(s) * torch.exp2(torch.randint(-90, 90, s)) for s in [(5, 32), (32, 5)]
+    )
+    logits, _, dweight = gradients(split_logits, x, weight.requires_grad_(), dlogits)
+    assert torch.equal(logits, weight.t())
+    assert torch.equal(dweight, dlogits.t())
+
+
+@with_mm
+def test_bfloat16_weight() -> None:
+    x, weight, dlogits = operands()
+    weight = weight.detach().bfloat16().requires_grad_()
+    got = gradients(split_logits, x, weight, dlogits)
+    want = gradients(gate_logits, x, weight, dlogits)  # the CPU's: in float32
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    for name, a, b in zip(("logits", "dx", "dweight"), got, want, strict=True):
+        assert relative_error(a, b) < (1e-6 if name == "logits" else 1e-3), name
+
+
+@with_mm
+def test_no_tokens() -> None:
+    x, weight, dlogits = operands(t=0)
+    logits, dx, dweight = gradients(split_logits, x, weight, dlogits)
+    assert logits.shape == (0, 12)
+    assert dx.shape == (0, 96)
+    assert dweight.shape == (12, 96)
+    assert not dweight.any()
+
+
+@with_mm
+@pytest.mark.parametrize("needed", ["x", "weight"])
+def test_one_gradient_alone(needed: str) -> None:
+    x, weight, dlogits = operands()
+    _, dx, dweight = gradients(split_logits, x, weight, dlogits)
+    leaf, other, want = (x, weight, dx) if needed == "x" else (weight, x, dweight)
+    other.requires_grad_(False)
+    (got,) = torch.autograd.grad(split_logits(x, weight), leaf, dlogits)
+    assert torch.equal(got, want)
+
+
+@with_mm
+def test_only_x_and_weight_are_saved() -> None:
+    x, weight, _ = operands()
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.data_ptr()) or t, lambda t: t
+    ):
+        split_logits(x, weight)
+    assert saved == [x.data_ptr(), weight.data_ptr()]
+
+
+# ---- what it is called in -----------------------------------------------------------------------
+
+
+@with_mm
+def test_compiles_to_the_same_bits() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(split_logits, fullgraph=True, backend="aot_eager")
+    for tokens in (64, 40):
+        given = operands(tokens)
+        for a, b in zip(gradients(compiled, *given), gradients(split_logits, *given), strict=True):
+            assert torch.equal(a, b)
+
+
+@with_mm
+def test_checkpoint_backward_under_autocast_and_vjp() -> None:
+    given = x, weight, dlogits = operands()
+    _, *want = gradients(split_logits, *given)
+    _, *again = gradients(lambda *a: checkpoint(split_logits, *a, use_reentrant=False), *given)
+    logits = split_logits(x, weight)
+    with torch.autocast("cpu", torch.float16):
+        inside = torch.autograd.grad(logits, (x, weight), dlogits)
+    _, vjp = torch.func.vjp(split_logits, x.detach(), weight.detach())
+    for got in (again, inside, vjp(dlogits)):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_elsewhere_torch_multiplies_in_float32(dtype: torch.dtype) -> None:
+    x, weight, dlogits = operands()
+    x = x.detach().to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = gate_logits(x, weight)
+    got = [logits.detach(), *torch.autograd.grad(logits, (x, weight), dlogits)]
+    want = gradients(lambda x, w: F.linear(x.float(), w.float()), x, weight, dlogits)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
