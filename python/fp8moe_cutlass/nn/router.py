@@ -118,10 +118,11 @@ class Router(nn.Module):
         topk_weights = scores.gather(1, topk_idx)
         if self.normalize:
             topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
-        topk_weights = topk_weights * self.routed_scaling_factor
+        if self.routed_scaling_factor != 1.0:
+            topk_weights = topk_weights * self.routed_scaling_factor
 
         chosen = topk_idx.flatten()
-        counts = chosen.new_zeros(self.num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
+        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         tokens = max(x.shape[0], 1)
         routed: Tensor | int = tokens * self.top_k
         if self.group is not None:
@@ -144,8 +145,8 @@ class Router(nn.Module):
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if self.topk_groups < self.num_groups:
             groups = choice.view(len(choice), self.num_groups, -1)
-            best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(dim=-1)
-            chosen = best.topk(self.topk_groups, dim=-1).indices
-            closed = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
-            choice = groups.masked_fill(closed[..., None], float("-inf")).flatten(1)
+            best = groups.topk(min(2, groups.shape[-1]), sorted=False).values.sum(dim=-1)
+            chosen = best.topk(self.topk_groups, sorted=False).indices
+            closed = torch.full_like(best, float("-inf")).scatter_(1, chosen, 0.0)
+            choice = (groups + closed[..., None]).flatten(1)
         return choice.topk(self.top_k, dim=-1).indices
