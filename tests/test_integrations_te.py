@@ -115,6 +115,22 @@ def test_gradients_of_one_output_alone(device: str) -> None:
         equal(some.grad, count.float())
 
 
+def test_gradients_from_the_middle_of_a_buffer(device: str) -> None:
+    """As autograd cuts them out of the gradient of a cat: nobody chose where they start."""
+    mask, x, probs = problem(device)
+    y, row_id_map = te.moe_permute(x, mask.to(device), int(mask.sum()))
+    out = te.moe_unpermute(y, row_id_map, probs)
+    for flat in (y.flatten(), out.flatten()):
+        grads = []
+        for before in (0, 1):
+            x.grad = None
+            weights = torch.linspace(-1, 1, flat.numel(), device=device).to(flat)
+            joined = torch.cat([flat.new_zeros(before), flat])
+            joined.backward(torch.cat([flat.new_ones(before), weights]), retain_graph=True)
+            grads.append(x.grad)
+        equal(grads[1], grads[0])
+
+
 @pytest.mark.parametrize("align", [1, 16, 32, 128])
 def test_permute_and_pad(device: str, align: int) -> None:
     """Rows, padding, bookkeeping; the way back with its gradient, with the map's plan or not."""

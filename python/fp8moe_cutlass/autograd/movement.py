@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.experts import dense
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import ScaleLayout
@@ -119,7 +120,7 @@ def _backward_of_permute(
     if dy is None:  # rows of no width: the probs alone
         nothing = torch.empty(plan.rows, 0, dtype=torch.float32, device=plan.device)
         return None, ops.permute_pad_backward(nothing, plan, row_dprobs)[1]
-    return ops.permute_pad_backward(dy.contiguous(), plan, row_dprobs)
+    return ops.permute_pad_backward(dense(dy), plan, row_dprobs)
 
 
 class _UnpermuteUnpad(torch.autograd.Function):
@@ -138,7 +139,7 @@ class _UnpermuteUnpad(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         slab, *operands = ctx.saved_tensors
         plan = RoutingPlan(slab, *ctx.sizes)
-        dout = dout.contiguous()
+        dout = dense(dout)
         out = None
         if ctx.clear:
             zeros = dout.new_zeros(plan.rows, dout.shape[1])
