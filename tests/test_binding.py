@@ -441,6 +441,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "got 'e8m0'",
     ),
     "moving is not casting": (lambda p: p.x8.to(torch.float32), "use dequantize"),
+    "nor of the scales": (lambda p: p.x8.to(p.x8.data.dtype), "got dtype torch.float8_e4m3fn"),
     "recipe of blocks and fp32": (lambda p: Fp8Recipe(scale="fp32"), "got 'block'"),
     "recipe word": (lambda p: Fp8Recipe(columns="rows"), "got 'rows'"),
     "recipe eps": (lambda p: Fp8Recipe(eps=-1.0), "got -1.0"),

@@ -129,13 +129,13 @@ class Fp8Tensor:
 
     def to(self, *args: Any, **kwargs: Any) -> Fp8Tensor:
         """Moved to another device (torch; the arguments of Tensor.to, but no dtype)."""
-        data = self.data.to(*args, **kwargs)
-        if data.dtype != self.data.dtype:
+        data, scale_inv = (t.to(*args, **kwargs) for t in (self.data, self.scale_inv))
+        if (data.dtype, scale_inv.dtype) != (self.data.dtype, self.scale_inv.dtype):
             raise ValueError(
                 f"[Fp8Tensor.to] only moves between devices; got dtype {data.dtype}; "
                 "use dequantize for values"
             )
-        return self._with(data=data, scale_inv=self.scale_inv.to(*args, **kwargs))
+        return self._with(data=data, scale_inv=scale_inv)
 
     def cpu(self) -> Fp8Tensor:
         """Moved to the CPU (torch)."""
