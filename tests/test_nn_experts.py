@@ -203,6 +203,11 @@ def test_meta_device(recipe: Fp8Recipe | None) -> None:
     layer.reset_parameters()
     assert layer.gate_up_proj.abs().max() <= 256**-0.5
 
+    with torch.device("meta"):
+        layer = MoEExperts(4, 256, 128, recipe=recipe)
+    layer.load_state_dict({"gate_up_proj": p.gate_up, "down_proj": p.down}, assign=True)
+    assert_same(p.run(layer), want)
+
 
 @FP8_AND_BF16
 def test_copies_of_a_parametrized_module(recipe: Fp8Recipe | None) -> None:

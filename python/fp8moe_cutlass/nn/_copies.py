@@ -148,7 +148,10 @@ class Fp8Copies(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._source = None  # as in _apply
+        device = self.gate_up_proj.device
         super()._load_from_state_dict(*args)
+        if self.gate_up_proj.device != device:  # assign=True, such as onto the meta device
+            self._allocate_copies()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Copies:
         # .to(dtype), .cuda(), to_empty(): the copies follow the parameters' device, never a dtype.
