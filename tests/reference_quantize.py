@@ -79,10 +79,10 @@ def scale_of(amax: float, fmt: Format, pow2: bool, eps: float, overflow: float) 
         return np.float32(1)
     with np.errstate(over="ignore"):
         scale = np.float32(fmt.max) / a
-    if np.isinf(scale):
-        scale = np.float32(overflow)
     if pow2:
         scale = np.float32(min(2.0 ** np.floor(np.log2(np.float64(scale))), 2.0**126))
+    elif np.isinf(scale):
+        scale = np.float32(overflow)
     return scale
 
 

@@ -1,6 +1,7 @@
 // The scale rule: from the largest magnitude of a tile to the scale of its codes.
 // TransformerEngine's blockwise quantizers have the same rule but for the cap at 2^126, which keeps
-// scale_inv a normal number (theirs may be 2^-127, a subnormal that flush-to-zero code loses).
+// scale_inv a normal number (theirs may be 2^-127, a subnormal that flush-to-zero code loses), and
+// holds for every dtype (theirs is 2^15 for a float16 tile whose scale overflows).
 #pragma once
 
 #include <cstdint>

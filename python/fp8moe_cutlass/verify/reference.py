@@ -73,10 +73,10 @@ def scale_of(tile: F32, fmt: Format, pow2: bool, eps: float, largest: float) -> 
         return np.float32(1), np.float32(1)
     with np.errstate(over="ignore"):
         scale = np.float32(fmt.maximum) / amax
-    if np.isinf(scale):
-        scale = np.float32(largest)
     if pow2:
-        scale = np.float32(2.0 ** min(int(np.floor(np.log2(np.float64(scale)))), 126))
+        scale = np.float32(2.0 ** min(np.floor(np.log2(np.float64(scale))), 126.0))
+    elif np.isinf(scale):
+        scale = np.float32(largest)
     return scale, np.float32(1) / scale
 
 
