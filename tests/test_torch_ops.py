@@ -259,6 +259,10 @@ def test_a_backward_never_reads_what_an_op_has_overwritten() -> None:
         ops.quantize(x, out=ops.quantize(x))
 
 
+def first_row(q: Fp8Tensor) -> Fp8Tensor:
+    return Fp8Tensor(q.data[0], q.scale_inv[0])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -271,6 +275,17 @@ def test_a_backward_never_reads_what_an_op_has_overwritten() -> None:
         (lambda p: ops.permute_pad_backward(p.x[0], p.plan), "_backward\\] dy must have 2"),
         (lambda p: ops.unpermute_unpad(p.x[0], p.plan), r"\[unpermute_unpad\] y must have 2"),
         (lambda p: ops.unpermute_unpad_backward(p.x[0], p.plan), "_backward\\] dout must have 2"),
+        (lambda p: ops.permute_pad(first_row(p.x8), p.plan), r"\[permute_pad\] x must have 2"),
+        (
+            lambda p: ops.transpose_fp8(first_row(p.rows8), p.plan),
+            r"\[transpose_fp8\] t must have 2",
+        ),
+        (lambda p: ops.permute_transpose_fp8(first_row(p.x8), p.plan), r"_fp8\] t must have 2"),
+        (lambda p: ops.quantize_pack(p.x[0], p.plan), r"\[quantize_pack\] x must have 2"),
+        (
+            lambda p: ops.quantize_pack(p.x, p.plan, p.topk_idx[:, 0], p.probs, num_experts=4),
+            r"\[quantize_pack\] topk_idx must have 2",
+        ),
     ],
 )
 def test_a_missing_dimension_is_named(call: Callable[[Problem], Any], message: str) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, flat_plan, is_pow2
+from fp8moe_cutlass.ops._library import (
+    PLAN,
+    define,
+    dtype_name,
+    empty,
+    flat_plan,
+    is_pow2,
+    shape_of,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
@@ -47,8 +55,9 @@ def quantize_pack(
     format = dtype_name("quantize_pack", fp8_dtype, "e4m3", "e5m2")
     pow2 = is_pow2("quantize_pack", scale)
     if out is None:
-        slots = 0 if topk_idx is None else topk_idx.shape[1]
-        shape = (plan.rows, packed_row_bytes(x.shape[1], slots))
+        hidden = shape_of("quantize_pack", "x", x, 2)[1]
+        slots = 0 if topk_idx is None else shape_of("quantize_pack", "topk_idx", topk_idx, 2)[1]
+        shape = (plan.rows, packed_row_bytes(hidden, slots))
         out = empty("quantize_pack", x, shape, "uint8")
     _op(x, topk_idx, probs, num_experts or 0, *flat_plan(plan), out, format, pow2, eps)
     return out

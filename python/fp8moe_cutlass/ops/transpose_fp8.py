@@ -10,6 +10,7 @@ from fp8moe_cutlass.ops._library import (
     flat_plan,
     fp8_output,
     is_pow2,
+    shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -48,7 +49,7 @@ def transpose_fp8(
             f"be 'pow2'; got pow2={t.pow2}, scale={scale!r} (requantize=True rounds a second time)"
         )
     layout = column_layout("transpose_fp8", columns)
-    shape = (t.shape[1], plan.columns)
+    shape = (shape_of("transpose_fp8", "t", t, 2)[1], plan.columns)
     q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
     _op(*flat(t), *flat_plan(plan), *flat(q), requantize, pow2, eps)
     return q
