@@ -222,6 +222,9 @@ def test_what_is_refused() -> None:
         deepep.experts(layer, None, data.bfloat16(), ids, probs, num_experts=4)
     with pytest.raises(ValueError, match="must be a multiple of the layer's 2; got 3"):
         deepep.experts(MoEExperts(2, 256, 128), None, data.bfloat16(), ids, probs, num_experts=3)
+    rows = deepep.received((data, scales), ids, probs, 2)
+    with pytest.raises(RuntimeError, match="got weights never quantized"):
+        deepep.forward(MoEExperts(2, 256, 128), rows)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="deep_ep is not installed")

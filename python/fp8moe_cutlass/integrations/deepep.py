@@ -67,6 +67,10 @@ def forward(
     autograd.fp8.forward; "none" computes the pre-activation again in backward.
     """
     recipe = _recipe(layer)
+    if not layer._quantized:
+        raise RuntimeError(
+            "[deepep.forward] call layer.quantize_weights() first; got weights never quantized"
+        )
     return fp8.forward(rows.x, rows.probs, rows.plan, layer.fp8_weights(), recipe, keep=keep)
 
 
