@@ -88,9 +88,11 @@ def moe_permute_with_probs(
     Rows whose prob is exactly 0 are zero: data, and the scales of an Fp8Tensor.
     Returns (permuted [num_out_tokens, H], permuted_probs [num_out_tokens], row_id_map).
     """
-    _check_rows("moe_permute_with_probs", inp, num_out_tokens)
+    op = "moe_permute_with_probs"
+    _check_given(op, probs=probs)
+    _check_rows(op, inp, num_out_tokens)
     out, permuted_probs, row_id_map = permute_by_mask(
-        "moe_permute_with_probs", inp, probs, routing_map, num_out_tokens, scale_layout
+        op, inp, probs, routing_map, num_out_tokens, scale_layout
     )
     assert permuted_probs is not None
     return out, permuted_probs, row_id_map
@@ -119,8 +121,7 @@ def moe_permute_and_pad_with_probs(
     or None where nothing is padded, target_tokens_per_expert [E] int64: the padded counts).
     """
     op = "moe_permute_and_pad_with_probs"
-    if tokens_per_expert is None:
-        raise ValueError(f"[{op}] tokens_per_expert is required; got None")
+    _check_given(op, probs=probs, tokens_per_expert=tokens_per_expert)
     if align_size not in (1, 16, 32, 128):
         raise ValueError(f"[{op}] align_size must be 1, 16, 32 or 128; got {align_size}")
     _check_tokens(op, inp, routing_map, "routing_map")
@@ -171,6 +172,11 @@ def moe_unpermute(
         raise ValueError(f"[{op}] sums rows, which FP8 cannot hold; dequantize inp")
     if map_type not in ("mask", "index"):
         raise ValueError(f"[{op}] map_type must be 'mask' or 'index'; got {map_type!r}")
+    if row_id_map.dim() != (2 if map_type == "mask" else 1):
+        raise ValueError(
+            f"[{op}] row_id_map must be of map_type {map_type!r}; got one of shape "
+            f"{tuple(row_id_map.shape)}"
+        )
     if row_id_map.numel() == 0:  # of no tokens
         return inp[:0].clone()
     weights = None if merging_probs is None else _float32(op, merging_probs)
@@ -180,10 +186,20 @@ def moe_unpermute(
                 f"[{op}] restore_shape must be ({len(row_id_map)}, {inp.shape[1]}), the tokens of "
                 f"row_id_map and the width of inp; got {tuple(restore_shape)}"
             )
+        experts = row_id_map.shape[1] // 2
+        if pad_offsets is not None and tuple(pad_offsets.shape) != (experts,):
+            raise ValueError(
+                f"[{op}] pad_offsets must be [{experts}]; got {tuple(pad_offsets.shape)}"
+            )
         plan, clear = maps.plan_of_mask_map(row_id_map, pad_offsets, inp.shape[0])
         return autograd.unpermute_unpad(inp.contiguous(), plan, weights, clear=clear)
     if pad_offsets is not None:
         raise ValueError(f"[{op}] an index map is never padded; got pad_offsets")
+    if weights is not None and (weights.dim() != 2 or weights.numel() != row_id_map.numel()):
+        raise ValueError(
+            f"[{op}] merging_probs must be [T, K] of the {row_id_map.numel()} = K*T elements of "
+            f"row_id_map; got {tuple(weights.shape)}"
+        )
     slots = 1 if weights is None else weights.shape[1]
     plan = maps.plan_of_index_map(row_id_map, slots, inp.shape[0])
     return autograd.unpermute_unpad(inp.contiguous(), plan, weights)
@@ -293,6 +309,11 @@ def _exact(op: str, plan: RoutingPlan, counts: Tensor) -> tuple[RoutingPlan, boo
 
 def _chunks(inp: Tensor | Fp8Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:
     """A chunk's place in the new order is the expert of its rows."""
+    if split_sizes.dim() != 1 or sorted_index.shape != split_sizes.shape:
+        raise ValueError(
+            "[moe_sort_chunks_by_index] split_sizes and sorted_index must both be [C]; got "
+            f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
+        )
     device, chunks = inp.device, split_sizes.shape[0]
     ends = split_sizes.to(device, non_blocking=True).cumsum(0)
     chunk = torch.searchsorted(ends, torch.arange(inp.shape[0], device=device), right=True)
@@ -306,6 +327,12 @@ def _mask(routing_map: Tensor) -> Tensor:
     """A dtype the operators take."""
     known = (torch.bool, torch.uint8, torch.int32, torch.int64)
     return (routing_map if routing_map.dtype in known else routing_map.bool()).contiguous()
+
+
+def _check_given(op: str, **arguments: Tensor) -> None:
+    for name, given in arguments.items():
+        if given is None:
+            raise ValueError(f"[{op}] {name} is required; got None")
 
 
 def _check_tokens(op: str, inp: Tensor | Fp8Tensor, routing: Tensor, name: str) -> None:
