@@ -129,6 +129,12 @@ def test_verify_reports_an_operator_that_raises(
     assert "RuntimeError: no luck" in out
 
 
+def test_verify_refuses_a_seed_that_fails_every_operator(command: Command) -> None:
+    code, out = command("verify", "--seed", -1)
+    assert code == 2
+    assert "Invalid value for '--seed'" in out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("name", ["verify", "bench", "train"])
 def test_no_gpu_is_one_clear_line(command: Command, name: str) -> None:
@@ -403,6 +409,8 @@ def test_ctrl_c_asks_first_and_stops_second() -> None:
         (("--steps", 0), "got 0"),
         (("--text", "/no"), "got /no"),
         (("--seeds", 0), "seeds must be at least 1; got 0"),
+        (("--seed", -1), "Invalid value for '--seed'"),
+        (("--stop-at", 0), "Invalid value for '--stop-at'"),
         (("--out", __file__), "File exists"),
     ],
 )

@@ -32,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
 )
 Device = Annotated[str, typer.Option(help="cpu, or cuda for the first GPU.")]
+Seed = Annotated[int, typer.Option(min=0)]
 
 
 def main() -> None:
@@ -90,7 +91,7 @@ def doctor(
 
 
 @app.command()
-def verify(device: Device = "cpu", seed: int = 0) -> None:
+def verify(device: Device = "cpu", seed: Seed = 0) -> None:
     """Check every operator against an independent reference, here. Exit code 1 if one fails."""
     place = device_of(device)
     from .verify import run
@@ -276,7 +277,7 @@ def train(
     ] = False,
     size: Annotated[str, typer.Option(help="tiny (seconds), small (minutes) or h200.")] = "small",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the size's.")] = None,
-    seed: int = 0,
+    seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="How many seeds, from --seed on.")] = 1,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also FP8 with double quantization.")
@@ -285,7 +286,9 @@ def train(
         "runs/train"
     ),
     resume: Annotated[bool, typer.Option(help="Continue from what is in --out.")] = False,
-    stop_at: Annotated[int | None, typer.Option(help="Stop each run after this step.")] = None,
+    stop_at: Annotated[
+        int | None, typer.Option(min=1, help="Stop each run after this step.")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after so long; --resume goes on.")
     ] = None,
