@@ -199,6 +199,26 @@ def test_bench_looks_where_it_will_write_before_it_times(
     code, out = command("bench", "--quick", option, tmp_path / "none" / "b.json")
     assert code == 2
     assert "need a folder that exists" in out
+    code, out = command("bench", "--quick", option, tmp_path)
+    assert code == 2
+    assert "and a file in it" in out
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, out = command("bench", "--quick", option, tmp_path / "b.json")
+    assert code == 2
+    assert "must be writable" in out
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{"op": "layer"}]}'])
+def test_sweep_adds_to_sweeps_alone(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
+) -> None:
+    monkeypatch.setattr("fp8moe_cutlass.bench.sweep.run_sweep", lambda *_: pytest.fail("timed"))
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    code, out = command("bench", "--sweep", "--json", path)
+    assert code == 2
+    assert "what a sweep wrote" in out
+    assert path.read_text() == content
 
 
 # ---- the text -----------------------------------------------------------------------------------

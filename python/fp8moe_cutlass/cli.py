@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -183,11 +184,10 @@ def bench(
         raise ValueError("--soak and --trace need --ep")
     if soak is not None and soak < 20:
         raise ValueError(f"--soak must be at least 20 steps; got {soak}")
-    for path in (json_path, plot, trace):  # before minutes of timing, not after
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"--json, --plot and --trace need a folder that exists; got {path}")
+    check_written(json_path, plot, trace)
     if (memory or accuracy) and plot is not None:
         raise ValueError("--memory and --accuracy have tables alone; got --plot")
+    done = rows_of_sweep(json_path) if sweep and json_path is not None else []
     console = console_for_tables()
     view: Any
     with processes(ep, place) as place, console.status("timing") as status:
@@ -206,8 +206,6 @@ def bench(
         elif memory:
             view, record = memory_report, memory_report.run_memory(place, quick, show)
         elif sweep:
-            before = json_path if json_path is not None and json_path.exists() else None
-            done = json.loads(before.read_text())["results"] if before else []
             view, record = sweep_report, run_sweep(place, budget or 90.0, done, show)
         elif accuracy:
             view, record = gemm_accuracy, gemm_accuracy.run_accuracy(place, quick, show)
@@ -231,6 +229,34 @@ def bench(
         console.print(f"wrote {plot}")
     if soak and not record["results"][0]["passed"]:
         raise typer.Exit(1)
+
+
+def check_written(*paths: Path | None) -> None:
+    """ValueError where a file could not be written: before minutes of timing, not after."""
+    for path in paths:
+        if path is None:
+            continue
+        if not path.parent.is_dir() or path.is_dir():
+            raise ValueError(
+                "--json, --plot and --trace need a folder that exists, and a file in it; "
+                f"got {path}"
+            )
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"--json, --plot and --trace must be writable; got {path}")
+
+
+def rows_of_sweep(path: Path) -> list[dict[str, Any]]:
+    """What --sweep adds to: the rows of the sweep there, if anything is."""
+    if not path.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+        fits = all(row["op"] == "sweep" for row in rows)
+    except (ValueError, TypeError, KeyError):
+        fits = False
+    if not fits:
+        raise ValueError(f"--json of --sweep must be new or what a sweep wrote; got {path}")
+    return rows
 
 
 # ---- train --------------------------------------------------------------------------------------
