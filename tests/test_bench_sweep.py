@@ -140,9 +140,10 @@ def test_the_model_at_its_ends() -> None:
 
 def test_the_page_says_whether_it_was_measured(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{sweep_report.BEGIN}\nold\n{sweep_report.END}\nafter\n")
+    begin, end = "<!-- sweep: written by bench.sweep_report -->", "<!-- end of sweep -->"
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     record = sweep.predicted()
-    sweep_report.fill(page, record)
+    sweep_report.write(page, record)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -152,7 +153,7 @@ def test_the_page_says_whether_it_was_measured(tmp_path: Path) -> None:
     environment = {
         **{"gpu": "NVIDIA H200", "torch": "2.11", "copy_tb_s": 4.2, "tensor_tflops": 1400.0},
     }
-    sweep_report.fill(page, {**record, "environment": environment})
+    sweep_report.write(page, {**record, "environment": environment})
     assert "PREDICTED" not in page.read_text()
     assert "Measured on NVIDIA H200" in page.read_text()
 

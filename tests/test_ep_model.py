@@ -13,6 +13,7 @@ import pytest
 from fp8moe_cutlass.bench import ep_fit, ep_page
 from fp8moe_cutlass.bench import ep_model as model
 from fp8moe_cutlass.bench.ep_report import ALONE, LAYER
+from fp8moe_cutlass.bench.report import fill
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,4 +138,4 @@ def test_the_documents_show_what_the_records_say() -> None:
 
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="must have the marker '<!-- layer: written by"):
-        ep_page.fill("# A page", {"layer": "| a |"})
+        fill("# A page", "ep_page", {"layer": "| a |"})

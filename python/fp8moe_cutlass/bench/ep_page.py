@@ -18,6 +18,7 @@ from .ep_fit import EXACT, Bare, bare, fit, measured, modelled
 from .ep_model import WORLDS, Layer, Line, Links, distinct, fixed_ms, step, wire, zipf
 from .ep_report import ALONE, LAYER, SAME
 from .layer_report import markdown, ms_text
+from .report import fill
 
 Record = dict[str, Any]
 EP, LAYERS = "ep-h200.json", "layer-h200.json"
@@ -303,24 +304,15 @@ def tables(folder: Path) -> dict[str, str]:
     return {name: markdown(table) for name, table in found.items()}
 
 
-def fill(text: str, parts: dict[str, str]) -> str:
-    """The page with each part between its markers."""
-    for name, part in parts.items():
-        begin, end = f"<!-- {name}: written by bench.ep_page -->", f"<!-- end of {name} -->"
-        before, found, rest = text.partition(begin)
-        _, ended, after = rest.partition(end)
-        if not (found and ended):
-            raise ValueError(f"[ep_page] the page must have the marker {begin!r}; got none")
-        text = f"{before}{begin}\n{part}\n{end}{after}"
-    return text
-
-
 def pages(root: Path) -> dict[Path, str]:
     """The pages as they should be."""
     parts = tables(root / "docs/benchmarks")
     summary = {"ranks together": parts.pop("ranks together")}
     readme, page = root / "README.md", root / "docs/scale-out.md"
-    return {readme: fill(readme.read_text(), summary), page: fill(page.read_text(), parts)}
+    return {
+        path: fill(path.read_text(), "ep_page", part)
+        for path, part in ((readme, summary), (page, parts))
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A record of bench --layer as tables and plots:
-python -m fp8moe_cutlass.bench.layer_report FILE.json prints the tables and draws FILE.png."""
+python -m fp8moe_cutlass.bench.layer_report FILE.json [PAGE] prints the tables, draws FILE.png and
+writes the headline into the page."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .kernels import GEMMS
+from .report import fill
 
 Record = dict[str, Any]
 COLUMNS = (
@@ -95,6 +97,18 @@ def tables(record: Record) -> str:
     return f"{times}\n\n{markdown(memory_cells(record))}\n"
 
 
+def headline(record: Record) -> str:
+    """Forward and backward of every model, milliseconds, and how many times ours the peers take."""
+    rows = [r for r in record["results"] if r["variant"] == HEADLINE and not r.get("error")]
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    table: list[tuple[str, ...]] = [("forward and backward, ms", "fp8moe", *peers)]
+    for row in rows:
+        found = [(row["peers"].get(peer), row["ms"]) for peer in peers]
+        times = [f"{ms_text(ms)} ({ms / ours:.2f}x)" if ms else "" for ms, ours in found]
+        table.append((row["model"], ms_text(row["ms"]), *times))
+    return markdown(table)
+
+
 # ---- plots --------------------------------------------------------------------------------------
 
 
@@ -170,3 +184,5 @@ if __name__ == "__main__":
     loaded = json.loads(source.read_text())
     print(tables(loaded))
     plot(loaded, source.with_suffix(".png"))
+    for page in map(Path, sys.argv[2:]):
+        page.write_text(fill(page.read_text(), "layer_report", {"layer": headline(loaded)}))

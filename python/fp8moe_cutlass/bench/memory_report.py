@@ -22,11 +22,11 @@ from . import memory
 from .layer import HEADLINE, QUICK, REMADE, SHAPES, VARIANTS_OF_MEMORY, WITH_WEIGHTS
 from .layer_peers import peers
 from .layer_runs import Contender, Inputs, Shape
+from .report import fill
 from .timing import Limits, event
 
 Record = dict[str, Any]
 COLUMNS = ("model", "what is saved", "who", "KiB a token, arithmetic", "allocator", "peak, GiB")
-BEGIN, END = "<!-- memory: written by bench.memory_report -->", "<!-- end of memory -->"
 
 
 def run_memory(
@@ -157,13 +157,7 @@ def tables(record: Record) -> str:
     return f"{markdown([COLUMNS, *held])}\n\n{markdown(weights_table(record))}\n"
 
 
-def fill(page: Path, record: Record, source: str) -> None:
-    """Write the record's tables into the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\nFrom {source}.\n\n{tables(record)}{END}{after}")
-
-
 if __name__ == "__main__":
-    path, record_path = Path(sys.argv[1]), Path(sys.argv[2])
-    fill(path, json.loads(record_path.read_text()), record_path.name)
+    page, source = Path(sys.argv[1]), Path(sys.argv[2])
+    part = f"From {source.name}.\n\n{tables(json.loads(source.read_text()))}".rstrip()
+    page.write_text(fill(page.read_text(), "memory_report", {"memory": part}))

@@ -12,6 +12,19 @@ Record = dict[str, Any]
 COLUMNS = ("op", "variant", "shape", "ms", "rate", "of the limit", "host us", "peers, ms")
 
 
+def fill(text: str, writer: str, parts: dict[str, str]) -> str:
+    """The page with each part between its markers: "<!-- NAME: written by bench.WRITER -->" and
+    "<!-- end of NAME -->"."""
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}: written by bench.{writer} -->", f"<!-- end of {name} -->"
+        before, found, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not (found and ended):
+            raise ValueError(f"[{writer}] the page must have the marker {begin!r}; got none")
+        text = f"{before}{begin}\n{part}\n{end}{after}"
+    return text
+
+
 def shape_text(shape: dict[str, int]) -> str:
     return " ".join(f"{name}{value}" for name, value in shape.items())
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .report import environment_text
+from .report import environment_text, fill
 from .sweep import TORCH, predicted, tokens_an_expert
 
 Record = dict[str, Any]
@@ -24,7 +24,6 @@ COLUMNS = (
     *("experts", "tokens an expert", "width", "FP8 ms", "bf16 ms", "bf16 / FP8"),
     *("as a graph", "with weights quantized every step"),
 )
-BEGIN, END = "<!-- sweep: written by bench.sweep_report -->", "<!-- end of sweep -->"
 
 
 def eager(row: Record) -> float | None:
@@ -158,12 +157,11 @@ def crossover(record: Record) -> list[str]:
     return table
 
 
-def fill(page: Path, record: Record) -> None:
+def write(page: Path, record: Record) -> None:
     """Write the record into the page, and its map beside it."""
     plot(record, page.with_suffix(".png"))
     hidden = record["results"][0]["shape"]["H"]
     part = [
-        BEGIN,
         f"**{source(record)[0].upper()}{source(record)[1:]}.** Hidden size {hidden}, top-8.",
         "",
         f"![bf16 time over FP8 time]({page.with_suffix('.png').name})",
@@ -176,13 +174,10 @@ def fill(page: Path, record: Record) -> None:
         "",
         markdown(record),
         "</details>",
-        END,
     ]
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(before + "\n".join(part) + after)
+    page.write_text(fill(page.read_text(), "sweep_report", {"sweep": "\n".join(part)}))
 
 
 if __name__ == "__main__":
     at, *measured = (Path(argument) for argument in sys.argv[1:])
-    fill(at, json.loads(measured[0].read_text()) if measured else predicted())
+    write(at, json.loads(measured[0].read_text()) if measured else predicted())
