@@ -168,6 +168,18 @@ def test_tables_and_plot(record: dict[str, Any], tmp_path: Path) -> None:
     assert (tmp_path / "layer.png").stat().st_size > 10_000
 
 
+def test_the_headline_has_who_ran_and_is_in_the_readme() -> None:
+    row = {"model": "one", "variant": "forward+backward", "ms": 2.0}
+    rows = [{**row, "peers": {"a": 3.0}}, {**row, "model": "two", "peers": {"b": 5.0}}]
+    lines = layer_report.headline({"results": [*rows, {**row, "error": "no"}]}).splitlines()
+    assert lines[0] == "| forward and backward, ms | fp8moe | a | b |"
+    assert lines[2:] == ["| one | 2.00 | 3.00 (1.50x) |  |", "| two | 2.00 |  | 5.00 (2.50x) |"]
+
+    root = Path(__file__).parents[1]
+    record = json.loads((root / "docs/benchmarks/layer-h200.json").read_text())
+    assert layer_report.headline(record) in (root / "README.md").read_text()
+
+
 def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, *args: Any) -> Any:
         raise RuntimeError("no such kernel")
