@@ -465,6 +465,7 @@ BAD_OPTIONS = {
     "save_bf16": ({"save_preactivation": "fp8", "recipe": None}, ValueError, "recipe"),
     "both": ({"save_preactivation": "fp8", "recompute": "expert"}, ValueError, "choose one"),
     "dtype": ({"dtype": torch.float64}, ValueError, "float64"),
+    "recipe": ({"recipe": "fp8"}, ValueError, "an Fp8Recipe or None .* 'fp8'"),
     "hidden": ({"hidden_size": 100}, ValueError, "hidden_size .* 100"),
     "intermediate": ({"intermediate_size": 8}, ValueError, "intermediate_size .* 8"),
     "experts": ({"num_experts": 0}, ValueError, "num_experts"),

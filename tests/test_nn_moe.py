@@ -141,6 +141,12 @@ def test_bad_router(options: dict[str, Any], message: str) -> None:
         Router(16, 12, 4, **options)
 
 
+@pytest.mark.parametrize("shape", [(3, 8), (16,), (2, 3, 16)])
+def test_a_router_refuses_other_tokens(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x must be \[T, 16\]; got"):
+        Router(16, 12, 4)(torch.zeros(shape))
+
+
 # ---- MoE ----------------------------------------------------------------------------------------
 
 

@@ -193,7 +193,11 @@ def bench(
     with processes(ep, place) as place, console.status("timing") as status:
 
         def show(row: dict[str, Any]) -> None:
-            status.update(f"{row.get('model', row['op'])} {row.get('variant', row['shape'])}")
+            name = f"{row.get('model', row['op'])} {row.get('variant', row['shape'])}"
+            status.update(name)
+            if not console.is_terminal and row.get("ms"):  # what a log has of a run that is killed
+                peers = [f", {peer} {ms:.3f}" for peer, ms in row.get("peers", {}).items() if ms]
+                print(f"{name}: {row['ms']:.3f} ms{''.join(peers)}", flush=True)
 
         if ep is not None:
             from .bench.ep_modes import run_mode

@@ -30,6 +30,8 @@ def check_options(
     dtype: torch.dtype,
 ) -> None:
     """The choices MoEExperts offers; what it does not do is refused by name."""
+    if not isinstance(recipe, Fp8Recipe | None):
+        raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
     if bias:
         raise NotImplementedError("[MoEExperts] expert biases are not supported; got bias=True")
     if activation != "swiglu":

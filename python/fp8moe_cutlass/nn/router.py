@@ -108,6 +108,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [T, H] -> Routing."""
+        if x.ndim != 2 or x.shape[1] != self.hidden_size:
+            raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
         logits = gate_logits(x, self.weight)
         if self.score_function == "softmax":
             scores = probability = logits.softmax(dim=-1)
