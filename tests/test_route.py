@@ -146,7 +146,7 @@ def test_bad_arguments_are_errors() -> None:
         ops.route(4, topk_idx=idx, routing_map=mask, capacity=3)
     with pytest.raises(ValueError, match="capacity"):
         ops.route(4, routing_map=mask)
-    with pytest.raises(ValueError, match="align must be 1, 16, 32 or 128; got 8"):
+    with pytest.raises(ValueError, match=r"\[route\] plan.align must be 1, 16, 32 or 128; got 8"):
         ops.route(4, topk_idx=idx, align=8)
     with pytest.raises(ValueError, match="int32, int64; got float32"):
         ops.route(4, topk_idx=idx.float())

@@ -75,8 +75,7 @@ void bind_routing(nb::module_& m) {
   m.def(
       "route_workspace",
       [](In plan, PLAN_SIZES) {
-        return route_workspace(
-            Call("route_workspace").plan(plan, {tokens, slots, experts, align, capacity}));
+        return route_workspace(Call("route").plan(plan, {tokens, slots, experts, align, capacity}));
       },
       "plan"_a, PLAN_NAMES, "Bytes of scratch `route` needs for a plan of this shape.");
 
@@ -162,7 +161,7 @@ void bind_dispatch(nb::module_& m) {
       "dispatch_plan_workspace",
       [](In plan, PLAN_SIZES) {
         return dispatch_plan_workspace(
-            Call("dispatch_plan_workspace").plan(plan, {tokens, slots, experts, align, capacity}));
+            Call("dispatch_plan").plan(plan, {tokens, slots, experts, align, capacity}));
       },
       "plan"_a, PLAN_NAMES, "Bytes of scratch `dispatch_plan` needs for a plan of this shape.");
 

@@ -16,8 +16,8 @@ void check_ranks(const Checker& check, const RoutingPlan& plan) {
 }  // namespace
 
 int64_t dispatch_plan_workspace(const RoutingPlan& plan) {
-  check_ranks(Checker("dispatch_plan_workspace", plan.slab.device), plan);
-  FP8MOE_DISPATCH("dispatch_plan_workspace", plan.slab.device, dispatch_plan_workspace(plan));
+  check_ranks(Checker("dispatch_plan", plan.slab.device), plan);
+  FP8MOE_DISPATCH("dispatch_plan", plan.slab.device, dispatch_plan_workspace(plan));
 }
 
 void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,

@@ -4,9 +4,9 @@
 namespace fp8moe {
 
 int64_t route_workspace(const RoutingPlan& plan) {
-  const Checker check("route_workspace", plan.slab.device);
+  const Checker check("route", plan.slab.device);
   check.plan(plan);
-  FP8MOE_DISPATCH("route_workspace", plan.slab.device, route_workspace(plan));
+  FP8MOE_DISPATCH("route", plan.slab.device, route_workspace(plan));
 }
 
 void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
