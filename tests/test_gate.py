@@ -183,6 +183,22 @@ def test_only_x_and_weight_are_saved() -> None:
     assert saved == [x.data_ptr(), weight.data_ptr()]
 
 
+@with_mm
+def test_a_second_derivative_raises() -> None:
+    """Also by x and weight alone, where dlogits is a constant, and under torch.func."""
+    x, weight, dlogits = operands()
+    for leaf, other in ((x, weight), (weight, x)):
+        (grad,) = torch.autograd.grad(split_logits(x, weight), leaf, dlogits, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), other)
+
+    def of_x(w: Tensor) -> Tensor:
+        return torch.func.grad(lambda v: split_logits(v, w).sum())(x.detach()).sum()
+
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(of_x)(weight.detach())
+
+
 # ---- what it is called in -----------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -53,21 +52,39 @@ class _GateLogits(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, dlogits: Tensor) -> Any:
+        given = (dlogits, *ctx.saved_tensors, *ctx.needs_input_grad)
+        return _Gradients.apply(*given)  # type: ignore[no-untyped-call]
+
+
+class _Gradients(torch.autograd.Function):
+    """(dx, dweight). A Function so that every second derivative raises: once_differentiable looks
+    at dlogits alone, and what passes x and weight would be 0; under torch.func, all of it."""
+
+    @staticmethod
+    def forward(
+        dlogits: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         e = len(weight)
         dx = dweight = None
         with torch.autocast(x.device.type, enabled=False):
             hi, mid, lo = _split(dlogits, 3)
             d = torch.cat([lo, mid, hi, hi], dim=1)
-            if ctx.needs_input_grad[0]:  # mid * hi + hi * hi + hi * mid, in one GEMM
+            if need_dx:  # mid * hi + hi * hi + hi * mid, in one GEMM
                 parts = _split(weight, 2)
                 w = torch.cat([parts[0], *parts])
                 dx = torch.mm(d[:, e : e + len(w)], w)
-            if ctx.needs_input_grad[1]:
+            if need_dweight:
                 dweight = _sum(_mm(d[:, : 3 * e].t(), x).chunk(3)).to(weight.dtype)
         return dx, dweight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("[gate_logits] has no second derivative")
 
 
 def _split(t: Tensor, count: int) -> tuple[Tensor, ...]:
