@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass.autograd import gate, gate_logits
+from fp8moe_cutlass.nn import Router
 from reference import relative_error
 
 
@@ -152,6 +156,22 @@ def test_bfloat16_weight() -> None:
 
 
 @with_mm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_may_be_written_in_place(dtype: torch.dtype) -> None:
+    x, weight, dlogits = operands()
+    weight = weight.detach().to(dtype).requires_grad_()
+
+    def masked(x: Tensor, weight: Tensor) -> Tensor:
+        logits = split_logits(x, weight)
+        return logits.masked_fill_(dlogits > 0, 0.0)
+
+    _, *want = gradients(split_logits, x, weight, dlogits.clamp(max=0))
+    _, *got = gradients(masked, x, weight, dlogits)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@with_mm
 def test_no_tokens() -> None:
     x, weight, dlogits = operands(t=0)
     logits, dx, dweight = gradients(split_logits, x, weight, dlogits)
@@ -237,3 +257,51 @@ def test_elsewhere_torch_multiplies_in_float32(dtype: torch.dtype) -> None:
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+# ---- which of the two ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+@with_mm
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_bfloat16_tokens_meet_parts_of_any_weight(dtype: torch.dtype) -> None:
+    x, weight, dlogits = operands()
+    weight = weight.detach().to(dtype).requires_grad_()
+    logits, dx, dweight = gradients(gate_logits, x, weight, dlogits)
+    want = gradients(split_logits, x, weight.detach().float().requires_grad_(), dlogits)
+    for a, b in zip((logits, dx, dweight), want, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+    assert dweight.dtype == dtype
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize(
+    ("dtype", "experts"), [(torch.float32, 12), (torch.float16, 12), (torch.bfloat16, 1)]
+)
+def test_other_tokens_and_one_expert_do_not(dtype: torch.dtype, experts: int) -> None:
+    x, weight, _ = operands(e=experts)
+    x = x.to(dtype)
+    assert torch.equal(gate_logits(x, weight), F.linear(x.float(), weight))
+
+
+def test_a_router_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have no mm with out_dtype."""
+    router = Router(96, 12, 2)
+    x, _, _ = operands()
+    want = router(x)
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        distribute_module(router, mesh)
+        tokens = DTensor.from_local(x, mesh, [Replicate()])
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        got = router(tokens)
+        assert torch.equal(got.topk_weights.to_local(), want.topk_weights)
+    finally:
+        dist.destroy_process_group()

@@ -18,7 +18,8 @@ from torch import Tensor
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H] times weight [E, H] transposed -> [T, E] float32, also under autocast.
 
-    On CUDA with x in bfloat16, E > 1 (else both are cast to float32, and torch does the rest):
+    On CUDA with x in bfloat16, E > 1, no DTensors (else both are cast to float32, and torch does
+    the rest):
     - logits and dweight: every bit of x, weight and dlogits counts; what rounds is the tensor
       core's sum in float32. dweight has weight's dtype.
     - dx: without the products below 2^-13 of |dlogits| |weight| (typically 2^-16 of the root of
@@ -31,7 +32,8 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
       none.
     """
     with torch.autocast(x.device.type, enabled=False):
-        if not (x.is_cuda and x.dtype == torch.bfloat16 and len(weight) > 1):
+        by_parts = x.is_cuda and x.dtype == torch.bfloat16 and len(weight) > 1
+        if not by_parts or hasattr(x, "full_tensor"):  # a DTensor has no mm with out_dtype
             return F.linear(x.float(), weight.float())
         if weight.dtype != torch.bfloat16:
             weight = weight.float()
@@ -45,7 +47,10 @@ class _GateLogits(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         parts = _split(weight, 3)
-        return _sum(_mm(x, torch.cat(parts[::-1]).t()).chunk(len(parts), dim=1))
+        logits = _mm(x, torch.cat(parts[::-1]).t())
+        if len(parts) == 1:  # not its only chunk: a view, which no caller may write to in place
+            return logits
+        return _sum(logits.chunk(len(parts), dim=1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
