@@ -59,6 +59,8 @@ def test_command_writes_table_json_and_plot(tmp_path: Path) -> None:
         assert 0 < row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
         assert row["rows_sent"] <= TINY["T"]
         assert done.stdout.count(row["variant"]) >= 6
+        timed = f"{row['op']} tiny {row['variant']} "
+        assert [line.startswith(timed) for line in done.stdout.splitlines()].count(True) == 1
         if row["op"] == "plan and sizes":
             continue
         assert row["limit_ms"] > 0

@@ -169,7 +169,9 @@ def test_bench_writes_table_json_and_plot(command: Command, tmp_path: Path) -> N
         assert 0 < row["repeat"]["min"] <= row["repeat"]["median"] <= row["repeat"]["max"]
         assert row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
         assert row["op"] in out
-        assert f"{row['op']} {row['variant']}: {row['ms']:.3f} ms" in out  # as it was timed
+        shape = " ".join(f"{name}{size}" for name, size in row["shape"].items())
+        timed = f"{row['op']} {row['variant']} {shape}: {row['ms']:.3f} ms"
+        assert timed in out
         if row["op"] != "host overhead":
             assert row["limit_ms"] > 0
             assert row["bytes"] > 0

@@ -193,7 +193,9 @@ def bench(
     with processes(ep, place) as place, console.status("timing") as status:
 
         def show(row: dict[str, Any]) -> None:
-            name = f"{row.get('model', row['op'])} {row.get('variant', row['shape'])}"
+            model, variant = row.get("model"), row.get("variant")
+            words = (row["op"], model, variant, report.shape_text(row["shape"]))
+            name = " ".join(filter(None, words))
             status.update(name)
             if not console.is_terminal and row.get("ms"):  # what a log has of a run that is killed
                 peers = [f", {peer} {ms:.3f}" for peer, ms in row.get("peers", {}).items() if ms]

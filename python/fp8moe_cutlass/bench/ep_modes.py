@@ -23,16 +23,18 @@ def run_mode(
     trace: Path | None,
     show: Callable[[Record], None],
 ) -> tuple[Any, Record]:
-    """(the view of the record, the record); (None, {}) but on the first rank. Collective."""
+    """(the view of the record, the record); (None, {}) but on the first rank, which alone shows
+    rows. Collective."""
     team = Team(dist.group.WORLD, device)
+    on_row = show if team.rank == 0 else lambda row: None
     view: Any = ep_report
     if soak is not None:
-        view, record = ep_soak, _record(device, ep_soak.run_soak(team, soak, on_step=show))
+        view, record = ep_soak, _record(device, ep_soak.run_soak(team, soak, on_step=on_row))
     elif trace is not None:
         name, mine = next(iter((QUICK if quick else SHAPES[device.type]).items()))
         view, record = ep_trace, _record(device, ep_trace.run_trace(team, name, mine, trace))
     else:
-        record = run_ep(device, quick, show)
+        record = run_ep(device, quick, on_row)
     return (view, record) if team.rank == 0 else (None, {})
 
 
