@@ -91,6 +91,19 @@ def test_router_against_a_loop(name: str) -> None:
     torch.testing.assert_close(routing.aux_loss.double(), loss, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_router_of_no_tokens(name: str) -> None:
+    router = Router(32, 12, 4, **CHOICES[name])
+    x = torch.zeros(0, 32, requires_grad=True)
+    routing = router(x)
+    assert routing.topk_idx.shape == routing.topk_weights.shape == (0, 4)
+    assert not routing.tokens_per_expert.any()
+    assert routing.aux_loss == 0
+    (routing.topk_weights.sum() + routing.aux_loss).backward()
+    assert x.grad is not None
+    assert not router.weight.grad.any()
+
+
 def test_balanced_routing_has_loss_one_and_collapse_num_experts() -> None:
     router = Router(8, 8, 1)
     with torch.no_grad():

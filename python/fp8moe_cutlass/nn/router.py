@@ -146,7 +146,7 @@ class Router(nn.Module):
         """The top k experts of each token [T, top_k], best first."""
         choice = scores if self.selection_bias is None else scores + self.selection_bias
         if self.topk_groups < self.num_groups:
-            groups = choice.view(len(choice), self.num_groups, -1)
+            groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
             best = groups.topk(min(2, groups.shape[-1]), sorted=False).values.sum(dim=-1)
             chosen = best.topk(self.topk_groups, sorted=False).indices
             closed = torch.full_like(best, float("-inf")).scatter_(1, chosen, 0.0)
