@@ -139,3 +139,6 @@ def test_the_documents_show_what_the_records_say() -> None:
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="must have the marker '<!-- layer: written by"):
         fill("# A page", "ep_page", {"layer": "| a |"})
+    begun = "<!-- layer: written by bench.ep_page -->"
+    with pytest.raises(ValueError, match="must have the marker '<!-- end of layer -->'; got none"):
+        fill(begun, "ep_page", {"layer": "| a |"})

@@ -20,7 +20,8 @@ def fill(text: str, writer: str, parts: dict[str, str]) -> str:
         before, found, rest = text.partition(begin)
         _, ended, after = rest.partition(end)
         if not (found and ended):
-            raise ValueError(f"[{writer}] the page must have the marker {begin!r}; got none")
+            missing = end if found else begin
+            raise ValueError(f"[{writer}] the page must have the marker {missing!r}; got none")
         text = f"{before}{begin}\n{part}\n{end}{after}"
     return text
 
