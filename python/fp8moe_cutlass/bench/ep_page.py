@@ -310,8 +310,8 @@ def pages(root: Path) -> dict[Path, str]:
     summary = {"ranks together": parts.pop("ranks together")}
     readme, page = root / "README.md", root / "docs/scale-out.md"
     return {
-        path: fill(path.read_text(), "ep_page", part)
-        for path, part in ((readme, summary), (page, parts))
+        readme: fill(readme.read_text(), "ep_page", summary),
+        page: fill(page.read_text(), "ep_page", parts),
     }
 
 

@@ -97,10 +97,19 @@ def tables(record: Record) -> str:
     return f"{times}\n\n{markdown(memory_cells(record))}\n"
 
 
+def headline_rows(record: Record) -> list[Record]:
+    return [r for r in record["results"] if r["variant"] == HEADLINE and not r.get("error")]
+
+
+def peers_of(rows: list[Record]) -> list[str]:
+    """Who runs in any of the rows, in order of appearance."""
+    return list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+
+
 def headline(record: Record) -> str:
     """Forward and backward of every model, milliseconds, and how many times ours the peers take."""
-    rows = [r for r in record["results"] if r["variant"] == HEADLINE and not r.get("error")]
-    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    rows = headline_rows(record)
+    peers = peers_of(rows)
     table: list[tuple[str, ...]] = [("forward and backward, ms", "fp8moe", *peers)]
     for row in rows:
         found = [(row["peers"].get(peer), row["ms"]) for peer in peers]
@@ -120,7 +129,7 @@ def plot(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [r for r in record["results"] if r["variant"] == HEADLINE and not r.get("error")]
+    rows = headline_rows(record)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(13, 1.6 + 0.95 * max(len(rows), 2)), layout="constrained"
     )
@@ -136,7 +145,7 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _compare(axes: Any, rows: list[Record]) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    names = peers_of(rows)
     height = 0.8 / (1 + len(names))
     for place, name in enumerate(["fp8moe", *names]):
         at = [y + place * height for y in range(len(rows))]

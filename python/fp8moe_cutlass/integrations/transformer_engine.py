@@ -329,7 +329,7 @@ def _mask(routing_map: Tensor) -> Tensor:
     return (routing_map if routing_map.dtype in known else routing_map.bool()).contiguous()
 
 
-def _check_given(op: str, **arguments: Tensor) -> None:
+def _check_given(op: str, **arguments: Tensor | None) -> None:
     for name, given in arguments.items():
         if given is None:
             raise ValueError(f"[{op}] {name} is required; got None")
