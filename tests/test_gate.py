@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass.autograd import gate, gate_logits
 from fp8moe_cutlass.nn import Router
+from gate_problem import gradients, operands
 from reference import relative_error
 
 
@@ -38,18 +38,6 @@ with_mm = pytest.mark.usefixtures("wide_mm")
 
 def bits(words: Tensor) -> Tensor:
     return words.to(torch.int32).view(torch.float32)
-
-
-def operands(t: int = 64, h: int = 96, e: int = 12) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, H] bf16 and weight [E, H] f32, both with gradients; dlogits [T, E] f32."""
-    x = torch.randn(t, h).bfloat16().requires_grad_()
-    weight = ((torch.rand(e, h) * 2 - 1) / math.sqrt(h)).requires_grad_()
-    return x, weight, torch.randn(t, e)
-
-
-def gradients(f: Any, x: Tensor, weight: Tensor, dlogits: Tensor) -> list[Tensor]:
-    logits = f(x, weight)
-    return [logits.detach(), *torch.autograd.grad(logits, (x, weight), dlogits)]
 
 
 # ---- the parts ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass.autograd import gate_logits
 from fp8moe_cutlass.nn import Router
+from gate_problem import gradients, operands
 from reference import relative_error
 
 # A tensor core may cut its float32 sum off after every 16 products; 7168 are 448 of these.
@@ -27,8 +27,6 @@ V3: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
 }
 
-Operands = tuple[Tensor, Tensor, Tensor]
-
 
 @pytest.fixture
 def whole_sums() -> Iterator[None]:
@@ -39,21 +37,13 @@ def whole_sums() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
 
 
-def operands(t: int, h: int, e: int, device: torch.device) -> Operands:
-    """x [T, H] bf16 and weight [E, H] f32, both with gradients; dlogits [T, E] f32."""
-    x = torch.randn(t, h, device=device).bfloat16().requires_grad_()
-    weight = ((torch.rand(e, h, device=device) * 2 - 1) / math.sqrt(h)).requires_grad_()
-    return x, weight, torch.randn(t, e, device=device)
-
-
 def in_float32(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
 def run(x: Tensor, weight: Tensor, dlogits: Tensor, f: Any = gate_logits) -> list[Tensor]:
     """logits, dx, dweight."""
-    logits = f(x, weight)
-    return [logits.detach(), *torch.autograd.grad(logits, (x, weight), dlogits)]
+    return gradients(f, x, weight, dlogits)
 
 
 def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
