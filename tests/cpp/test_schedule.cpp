@@ -72,7 +72,7 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.experts = static_cast<int>(counts.size());
   sizes.n = n;
   sizes.k_blocks = kBlocks;
-  sizes.band = rows_band(n / TileN, 256, 1);
+  sizes.band = rows_band(TileN, n, ctas);
   sizes.flank = has_flank(TileN, n, 256, 1);
   walk<Kind::rows, TileN>(sizes, ctas, offsets);
   if (!has_low(TileN)) return;
@@ -97,7 +97,7 @@ void tokens(const std::vector<int>& counts, int m, int n, int ctas) {
   sizes.experts = static_cast<int>(counts.size());
   sizes.m = m;
   sizes.n = n;
-  sizes.band = 4;
+  sizes.band = 2;
   walk<Kind::tokens_block, TileN>(sizes, ctas, d_row);
 }
 
@@ -105,8 +105,13 @@ void tokens(const std::vector<int>& counts, int m, int n, int ctas) {
 
 int main() {
   std::mt19937 random(7);
-  const std::vector<std::vector<int>> fixed{
-      {5, 0, 130, 1, 64, 65, 257}, {0, 0, 700, 0}, {300}, {0, 0}, {128, 128, 128}, {64}};
+  const std::vector<std::vector<int>> fixed{{5, 0, 130, 1, 64, 65, 257},
+                                            {0, 0, 700, 0},
+                                            {300},
+                                            {2400, 65},
+                                            {0, 0},
+                                            {128, 128, 128},
+                                            {64}};
   for (int n : {16, 64, 80, 96, 112, 128, 144, 192, 208, 256, 1408, 2048, 4096}) {
     for (const auto& counts : fixed)
       for (int ctas : {1, 3, 20, 132}) {

@@ -28,6 +28,7 @@ inline constexpr int kMaxExperts = 1024;
 struct Config {
   int tile_n = 192;   // columns of a tile of D: 128 or 192; its rows are kTileM = 128
   bool thin = false;  // rows: a badly filled last wave is cut into thin tiles
+  int band = 1;       // rows of tiles in a band (schedule.h)
 };
 
 // Columns computed for n columns of D, tiles being whole.
@@ -73,13 +74,14 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
   return k_blocks < few * experts;
 }
 
-// Columns of tiles in a band (schedule.h), by measurement. Where wgrad's stores bound the time,
-// rows of D are best stored whole.
-constexpr int rows_band(int64_t tiles_n, int64_t rows, int64_t experts) {
-  return tiles_n % 8 == 0 || few_rows(rows, experts) ? 8 : 6;
+// Rows of tiles in a band (schedule.h), by measurement. Rows: 16, or those of a wave that takes all
+// columns. Where wgrad's stores bound the time, rows of D are best stored nearly whole.
+constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
+  const int64_t wave = sms * tile_n / padded_columns(n > 0 ? n : 1, tile_n);
+  return wave >= 12 && wave < 16 ? static_cast<int>(wave) : 16;
 }
 constexpr int tokens_band(int64_t k_blocks, int64_t experts) {
-  return few_tokens(k_blocks, experts, 5) ? 16 : 4;
+  return few_tokens(k_blocks, experts, 5) ? 4 : 32;
 }
 
 // Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and

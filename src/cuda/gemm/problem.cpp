@@ -33,7 +33,7 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
   params.flank = has_flank(config.tile_n, n, rows, plan.experts);
-  params.band = rows_band(cdiv(n, config.tile_n) - params.flank, rows, plan.experts);
+  params.band = config.band;
   return params;
 }
 
@@ -65,7 +65,7 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   params.m = static_cast<int>(m);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(columns / kTile);
-  params.band = tokens_band(params.k_blocks, plan.experts);
+  params.band = config.band;
   params.fetch = accumulate && !params.bf16 && fetches_output(params.k_blocks, plan.experts);
   return params;
 }

@@ -19,7 +19,7 @@ struct Sizes {
   int m;         // rows of D per expert (tokens_*; unused for rows)
   int n;         // columns of D
   int k_blocks;  // cdiv(K, 128) or Kcap / 128
-  int band;      // columns of tiles in a band, see place_in_bands
+  int band;      // rows of tiles in a band, see place_in_bands
   bool flank;    // rows: the last columns are flank tiles
 };
 
@@ -41,16 +41,17 @@ struct alignas(16) Tile {
   FP8MOE_HD bool thin() const { return boxes == kThinBoxes; }
 };
 
-// Tile `within` of an expert, in bands of columns of tiles, rows of tiles outside: what the SMs
-// work on at one time stays near square, so it reads few distinct bytes and finds them in L2.
+// Tile `within` of an expert, in bands of rows of tiles, columns of tiles outside: what the SMs
+// work on at one time stays near square, so it reads few distinct bytes and finds them in L2, and
+// SMs that are neighbours read the same B, the larger operand.
 struct Place {
   int row, column;
 };
 
 FP8MOE_HD Place place_in_bands(int band, int within, int tiles_m, int tiles_n) {
-  const int first = within / (tiles_m * band) * band, in_band = within - first * tiles_m;
-  const int width = std::min(band, tiles_n - first), row = in_band / width;
-  return {row, first + in_band - row * width};
+  const int first = within / (tiles_n * band) * band, in_band = within - first * tiles_n;
+  const int height = std::min(band, tiles_m - first), column = in_band / height;
+  return {first + in_band - column * height, column};
 }
 
 template <Kind kKind, int TileN>
