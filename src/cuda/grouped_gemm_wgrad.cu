@@ -15,9 +15,9 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
           cudaMemsetAsync(dw.data, 0, dw.numel() * size_of(dw.dtype), stream_of(stream)));
     return;
   }
-  gemm::Config config =
-      gemm::choose_config(gemm::Kind::tokens_block, dw.shape[2], dw.dtype == DType::bf16);
-  config.band = gemm::tokens_band(plan.columns() / gemm::kBlockK, plan.experts);
+  const bool bf16 = dw.dtype == DType::bf16;
+  gemm::Config config = gemm::choose_config(gemm::Kind::tokens_block, dw.shape[2], bf16);
+  config.band = gemm::tokens_band(plan.columns() / gemm::kBlockK, plan.experts, bf16);
   const gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
   const auto run = [&]<gemm::Kind kKind>() {
     gemm::launch<kKind>(dy_t.data.dtype, x_t.data.dtype, params, config, device, stream_of(stream));

@@ -75,13 +75,13 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
 }
 
 // Rows of tiles in a band (schedule.h), by measurement. Rows: 16, or those of a wave that takes all
-// columns. Where wgrad's stores bound the time, rows of D are best stored nearly whole.
+// columns. wgrad: fewer where its stores weigh more.
 constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
   const int64_t wave = sms * tile_n / padded_columns(n > 0 ? n : 1, tile_n);
   return wave >= 12 && wave < 16 ? static_cast<int>(wave) : 16;
 }
-constexpr int tokens_band(int64_t k_blocks, int64_t experts) {
-  return few_tokens(k_blocks, experts, 5) ? 4 : 32;
+constexpr int tokens_band(int64_t k_blocks, int64_t experts, bool bf16) {
+  return few_tokens(k_blocks, experts, 5) ? 4 : bf16 ? 32 : 8;
 }
 
 // Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and
