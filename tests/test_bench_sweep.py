@@ -177,7 +177,7 @@ def test_the_committed_pages_are_what_the_scripts_write() -> None:
     swept = json.loads((BENCHMARKS / "sweep-h200.json").read_text())
     assert sweep_report.markdown(swept) in text
     assert "\n".join(sweep_report.crossover(swept)) in text
-    record = json.loads((BENCHMARKS / "layer-h200.json").read_text())
+    record = json.loads((BENCHMARKS / "layer-peers-h200.json").read_text())
     assert memory_report.tables(record) in (docs / "layer.md").read_text()
 
 
