@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -209,6 +210,30 @@ def test_bench_looks_where_it_will_write_before_it_times(
     code, out = command("bench", "--quick", option, tmp_path / "b.json")
     assert code == 2
     assert "must be writable" in out
+
+
+@pytest.mark.parametrize("name", ["b.json", "b"])
+def test_bench_looks_what_it_will_draw_before_it_times(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr("fp8moe_cutlass.bench.run", lambda *_: pytest.fail("timed"))
+    code, out = command("bench", "--quick", "--plot", tmp_path / name)
+    assert code == 2
+    assert "--plot must end in one of" in out
+    assert ".png, " in out
+
+
+def test_bench_keeps_a_trace_and_its_picture_apart(command: Command) -> None:
+    code, out = command("bench", "--ep", 1, "--trace", "t.png")
+    assert code == 2
+    assert "must not end in .png, where its picture goes; got t.png" in out
+
+
+@pytest.mark.parametrize("mode", [["--gemm"], ["--accuracy"], ["--ep", 1, "--trace", "t.json"]])
+def test_bench_refuses_a_plot_of_what_has_none(command: Command, mode: list[object]) -> None:
+    code, out = command("bench", "--quick", *mode, "--plot", "b.png")
+    assert code == 2
+    assert "take no --plot; got b.png" in out
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{"op": "layer"}]}'])
@@ -441,6 +466,16 @@ def test_train_refuses_bad_settings(command: Command, args: Any, message: str) -
     code, printed = command("train", "--size", "tiny", *args)
     assert code == 2
     assert message in printed
+
+
+def test_train_looks_whether_it_can_write_before_it_trains(
+    command: Command, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train.Trainer, "run", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("os.access", lambda _, mode, **__: mode != os.W_OK)
+    code, printed = command(*tiny(text, tmp_path))
+    assert code == 2
+    assert "[train] out must be a folder that can be written to" in printed
 
 
 def test_a_sample_does_not_command_the_terminal() -> None:

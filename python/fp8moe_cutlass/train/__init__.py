@@ -77,6 +77,8 @@ def train(
         raise ValueError(f"[train] seeds must be at least 1; got {seeds}")
     if ranks.rank == 0:
         out.mkdir(parents=True, exist_ok=True)  # or fail before the training, not after it
+        if not os.access(out, os.W_OK):
+            raise ValueError(f"[train] out must be a folder that can be written to; got {out}")
     result = resumed(out, config, corpus, device) if resume else None
     result = result or new_result(config, corpus, device)
     for seed in range(config.seed, config.seed + seeds):
