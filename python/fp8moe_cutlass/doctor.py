@@ -159,6 +159,8 @@ def explain(sizes: str, sms: int | None) -> tuple[str, list[Finding]]:
     except ValueError:
         raise ValueError(f"--explain needs four whole numbers M,N,K,E; got {sizes}") from None
     sms = sm_count() if sms is None else sms
+    if max(map(abs, (m, n, k, experts, sms))) >= 2**63:  # _C takes no more
+        raise ValueError(f"--explain and --sms must be below 2^63; got {sizes} and {sms}")
     found = []
     for name in ("fprop", "dgrad", "wgrad"):
         c = _C.explain_grouped_gemm(name, m, n, k, experts, sms)
