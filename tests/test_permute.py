@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference_routing as ref
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, autograd, ops
 
 ALIGNS = [1, 16, 32, 128]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -303,6 +303,21 @@ def test_gradients_are_autograds() -> None:
     dx, _ = ops.permute_pad_backward(dy * w.float(), c.plan)
     torch.testing.assert_close(dx.double(), x.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dprobs.double(), probs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["permute_pad", "permute_pad of FP8", "unpermute_unpad"])
+def test_a_second_derivative_is_refused(name: str) -> None:
+    """Also past a constant gradient."""
+    plan = case(random_ids("dropped", tokens=31), 6, 16).plan
+    probs = torch.rand(31, 3, requires_grad=True)
+    if name == "unpermute_unpad":
+        out = autograd.unpermute_unpad(torch.randn(plan.rows, 128), plan, probs)
+    else:
+        x = torch.randn(31, 128)
+        of_fp8 = name == "permute_pad of FP8"
+        _, out = autograd.permute_pad(ops.quantize(x) if of_fp8 else x, plan, probs)
+    with pytest.raises(RuntimeError, match="has no second derivative; got create_graph=True"):
+        torch.autograd.grad(out.sum(), probs, create_graph=True)
 
 
 def test_no_tokens() -> None:
