@@ -384,6 +384,10 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("neither y nor probs", lambda: ops.unpermute_unpad_backward(q, plan, y, probs)),
         ("dy must be", lambda: ops.permute_pad_backward(y[1:], plan)),
         (
+            "permuted_dprobs must be",
+            lambda: ops.permute_pad_backward(y, plan, permuted_dprobs=probs),
+        ),
+        (
             "not share memory",
             lambda: ops.unpermute_unpad(y, plan, out=y.view(-1)[: 57 * 32].view(57, 32)),
         ),
