@@ -235,6 +235,19 @@ def test_moved_in_inference_mode(recipe: Fp8Recipe | None) -> None:
 
 
 @FP8_AND_BF16
+def test_a_move_that_fails_leaves_a_layer_that_runs(recipe: Fp8Recipe | None) -> None:
+    def out_of_memory(t: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    p = problem(64)
+    want = p.run(p.experts(recipe=recipe))
+    layer = p.experts(recipe=recipe)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer._apply(out_of_memory)
+    assert_same(p.run(layer), want)
+
+
+@FP8_AND_BF16
 def test_a_cast_of_the_module_spares_the_copies(recipe: Fp8Recipe | None) -> None:
     p = problem(64, dtype=torch.float32)
     layer = p.experts(recipe=recipe)
