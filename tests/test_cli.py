@@ -468,6 +468,14 @@ def test_train_refuses_bad_settings(command: Command, args: Any, message: str) -
     assert message in printed
 
 
+def test_train_refuses_an_unknown_variant_before_it_trains(text: Path, tmp_path: Path) -> None:
+    config = train.configure("tiny", 2, 0)
+    corpus = data.load(text, config.model.context)
+    with pytest.raises(ValueError, match="variants must be of fp8, bf16, double; got fp4"):
+        train.train(config, corpus, CPU, tmp_path / "run", ("fp8", "fp4"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_train_looks_whether_it_can_write_before_it_trains(
     command: Command, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

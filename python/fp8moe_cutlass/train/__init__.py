@@ -75,6 +75,9 @@ def train(
     """
     if seeds < 1:
         raise ValueError(f"[train] seeds must be at least 1; got {seeds}")
+    unknown = [variant for variant in variants if variant not in VARIANTS]
+    if unknown:
+        raise ValueError(f"[train] variants must be of {', '.join(VARIANTS)}; got {unknown[0]}")
     if ranks.rank == 0:
         out.mkdir(parents=True, exist_ok=True)  # or fail before the training, not after it
         if not os.access(out, os.W_OK):
