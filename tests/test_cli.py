@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8moe_cutlass import build_info, cli, ops, train
+from fp8moe_cutlass import build_info, cli, doctor, ops, train
 from fp8moe_cutlass.train import data
 from fp8moe_cutlass.verify import checks
 
@@ -93,6 +93,17 @@ def test_doctor(command: Command) -> None:
     assert ("CPU and CUDA sm_90a" if info["cuda"] else "CPU alone") in out
     if not torch.cuda.is_available():
         assert "CUDA tensors  do not run" in out
+
+
+def test_doctor_reads_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for gpus in (0, 2):
+        lines = "echo 'NVIDIA H200, 9.0';" * gpus, "echo 580.1;" * gpus
+        program.write_text('#!/bin/sh\ncase "$1" in *name,*) {}:;; *) {}:;; esac\n'.format(*lines))
+        program.chmod(0o755)
+        assert doctor.gpus() == [doctor.Gpu("NVIDIA H200", (9, 0))] * gpus
+        assert doctor.driver() == ("580.1" if gpus else None)
 
 
 def test_verify_passes_and_covers_every_operator(command: Command) -> None:
