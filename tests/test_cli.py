@@ -200,6 +200,12 @@ def test_bench_of_one_op_counts_its_bytes(command: Command, tmp_path: Path) -> N
     assert row["bytes"] == 256 * 256 + 256 * 2 * 4 + 256 * 256 * 2  # codes, scales, bf16
 
 
+def test_bench_refuses_a_budget_of_nothing(command: Command) -> None:
+    code, out = command("bench", "--sweep", "--budget", 0)
+    assert code == 2
+    assert "Invalid value for '--budget'" in out
+
+
 def test_bench_refuses_an_unknown_op(command: Command) -> None:
     code, out = command("bench", "--op", "transpoze")
     assert code == 2

@@ -135,7 +135,7 @@ def bench(
         bool, typer.Option("--accuracy", help="The GEMMs' error beside that of others.")
     ] = False,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds --sweep (90) or --gemm (480) may take.")
+        float | None, typer.Option(min=1, help="Seconds --sweep (90) or --gemm (480) may take.")
     ] = None,
     memory: Annotated[
         bool,
@@ -182,6 +182,8 @@ def bench(
         )
     if ep is None and (soak or trace):
         raise ValueError("--soak and --trace need --ep")
+    if soak is not None and trace is not None:
+        raise ValueError("--soak and --trace exclude each other")
     if soak is not None and soak < 20:
         raise ValueError(f"--soak must be at least 20 steps; got {soak}")
     if trace is not None and trace.suffix == ".png":
