@@ -212,7 +212,7 @@ def moe_sort_chunks_by_index(
     *,
     scale_layout: ScaleLayout | None = None,
 ) -> T:
-    """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C].
+    """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C], integers.
 
     Rows past the last chunk are dropped; what the output holds in their place is unspecified.
     """
@@ -230,7 +230,8 @@ def moe_sort_chunks_by_index_with_probs(
     *,
     scale_layout: ScaleLayout | None = None,
 ) -> tuple[T, Tensor]:
-    """moe_sort_chunks_by_index, and the probs [N] of the rows likewise."""
+    """moe_sort_chunks_by_index, and the probs [N] of the rows likewise (float32, float16 or
+    bfloat16)."""
     op = "moe_sort_chunks_by_index_with_probs"
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout), probs.clone()
