@@ -373,6 +373,15 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("y must be one of float32", lambda: ops.permute_pad(x, plan, out=(y.half(), None))),
         ("probs must be", lambda: ops.permute_pad(x, plan, probs[:, :2].contiguous())),
         ("probs must be one of float32", lambda: ops.permute_pad(x, plan, probs.half())),
+        (r"\] probs must .* got float64", lambda: ops.permute_pad(x, plan, probs.double())),
+        (
+            r"\] probs must .* got float64",
+            lambda: ops.unpermute_unpad_backward(x, plan, y, probs.double()),
+        ),
+        (
+            r"\] permuted_dprobs must .* got float64",
+            lambda: ops.permute_pad_backward(y, plan, torch.rand(rows).double()),
+        ),
         ("16 bytes", lambda: ops.permute_pad(torch.zeros(57 * 32 + 1)[1:].view(57, 32), plan)),
         (
             "scale_inv must be",

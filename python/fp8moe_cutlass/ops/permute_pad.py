@@ -48,7 +48,7 @@ def permute_pad(
     """
     y, permuted = out or (None, None)
     if probs is not None and permuted is None:
-        permuted = empty("permute_pad", probs, (plan.rows,))
+        permuted = empty("permute_pad", probs, (plan.rows,), "float32")
     if isinstance(x, Fp8Tensor):
         shape = (plan.rows, shape_of("permute_pad", "x", x, 2)[1])
         given = cast("Fp8Tensor | None", y)
@@ -79,6 +79,7 @@ def permute_pad_backward(
         width = shape_of("permute_pad_backward", "dy", dy, 2)[1]
         dx = empty("permute_pad_backward", dy, (plan.tokens, width))
     if permuted_dprobs is not None and dprobs is None:
-        dprobs = empty("permute_pad_backward", permuted_dprobs, (plan.tokens, plan.slots))
+        shape = (plan.tokens, plan.slots)
+        dprobs = empty("permute_pad_backward", permuted_dprobs, shape, "float32")
     _backward(dy, *flat_plan(plan), permuted_dprobs, dx, dprobs)
     return dx, dprobs

@@ -123,7 +123,7 @@ def swiglu_quantize_backward(
         dz_columns = fp8_output(op, given[1], dh, (2 * i, kcap), layout, fp8_dtype, pow2)
         h_columns = fp8_output(op, given[2], dh, (i, kcap), layout, h_dtype, pow2)
     if probs is not None and dprobs is None:
-        dprobs = empty(op, probs, (r,))
+        dprobs = empty(op, probs, (r,), "float32")
     z_q = z if isinstance(z, Fp8Tensor) else None
     _backward(
         dh,
