@@ -98,6 +98,7 @@ def test_command_soaks(tmp_path: Path) -> None:
     [
         (("--soak", 100), "need --ep"),
         (("--ep", 2, "--layer"), "exclude each other"),
+        (("--ep", 2, "--soak", 20, "--trace", "t.json"), "--soak and --trace exclude each other"),
         (("--ep", 0), "must be at least 1; got 0"),
     ],
 )

@@ -379,7 +379,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     "columns": (lambda p: transposed(p, columns="row", requantize=True), "'block' or 'column'"),
     "columns need a plan": (lambda p: ops.swiglu_quantize(p.rows, columns="block"), "need a plan"),
     "scale": (lambda p: ops.quantize(p.x, scale="e8m0"), "scale must be 'pow2' or 'fp32'"),
-    "fp8_dtype": (lambda p: ops.quantize(p.x, fp8_dtype="e3m4"), "dtype must be one of"),
+    "fp8_dtype": (
+        lambda p: ops.quantize(p.x, fp8_dtype="e3m4"),
+        r"\[quantize\] fp8_dtype must be one of",
+    ),
     "fp8_dtype object": (lambda p: ops.quantize(p.x, fp8_dtype=torch.int8), "got torch.int8"),
     "block": (lambda p: ops.quantize(p.x, block=(1, 64)), r"got \(1, 64\)"),
     "block of a layout": (
@@ -394,7 +397,14 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         lambda p: ops.swiglu_quantize(p.rows, save_z=True, out=p.rows8),
         "out must have 2 parts; got 1",
     ),
-    "dequantize dtype": (lambda p: ops.dequantize(p.x8, dtype="float64"), "got 'float64'"),
+    "dequantize dtype": (
+        lambda p: ops.dequantize(p.x8, dtype="float64"),
+        r"\[dequantize\] dtype must be one of .* got 'float64'",
+    ),
+    "out_dtype": (
+        lambda p: ops.grouped_gemm(p.rows8, p.w8, p.plan, out_dtype="float16"),
+        r"\[grouped_gemm\] out_dtype must be one of .* got 'float16'",
+    ),
     "interleaved gemm": (
         lambda p: ops.grouped_gemm(p.rows8, ops.quantize_weight(p.w, interleave=64)[0], p.plan),
         "must not be interleaved; got interleave=0 and 64",

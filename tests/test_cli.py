@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8moe_cutlass import build_info, cli, ops, train
+from fp8moe_cutlass import build_info, cli, doctor, ops, train
 from fp8moe_cutlass.train import data
 from fp8moe_cutlass.verify import checks
 
@@ -92,6 +93,17 @@ def test_doctor(command: Command) -> None:
     assert ("CPU and CUDA sm_90a" if info["cuda"] else "CPU alone") in out
     if not torch.cuda.is_available():
         assert "CUDA tensors  do not run" in out
+
+
+def test_doctor_reads_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for gpus in (0, 2):
+        lines = "echo 'NVIDIA H200, 9.0';" * gpus, "echo 580.1;" * gpus
+        program.write_text('#!/bin/sh\ncase "$1" in *name,*) {}:;; *) {}:;; esac\n'.format(*lines))
+        program.chmod(0o755)
+        assert doctor.gpus() == [doctor.Gpu("NVIDIA H200", (9, 0))] * gpus
+        assert doctor.driver() == ("580.1" if gpus else None)
 
 
 def test_verify_passes_and_covers_every_operator(command: Command) -> None:
@@ -188,6 +200,12 @@ def test_bench_of_one_op_counts_its_bytes(command: Command, tmp_path: Path) -> N
     assert row["bytes"] == 256 * 256 + 256 * 2 * 4 + 256 * 256 * 2  # codes, scales, bf16
 
 
+def test_bench_refuses_a_budget_of_nothing(command: Command) -> None:
+    code, out = command("bench", "--sweep", "--budget", 0)
+    assert code == 2
+    assert "Invalid value for '--budget'" in out
+
+
 def test_bench_refuses_an_unknown_op(command: Command) -> None:
     code, out = command("bench", "--op", "transpoze")
     assert code == 2
@@ -209,6 +227,30 @@ def test_bench_looks_where_it_will_write_before_it_times(
     code, out = command("bench", "--quick", option, tmp_path / "b.json")
     assert code == 2
     assert "must be writable" in out
+
+
+@pytest.mark.parametrize("name", ["b.json", "b"])
+def test_bench_looks_what_it_will_draw_before_it_times(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr("fp8moe_cutlass.bench.run", lambda *_: pytest.fail("timed"))
+    code, out = command("bench", "--quick", "--plot", tmp_path / name)
+    assert code == 2
+    assert "--plot must end in one of" in out
+    assert ".png, " in out
+
+
+def test_bench_keeps_a_trace_and_its_picture_apart(command: Command) -> None:
+    code, out = command("bench", "--ep", 1, "--trace", "t.png")
+    assert code == 2
+    assert "must not end in .png, where its picture goes; got t.png" in out
+
+
+@pytest.mark.parametrize("mode", [["--gemm"], ["--accuracy"], ["--ep", 1, "--trace", "t.json"]])
+def test_bench_refuses_a_plot_of_what_has_none(command: Command, mode: list[object]) -> None:
+    code, out = command("bench", "--quick", *mode, "--plot", "b.png")
+    assert code == 2
+    assert "take no --plot; got b.png" in out
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{"op": "layer"}]}'])
@@ -441,6 +483,24 @@ def test_train_refuses_bad_settings(command: Command, args: Any, message: str) -
     code, printed = command("train", "--size", "tiny", *args)
     assert code == 2
     assert message in printed
+
+
+def test_train_refuses_an_unknown_variant_before_it_trains(text: Path, tmp_path: Path) -> None:
+    config = train.configure("tiny", 2, 0)
+    corpus = data.load(text, config.model.context)
+    with pytest.raises(ValueError, match="variants must be of fp8, bf16, double; got fp4"):
+        train.train(config, corpus, CPU, tmp_path / "run", ("fp8", "fp4"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_looks_whether_it_can_write_before_it_trains(
+    command: Command, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train.Trainer, "run", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("os.access", lambda _, mode, **__: mode != os.W_OK)
+    code, printed = command(*tiny(text, tmp_path))
+    assert code == 2
+    assert "[train] out must be a folder that can be written to" in printed
 
 
 def test_a_sample_does_not_command_the_terminal() -> None:

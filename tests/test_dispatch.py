@@ -320,7 +320,7 @@ def test_plan_refusals(call: Any, message: str) -> None:
         ({"x": X[:5]}, r"x must be \[12, 144\]; got \[5, 144\]"),
         ({"x": X[:, :128]}, "x must be contiguous"),
         ({"x": X.double()}, "x must be"),
-        ({"fp8_dtype": "e3m4"}, "dtype must be one of"),
+        ({"fp8_dtype": "e3m4"}, r"\[quantize_pack\] fp8_dtype must be one of"),
         ({"scale": "int8"}, "scale must be"),
         ({"eps": -1.0}, "eps must be finite"),
         ({"plan": ops.route(4, topk_idx=IDS)}, "slots == experts"),

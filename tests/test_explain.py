@@ -107,5 +107,9 @@ def test_command_says_what_is_wrong(
 ) -> None:
     assert run(monkeypatch, "--explain", "1,2,3") == 2
     assert "M,N,K,E; got 1,2,3" in capsys.readouterr().err
+    for sizes, sms in (("1,9223372036854775808,1,1", "1"), ("1,1,1,1", "9223372036854775808")):
+        assert run(monkeypatch, "--explain", sizes, "--sms", sms) == 2
+        err = " ".join(capsys.readouterr().err.split())
+        assert f"must be below 2^63; got {sizes} and {sms}" in err
     monkeypatch.setattr(doctor, "sm_count", lambda: 7)
     assert "7 SMs" in doctor.explain("16,16,16,1", None)[0]

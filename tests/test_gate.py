@@ -270,10 +270,18 @@ def test_bfloat16_tokens_meet_parts_of_any_weight(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(
-    ("dtype", "experts"), [(torch.float32, 12), (torch.float16, 12), (torch.bfloat16, 1)]
+    ("dtype", "tokens", "experts"),
+    [
+        (torch.float32, 64, 12),
+        (torch.float16, 64, 12),
+        (torch.bfloat16, 1, 12),
+        (torch.bfloat16, 64, 1),
+    ],
 )
-def test_other_tokens_and_one_expert_do_not(dtype: torch.dtype, experts: int) -> None:
-    x, weight, _ = operands(e=experts)
+def test_other_tokens_one_token_and_one_expert_do_not(
+    dtype: torch.dtype, tokens: int, experts: int
+) -> None:
+    x, weight, _ = operands(tokens, e=experts)
     x = x.to(dtype)
     assert torch.equal(gate_logits(x, weight), F.linear(x.float(), weight))
 

@@ -119,6 +119,15 @@ def test_options_of_the_layer(options: dict[str, Any]) -> None:
     check(p, run_ranks(p, [30, 34], **options), ranks=2)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    p = problem(32)
+    x = p.x.clone().requires_grad_()
+    buffer = Buffer(World(1), 0)
+    out = deepep.experts(p.experts(), buffer, x, p.topk_idx, p.probs, num_experts=E)
+    with pytest.raises(RuntimeError, match="has no second derivative; got create_graph=True"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
 def test_expanded_rows_forward_and_backward() -> None:
     """do_expand: a row for each (token, expert), experts aligned, padding NaN."""
     p = problem(tokens=80, slots=2, experts=E)

@@ -441,7 +441,8 @@ def test_refusals(device: str) -> None:
     refused("probs is required", te.moe_permute_with_probs, x, None, gpu_mask, n)
     refused("align_size must be 1, 16, 32 or 128; got 0", pad, x, probs, gpu_mask, counts, 0)
     refused("column sums", pad, x, probs, gpu_mask, counts + 1, 16)
-    refused("probs must be float32", te.moe_permute_with_probs, x, probs.double(), gpu_mask, n)
+    with_probs, wide = te.moe_permute_with_probs, probs.double()
+    refused(r"\[moe_permute_with_probs\] probs must be float32", with_probs, x, wide, gpu_mask, n)
     refused(r"multiple of 16; got 40", te.moe_permute, x[:, :40], gpu_mask, n)
     y, row_id_map = te.moe_permute(x, gpu_mask, n)
     refused("restore_shape must be", te.moe_unpermute, y, row_id_map, restore_shape=(T + 1, H))
@@ -456,6 +457,8 @@ def test_refusals(device: str) -> None:
         refused(r"must be \[T, K\]", te.moe_unpermute, y, row_id_map, wrong, map_type="index")
     sizes = torch.tensor([T, 0, 0])
     refused(r"must both be \[C\]", te.moe_sort_chunks_by_index, x, sizes, sizes[:2])
+    sort = te.moe_sort_chunks_by_index_with_probs
+    refused(r"index_with_probs\] split_sizes and", sort, x, probs[:, 0], sizes, sizes[:2])
     refused("never padded", te.moe_unpermute, y, row_id_map, map_type="index", pad_offsets=offsets)
     if device == "cpu":
         refused("dropped because the capacity", te.moe_permute, x, gpu_mask, n - 1)

@@ -235,6 +235,19 @@ def test_moved_in_inference_mode(recipe: Fp8Recipe | None) -> None:
 
 
 @FP8_AND_BF16
+def test_a_move_that_fails_leaves_a_layer_that_runs(recipe: Fp8Recipe | None) -> None:
+    def out_of_memory(t: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    p = problem(64)
+    want = p.run(p.experts(recipe=recipe))
+    layer = p.experts(recipe=recipe)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer._apply(out_of_memory)
+    assert_same(p.run(layer), want)
+
+
+@FP8_AND_BF16
 def test_a_cast_of_the_module_spares_the_copies(recipe: Fp8Recipe | None) -> None:
     p = problem(64, dtype=torch.float32)
     layer = p.experts(recipe=recipe)
@@ -492,8 +505,8 @@ BAD_INPUTS: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
         {"topk_idx": lambda p: p.topk_idx[:, :0], "probs": lambda p: p.probs[:, :0]},
         r"topk_idx .*\(32, 0\)",
     ),
-    "idx_high": ({"topk_idx": lambda p: p.topk_idx + 1}, "4"),
-    "idx_low": ({"topk_idx": lambda p: p.topk_idx - 3}, "-"),
+    "idx_high": ({"topk_idx": lambda p: p.topk_idx + 1}, r"expert ids .*\[-1, 4\); got 4"),
+    "idx_low": ({"topk_idx": lambda p: p.topk_idx - 3}, r"expert ids .*\[-1, 4\); got -"),
     "probs_shape": ({"probs": lambda p: p.probs[:, :1]}, r"topk_weights .*\(32, 1\)"),
     "probs_dtype": ({"probs": lambda p: p.topk_idx}, "topk_weights .*int64"),
 }

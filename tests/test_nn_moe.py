@@ -144,6 +144,8 @@ def test_selection_bias_moves_against_the_load() -> None:
     ("options", "message"),
     [
         ({"score_function": "relu"}, "relu"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1; got 0"),
+        ({"num_experts": 0}, "num_experts must be at least 1; got 0"),
         ({"num_groups": 5}, "num_groups .* 5"),
         ({"num_groups": 4, "topk_groups": 5}, "topk_groups .* 5"),
         ({"num_groups": 4, "topk_groups": 1}, r"top_k .* \[1, 3\]; got 4"),
@@ -151,7 +153,7 @@ def test_selection_bias_moves_against_the_load() -> None:
 )
 def test_bad_router(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Router(16, 12, 4, **options)
+        Router(**{"hidden_size": 16, "num_experts": 12, "top_k": 4, **options})
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (16,), (2, 3, 16)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference_routing as ref
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan, autograd, ops
 
 ALIGNS = [1, 16, 32, 128]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -305,6 +305,21 @@ def test_gradients_are_autograds() -> None:
     torch.testing.assert_close(dprobs.double(), probs.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["permute_pad", "permute_pad of FP8", "unpermute_unpad"])
+def test_a_second_derivative_is_refused(name: str) -> None:
+    """Also past a constant gradient."""
+    plan = case(random_ids("dropped", tokens=31), 6, 16).plan
+    probs = torch.rand(31, 3, requires_grad=True)
+    if name == "unpermute_unpad":
+        out = autograd.unpermute_unpad(torch.randn(plan.rows, 128), plan, probs)
+    else:
+        x = torch.randn(31, 128)
+        of_fp8 = name == "permute_pad of FP8"
+        _, out = autograd.permute_pad(ops.quantize(x) if of_fp8 else x, plan, probs)
+    with pytest.raises(RuntimeError, match="has no second derivative; got create_graph=True"):
+        torch.autograd.grad(out.sum(), probs, create_graph=True)
+
+
 def test_no_tokens() -> None:
     plan = ops.route(3, topk_idx=torch.zeros(0, 2, dtype=torch.int32), align=16)
     x, probs = torch.zeros(0, 32), torch.zeros(0, 2)
@@ -358,6 +373,15 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("y must be one of float32", lambda: ops.permute_pad(x, plan, out=(y.half(), None))),
         ("probs must be", lambda: ops.permute_pad(x, plan, probs[:, :2].contiguous())),
         ("probs must be one of float32", lambda: ops.permute_pad(x, plan, probs.half())),
+        (r"\] probs must .* got float64", lambda: ops.permute_pad(x, plan, probs.double())),
+        (
+            r"\] probs must .* got float64",
+            lambda: ops.unpermute_unpad_backward(x, plan, y, probs.double()),
+        ),
+        (
+            r"\] permuted_dprobs must .* got float64",
+            lambda: ops.permute_pad_backward(y, plan, torch.rand(rows).double()),
+        ),
         ("16 bytes", lambda: ops.permute_pad(torch.zeros(57 * 32 + 1)[1:].view(57, 32), plan)),
         (
             "scale_inv must be",
@@ -368,6 +392,10 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("given together", lambda: ops.unpermute_unpad_backward(x, plan, probs=probs)),
         ("neither y nor probs", lambda: ops.unpermute_unpad_backward(q, plan, y, probs)),
         ("dy must be", lambda: ops.permute_pad_backward(y[1:], plan)),
+        (
+            "permuted_dprobs must be",
+            lambda: ops.permute_pad_backward(y, plan, permuted_dprobs=probs),
+        ),
         (
             "not share memory",
             lambda: ops.unpermute_unpad(y, plan, out=y.view(-1)[: 57 * 32].view(57, 32)),

@@ -156,3 +156,19 @@ def test_bad_arguments_are_errors() -> None:
         ops.route(4, topk_idx=idx[0])
     with pytest.raises(ValueError, match=r"plan needs .*experts >= 1"):
         ops.route(0, topk_idx=idx)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"align": 0}, "plan.align must be 1, 16, 32 or 128; got 0"),
+        ({"align": -16}, "plan.align must be 1, 16, 32 or 128; got -16"),
+        ({"capacity": -1000}, "plan needs .*capacity >= 0; got .*-1000"),
+    ],
+)
+def test_sizes_of_which_no_plan_can_be(sizes: dict[str, int], message: str) -> None:
+    counts = torch.tensor([2, 1])
+    with pytest.raises(ValueError, match=r"\[route\] " + message):
+        ops.route(4, topk_idx=torch.zeros(3, 2, dtype=torch.int32), **sizes)
+    with pytest.raises(ValueError, match=r"\[plan_from_counts\] " + message):
+        ops.plan_from_counts(counts, **{"capacity": 3, **sizes})

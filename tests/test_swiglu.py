@@ -344,6 +344,7 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("'block' or 'column'", lambda: swiglu(z, plan, columns="rows")),
         (r"probs must be \[48\]", lambda: swiglu(z, plan, torch.rand(47), out=out)),
         ("probs must be one of float32", lambda: swiglu(z, plan, torch.rand(48).half(), out=out)),
+        (r"\] probs must .* got float64", lambda: backward(dh, z, plan, torch.rand(48).double())),
         ("h must be", lambda: swiglu(torch.randn(48, 96), plan, out=out)),
         ("z must be", lambda: backward(dh, z[:, :32].contiguous(), plan)),
         ("dh must be one of", lambda: backward(dh.int(), z, plan)),

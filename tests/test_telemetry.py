@@ -171,6 +171,8 @@ def test_refusals() -> None:
     p = problem(64)
     with pytest.raises(ValueError, match="must contain an FP8 MoEExperts; got Linear"):
         telemetry.enable(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="every must be at least 1; got 0"):
+        telemetry.enable(p.experts(), every=0)
     with pytest.raises(ValueError, match="recipe"):
         telemetry.snr(p.experts(recipe=None), p.x, p.topk_idx, p.probs, p.dout)
     layer = p.experts()

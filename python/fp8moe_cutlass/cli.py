@@ -135,7 +135,7 @@ def bench(
         bool, typer.Option("--accuracy", help="The GEMMs' error beside that of others.")
     ] = False,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds --sweep (90) or --gemm (480) may take.")
+        float | None, typer.Option(min=1, help="Seconds --sweep (90) or --gemm (480) may take.")
     ] = None,
     memory: Annotated[
         bool,
@@ -182,11 +182,17 @@ def bench(
         )
     if ep is None and (soak or trace):
         raise ValueError("--soak and --trace need --ep")
+    if soak is not None and trace is not None:
+        raise ValueError("--soak and --trace exclude each other")
     if soak is not None and soak < 20:
         raise ValueError(f"--soak must be at least 20 steps; got {soak}")
+    if trace is not None and trace.suffix == ".png":
+        raise ValueError(f"--trace must not end in .png, where its picture goes; got {trace}")
     check_written(json_path, plot, trace)
-    if (memory or accuracy) and plot is not None:
-        raise ValueError("--memory and --accuracy have tables alone; got --plot")
+    if plot is not None:
+        if memory or accuracy or gemm or trace is not None:
+            raise ValueError(f"--memory, --accuracy, --gemm and --trace take no --plot; got {plot}")
+        check_drawn(plot)
     done = rows_of_sweep(json_path) if sweep and json_path is not None else []
     console = console_for_tables()
     view: Any
@@ -249,6 +255,15 @@ def check_written(*paths: Path | None) -> None:
             )
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"--json, --plot and --trace must be writable; got {path}")
+
+
+def check_drawn(path: Path) -> None:
+    """ValueError where matplotlib cannot write a file of this suffix."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in known:
+        raise ValueError(f"--plot must end in one of .{', .'.join(known)}; got {path}")
 
 
 def rows_of_sweep(path: Path) -> list[dict[str, Any]]:

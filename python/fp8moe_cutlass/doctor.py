@@ -40,15 +40,20 @@ def package(name: str) -> str | None:
         return None
 
 
-def gpus() -> list[Gpu]:
-    """What the driver shows, asked without torch."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+def nvidia_smi(fields: str) -> list[str]:
+    """What the driver says of these fields, a line a GPU, asked without torch; [] without one."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
+    return done.stdout.strip().splitlines()
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs the driver shows."""
     found = []
-    for line in done.stdout.strip().splitlines():
+    for line in nvidia_smi("name,compute_cap"):
         name, capability = (part.strip() for part in line.rsplit(",", 1))
         major, minor = capability.split(".")
         found.append(Gpu(name, (int(major), int(minor))))
@@ -57,12 +62,7 @@ def gpus() -> list[Gpu]:
 
 def driver() -> str | None:
     """The NVIDIA driver's version, or None."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+    return next(iter(nvidia_smi("driver_version")), None)
 
 
 def threads() -> str:
@@ -81,10 +81,8 @@ def built(info: dict[str, object]) -> list[Finding]:
     return [Finding("version", str(info["version"])), Finding("backends", backends)]
 
 
-def here() -> list[Finding]:
-    torch = package("torch")
+def here(cards: list[Gpu], torch: str | None) -> list[Finding]:
     old = torch is not None and tuple(int(n) for n in torch.split(".")[:2]) < MIN_TORCH
-    cards = gpus()
     return [
         Finding("python", f"{platform.python_version()} in {sys.prefix}"),
         Finding(
@@ -130,11 +128,11 @@ def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list
 
 def report() -> dict[str, list[Finding]]:
     """The sections of `fp8moe-cutlass doctor`."""
-    info = _C.build_info()
+    info, cards, torch = _C.build_info(), gpus(), package("torch")
     return {
         "What was built": built(info),
-        "What is here": here(),
-        "What would run": advice(info, gpus(), package("torch")),
+        "What is here": here(cards, torch),
+        "What would run": advice(info, cards, torch),
     }
 
 
@@ -159,6 +157,8 @@ def explain(sizes: str, sms: int | None) -> tuple[str, list[Finding]]:
     except ValueError:
         raise ValueError(f"--explain needs four whole numbers M,N,K,E; got {sizes}") from None
     sms = sm_count() if sms is None else sms
+    if max(map(abs, (m, n, k, experts, sms))) >= 2**63:  # _C takes no more
+        raise ValueError(f"--explain and --sms must be below 2^63; got {sizes} and {sms}")
     found = []
     for name in ("fprop", "dgrad", "wgrad"):
         c = _C.explain_grouped_gemm(name, m, n, k, experts, sms)

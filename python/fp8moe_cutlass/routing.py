@@ -150,5 +150,8 @@ def slab_words(tokens: int, slots: int, experts: int, align: int, capacity: int)
 
 
 def empty_plan(slab_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
-    """A plan of these sizes whose slab is what `slab_of(words)` returns."""
-    return RoutingPlan(slab_of(slab_words(*sizes)), *sizes)
+    """A plan of these sizes whose slab is what `slab_of(words)` returns. Sizes of which no plan can
+    be get no words, and the op they are given to says what is wrong with them."""
+    _, _, experts, align, capacity = sizes
+    possible = experts > 0 and align > 0 and capacity >= 0
+    return RoutingPlan(slab_of(slab_words(*sizes) if possible else 0), *sizes)

@@ -48,6 +48,8 @@ class Counters:
     TRANSPOSES, over every `every`-th row."""
 
     def __init__(self, device: torch.device, every: int = EVERY) -> None:
+        if every < 1:
+            raise ValueError(f"[telemetry] every must be at least 1; got {every}")
         names = OPERANDS + TRANSPOSES
         self.counts = torch.zeros(len(names), COUNTS, dtype=torch.int64, device=device)
         self.of = dict(zip(names, self.counts, strict=True))
@@ -94,7 +96,7 @@ class Watch:
 
 def enable(module: nn.Module, every: int = EVERY) -> Watch:
     """Count in every FP8 MoEExperts of `module`, on the device its parameters are on now, until
-    `disable`. Raises ValueError if there is none."""
+    `disable`. Raises ValueError if there is none, or `every` is below 1."""
     seen = Watch(fp8_layers(module), every)
     for name, layer in seen.layers.items():
         layer.observer = seen.counters[name]

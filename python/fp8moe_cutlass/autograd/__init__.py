@@ -1,4 +1,7 @@
-"""Differentiable blocks: what is saved, what is computed again, where weight gradients go."""
+"""Differentiable blocks: what is saved, what is computed again, where weight gradients go.
+
+None has a second derivative, and each raises where one is asked for.
+"""
 
 from fp8moe_cutlass.autograd.bf16 import Groups, group
 from fp8moe_cutlass.autograd.experts import bf16_experts, fp8_experts

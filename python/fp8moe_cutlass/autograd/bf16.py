@@ -36,7 +36,7 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
     bad = (topk_idx < -1) | (topk_idx >= num_experts)
     if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
         value = int(topk_idx[bad][0])
-        raise ValueError(f"[route] topk_idx must be in [-1, {num_experts}); got {value}")
+        raise ValueError(f"[route] expert ids must lie in [-1, {num_experts}); got {value}")
     kept = (topk_idx >= 0) & ~bad
     expert = torch.where(kept, topk_idx, num_experts).long().flatten()
     grouped, order = torch.sort(expert, stable=True)

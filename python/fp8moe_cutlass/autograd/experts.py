@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
+from fp8moe_cutlass.autograd.once import once_differentiable
 from fp8moe_cutlass.autograd.saving import load, save
 from fp8moe_cutlass.autograd.weight_grad import WeightGrad, cast
 from fp8moe_cutlass.recipe import Fp8Recipe

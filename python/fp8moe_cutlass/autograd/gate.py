@@ -18,8 +18,8 @@ from torch import Tensor
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H] times weight [E, H] transposed -> [T, E] float32, also under autocast.
 
-    On CUDA with x in bfloat16, E > 1, no DTensors (else both are cast to float32, and torch does
-    the rest):
+    On CUDA with x in bfloat16, T > 1, E > 1, no DTensors (else both are cast to float32, and torch
+    does the rest):
     - logits and dweight: every bit of x, weight and dlogits counts; what rounds is the tensor
       core's sum in float32. dweight has weight's dtype.
     - dx: without the products below 2^-13 of |dlogits| |weight| (typically 2^-16 of the root of
@@ -32,7 +32,8 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
       none.
     """
     with torch.autocast(x.device.type, enabled=False):
-        by_parts = x.is_cuda and x.dtype == torch.bfloat16 and len(weight) > 1
+        # A product of one row, column or term inductor decomposes, and then leaves out_dtype out.
+        by_parts = x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 1 and len(weight) > 1
         if not by_parts or hasattr(x, "full_tensor"):  # a DTensor has no mm with out_dtype
             return F.linear(x.float(), weight.float())
         if weight.dtype != torch.bfloat16:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.experts import dense
+from fp8moe_cutlass.autograd.once import once_differentiable
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import ScaleLayout

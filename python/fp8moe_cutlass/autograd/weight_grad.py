@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # (out, accumulate, dtype) -> dW [E, N, K]. With `out` the gradient is written (accumulate: added)
-# there; else a new tensor of `dtype` ("float32" or "bfloat16") is returned.
+# there; else a new tensor is returned, of `dtype` ("float32" or "bfloat16"; bf16.py's is bfloat16).
 Wgrad = Callable[[Tensor | None, bool, str], Tensor]
 
 

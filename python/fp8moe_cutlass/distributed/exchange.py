@@ -77,7 +77,8 @@ def make_exchange(
 class Exchange:
     """How a layer's rows travel within `group`, which owns its experts in equal, ascending shares.
 
-    Every method is collective: all ranks of the group call it, in the same order.
+    What is announced, dispatched and given back is collective: all ranks of the group call these
+    methods, in the same order.
     capacity None: sizes are exchanged before the rows, which takes one read by the host. rows, or
     (rows, assignments): fixed sizes, which no host reads; see MoEExperts.
     `dropped` [3] i64 counts, on the device and since the beginning, what this rank had no place

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8moe_cutlass.autograd.experts import needs_grad
+from fp8moe_cutlass.autograd.once import once_differentiable
 from fp8moe_cutlass.autograd.saving import Saved, load, save
 from fp8moe_cutlass.autograd.weight_grad import Gradients, WeightGrad
 from fp8moe_cutlass.distributed.exchange import Exchange, Pending, Sizes

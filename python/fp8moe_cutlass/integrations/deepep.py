@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp8moe_cutlass.autograd import WeightGrad, fp8
 from fp8moe_cutlass.autograd.experts import quantize
+from fp8moe_cutlass.autograd.once import once_differentiable
 from fp8moe_cutlass.autograd.saving import load, save
 from fp8moe_cutlass.integrations.deepep_rows import (
     Pair,

@@ -66,12 +66,12 @@ def moe_permute(
         return out, row_id_map
     if map_type != "index":
         raise ValueError(f"[moe_permute] map_type must be 'mask' or 'index'; got {map_type!r}")
-    _check_tokens("moe_permute", inp, routing_map, "routing_map")
+    _check_tokens("moe_permute", inp, routing_map)
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout), routing_map.new_empty(0, dtype=torch.int32)
     rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     plan = ops.route(num_experts, topk_idx=routing_map.contiguous(), capacity=rows)
-    out, _ = _move(inp, plan, None, scale_layout)
+    out, _ = _move("moe_permute", inp, plan, None, scale_layout)
     return out, maps.index_map(plan)
 
 
@@ -124,7 +124,7 @@ def moe_permute_and_pad_with_probs(
     _check_given(op, probs=probs, tokens_per_expert=tokens_per_expert)
     if align_size not in (1, 16, 32, 128):
         raise ValueError(f"[{op}] align_size must be 1, 16, 32 or 128; got {align_size}")
-    _check_tokens(op, inp, routing_map, "routing_map")
+    _check_tokens(op, inp, routing_map)
     tokens, experts = routing_map.shape
     if tuple(tokens_per_expert.shape) != (experts,):
         raise ValueError(
@@ -138,7 +138,7 @@ def moe_permute_and_pad_with_probs(
         pad_offsets = pad_offsets if padded else None
     elif plan.slab.device.type == "cpu":
         plan.check()
-    out, permuted_probs = _move(inp, plan, probs, scale_layout, zero_unweighted=True)
+    out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=True)
     assert permuted_probs is not None
     target = plan.row_offsets.long().diff()
     return out, permuted_probs, maps.mask_map(plan, pad_offsets), pad_offsets, target
@@ -212,13 +212,14 @@ def moe_sort_chunks_by_index(
     *,
     scale_layout: ScaleLayout | None = None,
 ) -> T:
-    """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C].
+    """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C], integers.
 
     Rows past the last chunk are dropped; what the output holds in their place is unspecified.
     """
+    op = "moe_sort_chunks_by_index"
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout)
-    return _move(inp, _chunks(inp, split_sizes, sorted_index), None, scale_layout)[0]
+    return _move(op, inp, _chunks(op, inp, split_sizes, sorted_index), None, scale_layout)[0]
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -229,11 +230,13 @@ def moe_sort_chunks_by_index_with_probs(
     *,
     scale_layout: ScaleLayout | None = None,
 ) -> tuple[T, Tensor]:
-    """moe_sort_chunks_by_index, and the probs [N] of the rows likewise."""
+    """moe_sort_chunks_by_index, and the probs [N] of the rows likewise (float32, float16 or
+    bfloat16)."""
+    op = "moe_sort_chunks_by_index_with_probs"
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout), probs.clone()
-    plan = _chunks(inp, split_sizes, sorted_index)
-    out, sorted_probs = _move(inp, plan, probs.reshape(-1, 1), scale_layout)
+    plan = _chunks(op, inp, split_sizes, sorted_index)
+    out, sorted_probs = _move(op, inp, plan, probs.reshape(-1, 1), scale_layout)
     assert sorted_probs is not None
     return out, sorted_probs
 
@@ -251,7 +254,7 @@ def permute_by_mask(
     zero_unweighted: bool = True,
 ) -> tuple[T, Tensor | None, Tensor]:
     """moe_permute(_with_probs) by a mask; zero_unweighted: rows of prob 0 are zero."""
-    _check_tokens(op, inp, routing_map, "routing_map")
+    _check_tokens(op, inp, routing_map)
     tokens, experts = routing_map.shape
     if tokens == 0:
         empty = routing_map.new_empty((0, 2 * experts + 1), dtype=torch.int32)
@@ -261,11 +264,12 @@ def permute_by_mask(
     if plan.slab.device.type == "cpu":
         plan.check()
     zero = probs is not None and zero_unweighted
-    out, permuted_probs = _move(inp, plan, probs, scale_layout, zero_unweighted=zero)
+    out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=zero)
     return out, permuted_probs, maps.mask_map(plan, None)
 
 
 def _move(
+    op: str,
     inp: T,
     plan: RoutingPlan,
     probs: Tensor | None,
@@ -274,7 +278,7 @@ def _move(
     zero_unweighted: bool = False,
 ) -> tuple[T, Tensor | None]:
     """autograd.permute_pad, probs in their own dtype."""
-    weights = None if probs is None else _float32("permute_pad", probs)
+    weights = None if probs is None else _float32(op, probs)
     layout: ScaleLayout = "gemm"
     x: T = inp
     if isinstance(inp, Fp8Tensor):
@@ -307,11 +311,13 @@ def _exact(op: str, plan: RoutingPlan, counts: Tensor) -> tuple[RoutingPlan, boo
     return maps.repack(plan, int(rows)), rows != tokens
 
 
-def _chunks(inp: Tensor | Fp8Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:
+def _chunks(
+    op: str, inp: Tensor | Fp8Tensor, split_sizes: Tensor, sorted_index: Tensor
+) -> RoutingPlan:
     """A chunk's place in the new order is the expert of its rows."""
     if split_sizes.dim() != 1 or sorted_index.shape != split_sizes.shape:
         raise ValueError(
-            "[moe_sort_chunks_by_index] split_sizes and sorted_index must both be [C]; got "
+            f"[{op}] split_sizes and sorted_index must both be [C]; got "
             f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
         )
     device, chunks = inp.device, split_sizes.shape[0]
@@ -335,11 +341,11 @@ def _check_given(op: str, **arguments: Tensor | None) -> None:
             raise ValueError(f"[{op}] {name} is required; got None")
 
 
-def _check_tokens(op: str, inp: Tensor | Fp8Tensor, routing: Tensor, name: str) -> None:
-    if routing.dim() != 2 or routing.shape[0] != inp.shape[0]:
+def _check_tokens(op: str, inp: Tensor | Fp8Tensor, routing_map: Tensor) -> None:
+    if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
         raise ValueError(
-            f"[{op}] {name} must be [{inp.shape[0]}, ...], a row a token; "
-            f"got {tuple(routing.shape)}"
+            f"[{op}] routing_map must be [{inp.shape[0]}, ...], a row a token; "
+            f"got {tuple(routing_map.shape)}"
         )
 
 

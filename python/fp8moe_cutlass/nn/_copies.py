@@ -159,11 +159,13 @@ class Fp8Copies(nn.Module):
             for name in self._copy_names():
                 setattr(self, name, None)
         self._source = None  # torch may swap tensors, which it refuses while they are referred to
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._shards = {
-            name: p for name, p in self.named_parameters(recurse=False) if is_sharded(p)
-        }
-        self._allocate_copies()
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:  # a move that fails leaves a layer that runs where it was
+            self._shards = {
+                name: p for name, p in self.named_parameters(recurse=False) if is_sharded(p)
+            }
+            self._allocate_copies()
         return self
 
     def __getstate__(self) -> dict[str, Any]:

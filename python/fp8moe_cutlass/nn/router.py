@@ -63,6 +63,9 @@ class Router(nn.Module):
             raise ValueError(
                 f"[Router] score_function must be 'softmax' or 'sigmoid'; got {score_function!r}"
             )
+        for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts)):
+            if size < 1:
+                raise ValueError(f"[Router] {name} must be at least 1; got {size}")
         if num_groups < 1 or num_experts % num_groups:
             raise ValueError(
                 f"[Router] num_groups must divide num_experts {num_experts}; got {num_groups}"

@@ -1,8 +1,9 @@
 """L1: the operators, over torch tensors, NumPy arrays or, with out=, any DLPack producer.
 
 They run on the device of their arguments, allocate what `out=` does not give, and build no autograd
-graph: an argument that requires grad is refused while grad mode is on. docs/numerics.md says what
-each guarantees bit by bit.
+graph: an argument that requires grad is refused while grad mode is on. A wrong shape, dtype,
+stride, device or word is a ValueError, and nothing is written then. docs/numerics.md says what each
+guarantees bit by bit.
 """
 
 from fp8moe_cutlass.ops.count_codes import count_codes

@@ -200,7 +200,7 @@ def fp8_output(
     interleave: int = 0,
 ) -> Fp8Tensor:
     """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
-    format = dtype_name(op, fp8_dtype, "e4m3", "e5m2")
+    format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     if out is not None:
         asked = (layout, format, pow2, interleave)
         got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
@@ -226,13 +226,13 @@ def fp8_output(
 # ---- words --------------------------------------------------------------------------------------
 
 
-def dtype_name(op: str, dtype: DType, *allowed: str) -> str:
+def dtype_name(op: str, argument: str, dtype: DType, *allowed: str) -> str:
     """The name among `allowed` of a dtype given by name or as a framework's object."""
     name = _NAMES.get(dtype)
     if name is None and not isinstance(dtype, str):
         name = _NAMES.get(getattr(dtype, "name", getattr(dtype, "__name__", None)))
     if name not in allowed:
-        raise ValueError(f"[{op}] dtype must be one of {allowed}; got {dtype!r}")
+        raise ValueError(f"[{op}] {argument} must be one of {allowed}; got {dtype!r}")
     return name
 
 

@@ -31,7 +31,7 @@ def grouped_gemm(
             "[grouped_gemm] a and w must not be interleaved; "
             f"got interleave={a.interleave} and {w.interleave}"
         )
-    name = dtype_name("grouped_gemm", out_dtype, "bfloat16", "float32")
+    name = dtype_name("grouped_gemm", "out_dtype", out_dtype, "bfloat16", "float32")
     if out is None:
         out = empty("grouped_gemm", a.data, (a.data.shape[0], w.data.shape[1]), name)
     op = "grouped_gemm"

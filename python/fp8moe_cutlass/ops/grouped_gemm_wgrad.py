@@ -29,7 +29,7 @@ def grouped_gemm_wgrad(
     [E, N, K], float32 or bfloat16; accumulate=True adds to `out`; otherwise an expert without
     tokens gets zeros.
     """
-    name = dtype_name("grouped_gemm_wgrad", out_dtype, "float32", "bfloat16")
+    name = dtype_name("grouped_gemm_wgrad", "out_dtype", out_dtype, "float32", "bfloat16")
     if out is None:
         if accumulate:
             raise ValueError("[grouped_gemm_wgrad] accumulate=True adds to out; got out=None")

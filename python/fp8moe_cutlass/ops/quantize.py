@@ -26,7 +26,6 @@ def quantize(
     A tile of `block` (1x128 or 128x128) with largest magnitude a has the scale (docs/numerics.md)
     that maps max(a, eps) to the largest FP8 value, rounded to a power of two for scale="pow2".
     scale_layout: "row" (default) or "gemm" for 1x128; "block" for 128x128.
-    Raises ValueError for a wrong shape, dtype, stride, device or word; nothing is written then.
     """
     layout = scale_layout or ("row" if block == (1, 128) else "block")
     if block != ((128, 128) if layout == "block" else (1, 128)):

@@ -52,7 +52,7 @@ def quantize_pack(
     """
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
-    format = dtype_name("quantize_pack", fp8_dtype, "e4m3", "e5m2")
+    format = dtype_name("quantize_pack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     pow2 = is_pow2("quantize_pack", scale)
     if out is None:
         hidden = shape_of("quantize_pack", "x", x, 2)[1]

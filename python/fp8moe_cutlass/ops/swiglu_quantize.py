@@ -50,9 +50,9 @@ def swiglu_quantize(
     """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16).
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
-    up within [-c, c]. columns "block" or "column" (needs a plan) also returns h transposed,
-    [I, Kcap], as quantize_dual does; save_z also returns Q(z) [R, 2I] in row layout, which the
-    backward may take instead of z.
+    up within [-c, c]; None or 0: neither. columns "block" or "column" (needs a plan) also returns h
+    transposed, [I, Kcap], as quantize_dual does; save_z also returns Q(z) [R, 2I] in row layout,
+    which the backward may take instead of z.
     Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
     """
     op = "swiglu_quantize"
@@ -123,7 +123,7 @@ def swiglu_quantize_backward(
         dz_columns = fp8_output(op, given[1], dh, (2 * i, kcap), layout, fp8_dtype, pow2)
         h_columns = fp8_output(op, given[2], dh, (i, kcap), layout, h_dtype, pow2)
     if probs is not None and dprobs is None:
-        dprobs = empty(op, probs, (r,))
+        dprobs = empty(op, probs, (r,), "float32")
     z_q = z if isinstance(z, Fp8Tensor) else None
     _backward(
         dh,

@@ -27,7 +27,7 @@ def unpack(
     (others refuse it). fp8_dtype and pow2 are what quantize_pack was given; the wire does not carry
     them.
     """
-    format = dtype_name("unpack", fp8_dtype, "e4m3", "e5m2")
+    format = dtype_name("unpack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     shape = tuple(packed.shape)
     if len(shape) != 2 or shape[1] != packed_row_bytes(hidden, slots):
         raise ValueError(

@@ -56,6 +56,7 @@ def unpermute_unpad_backward(
         shape = (plan.rows, shape_of("unpermute_unpad_backward", "dout", dout, 2)[1])
         dy = empty("unpermute_unpad_backward", dout, shape)
     if probs is not None and dprobs is None:
-        dprobs = empty("unpermute_unpad_backward", probs, (plan.tokens, plan.slots))
+        shape = (plan.tokens, plan.slots)
+        dprobs = empty("unpermute_unpad_backward", probs, shape, "float32")
     _backward(dout, *flat_plan(plan), y, probs, dy, dprobs)
     return dy, dprobs

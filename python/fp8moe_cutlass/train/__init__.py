@@ -75,8 +75,13 @@ def train(
     """
     if seeds < 1:
         raise ValueError(f"[train] seeds must be at least 1; got {seeds}")
+    unknown = [variant for variant in variants if variant not in VARIANTS]
+    if unknown:
+        raise ValueError(f"[train] variants must be of {', '.join(VARIANTS)}; got {unknown[0]}")
     if ranks.rank == 0:
         out.mkdir(parents=True, exist_ok=True)  # or fail before the training, not after it
+        if not os.access(out, os.W_OK):
+            raise ValueError(f"[train] out must be a folder that can be written to; got {out}")
     result = resumed(out, config, corpus, device) if resume else None
     result = result or new_result(config, corpus, device)
     for seed in range(config.seed, config.seed + seeds):
