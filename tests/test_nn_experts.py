@@ -88,6 +88,18 @@ def test_copies_are_refreshed_only_when_they_must(monkeypatch: pytest.MonkeyPatc
     layer = p.experts()
     calls = []
     refresh = layer.quantize_weights
+def test_another_tensor_at_the_same_address_is_noticed() -> None:
+    """Which an allocator makes of two `w.data = f(w.data)` in a row."""
+    p = problem(64, dtype=torch.float32)
+    layer = p.experts()
+    memory = layer.down_proj.detach().numpy().copy()
+    for change in (0, 1):
+        memory += change
+        layer.down_proj.data = torch.from_numpy(memory)
+        p.down = layer.down_proj.detach()
+        assert torch.equal(out_of(layer, p), out_of(p.experts(), p))
+
+
     monkeypatch.setattr(layer, "quantize_weights", lambda: calls.append(1) or refresh())
     addresses = [b.data_ptr() for b in layer.buffers()]
     for first, total in ((None, 1), (None, 1), (False, 1), (True, 2), (None, 2)):
