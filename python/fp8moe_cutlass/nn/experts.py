@@ -188,6 +188,11 @@ class MoEExperts(Fp8Copies):
                 "[MoEExperts] delay_wgrad must be False under fully_shard, which would not see "
                 "the gradients of backward_dw(); got True"
             )
+        if self.delay_wgrad and not all(w.is_leaf for w in weights):
+            raise RuntimeError(
+                "[MoEExperts] delay_wgrad must be False where weights are computed (parametrize, "
+                "functional_call): backward_dw() has no way back to what they are made of; got True"
+            )
         queue = self._wgrads if self.delay_wgrad else None
         gate_up, down = (WeightGrad(w, is_first_microbatch, queue) for w in weights)
         keep = "none" if self.recompute == "expert" else self.save_preactivation

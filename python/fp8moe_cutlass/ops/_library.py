@@ -21,6 +21,8 @@ from fp8moe_cutlass.typing import Array, DType
 
 try:
     import torch
+    from torch.autograd import forward_ad
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -76,6 +78,9 @@ def define(
         _LIBRARY.impl(name, direct, key)
     torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
     through_torch = getattr(torch.ops.fp8moe, name).default
+    # Selective checkpointing keeps what an op returns, which here is nothing: its backward would
+    # leave the op out and read outputs that nobody filled.
+    SAC_IGNORED_OPS.add(through_torch)
     words = arguments.rstrip(")").split(", ")
     names = [w.split()[-1] for w in words]
     places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
@@ -86,6 +91,10 @@ def define(
     dispatch_modes, profiler = _dispatch_modes, torch.autograd.profiler
     increment_version, tensor = torch._C._increment_version, torch.Tensor
     needing_grad, instances = _C.needing_grad, _C.instances
+    is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
+    lost = (
+        "require grad, its gradient would be lost; use fp8moe_cutlass.autograd or .nn, or detach it"
+    )
 
     def call(*args: Any) -> None:
         if is_compiling():  # traced: no extension here
@@ -97,6 +106,10 @@ def define(
             return
         if is_grad_enabled() and (i := needing_grad(args, arrays)) >= 0:
             refuse(i)
+        if forward_ad._current_level >= 0 and is_forward_ad_enabled():
+            for i in places:
+                if _has_tangent(args[i]):
+                    refuse(i, "have a tangent, which would be lost: ops have no forward-mode AD")
         if dispatch_modes() or profiler._is_profiler_enabled:
             through_torch(*args)
         else:
@@ -105,13 +118,16 @@ def define(
         # autograd.graph.increment_version at half its time.
         increment_version(instances(args, written, tensor))
 
-    def refuse(i: int) -> None:
-        raise ValueError(
-            f"[{name}] {names[i]} must not require grad, its gradient would be lost; "
-            "use fp8moe_cutlass.autograd or .nn, or detach it"
-        )
+    def refuse(i: int, what: str = lost) -> None:
+        raise ValueError(f"[{name}] {names[i]} must not {what}")
 
     return call
+
+
+def _has_tangent(t: Any) -> bool:
+    if not isinstance(t, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _fill_nothing(*args: Any) -> None:
