@@ -125,6 +125,17 @@ def test_checkpointed_moe(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(eager, traced)
 
 
+def test_export_of_any_token_count() -> None:
+    moe = MoE(128, 128, 4, 2, recipe=None)
+    x = torch.randn(64, 128).bfloat16()
+    tokens = {0: torch.export.Dim("tokens", min=2, max=1024)}
+    with torch.no_grad():
+        exported = torch.export.export(moe, (x,), dynamic_shapes={"x": tokens}, strict=False)
+        run = exported.module()
+        for some in (x, x[:24]):
+            assert torch.equal(run(some), moe(some))
+
+
 def test_weights_never_quantized() -> None:
     p = problem(32)
     with pytest.raises(Exception, match="quantize_weights"):
