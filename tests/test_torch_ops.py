@@ -182,6 +182,16 @@ def test_make_fx_records_the_op() -> None:
     torch.testing.assert_close(bits(graph(p.x)), bits(ops.quantize(p.x).data), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_records_the_op() -> None:
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        return ops.dequantize(ops.quantize(x), dtype="float32")
+
+    traced = torch.jit.trace(round_trip, (torch.randn(4, 128),))
+    x = torch.randn(8, 128)
+    assert torch.equal(traced(x), round_trip(x))
+
+
 def test_dispatch_mode_sees_the_op() -> None:
     seen = []
 

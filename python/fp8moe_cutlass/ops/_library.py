@@ -2,9 +2,10 @@
 
 torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
 outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C; the
-torch op is taken where something traces, intercepts or watches (torch.compile, make_fx, dispatch
-modes, the profiler, which then names the op). Eager calls count up the versions of the outputs, as
-torch's in-place operations do; torch.ops.fp8moe.<op> itself, called directly, does not.
+torch op is taken where something traces, intercepts or watches (torch.compile, make_fx,
+torch.jit.trace, dispatch modes, the profiler, which then names the op). Eager calls count up the
+versions of the outputs, as torch's in-place operations do; torch.ops.fp8moe.<op> itself, called
+directly, does not.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ if torch is not None:
     )
     _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
     _is_deterministic = torch._C._get_deterministic_algorithms
+    _is_jit_tracing = torch._C._is_tracing
     _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # no CUDA in torch
 
 
@@ -89,6 +91,7 @@ def define(
     # A call looks up no module's attribute that it can hold.
     is_compiling, is_grad_enabled = _is_compiling, torch.is_grad_enabled
     dispatch_modes, profiler = _dispatch_modes, torch.autograd.profiler
+    is_jit_tracing = _is_jit_tracing
     increment_version, tensor = torch._C._increment_version, torch.Tensor
     needing_grad, instances = _C.needing_grad, _C.instances
     is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
@@ -110,7 +113,7 @@ def define(
             for i in places:
                 if _has_tangent(args[i]):
                     refuse(i, "have a tangent, which would be lost: ops have no forward-mode AD")
-        if dispatch_modes() or profiler._is_profiler_enabled:
+        if dispatch_modes() or profiler._is_profiler_enabled or is_jit_tracing():
             through_torch(*args)
         else:
             direct(*args)
@@ -163,7 +166,7 @@ def _undispatched(like: Array) -> Any:
     """
     if torch is None or not isinstance(like, torch.Tensor):
         return None
-    if _is_compiling() or _dispatch_modes() or _is_deterministic():
+    if _is_compiling() or _dispatch_modes() or _is_deterministic() or _is_jit_tracing():
         return None
     if like.is_cuda:
         return _EMPTY_CUDA if like.get_device() == _current_device() else None
