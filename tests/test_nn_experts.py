@@ -359,6 +359,21 @@ def test_deferred_wgrad_equals_immediate(recipe: Fp8Recipe | None, main_grad: bo
 
 
 @FP8_AND_BF16
+def test_deferred_wgrads_outlive_an_error(recipe: Fp8Recipe | None) -> None:
+    p = problem(32)
+    want = p.run(p.experts(recipe=recipe))
+    layer = p.experts(recipe=recipe, delay_wgrad=True)
+    layer.down_proj.main_grad = torch.zeros(1)
+    p.run(layer)
+    with pytest.raises(ValueError, match=r"\[main_grad\]"):
+        layer.backward_dw()
+    layer.down_proj.main_grad = None
+    layer.backward_dw()
+    assert torch.equal(layer.gate_up_proj.grad, want.dgate_up)
+    assert torch.equal(layer.down_proj.grad, want.ddown)
+
+
+@FP8_AND_BF16
 def test_gradients_of_computed_weights_are_not_deferred(recipe: Fp8Recipe | None) -> None:
     p = problem(32)
     layer = p.experts(recipe=recipe, delay_wgrad=True)

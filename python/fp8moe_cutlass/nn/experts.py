@@ -51,12 +51,13 @@ class MoEExperts(Fp8Copies):
 
     The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
     changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
-    write through `.data` alone is invisible, so call `quantize_weights()` after it, or pass
-    is_first_microbatch=True, which always refreshes. Under torch.compile and CUDA graph capture
-    nothing is noticed: pass True there, or call `quantize_weights()` after every optimizer step; a
-    forward before the first call raises. Under DistributedDataParallel pass
-    broadcast_buffers=False, or it sends the copies around every step (over gloo it cannot: "Invalid
-    scalar type"). Under fully_shard the copies are whole on every rank (docs/layer.md).
+    write through `.data` alone, or to a parameter made in inference mode, is invisible, so call
+    `quantize_weights()` after it, or pass is_first_microbatch=True, which always refreshes. Under
+    torch.compile and CUDA graph capture nothing is noticed: pass True there, or call
+    `quantize_weights()` after every optimizer step; a forward before the first call raises. Under
+    DistributedDataParallel pass broadcast_buffers=False, or it sends the copies around every step
+    (over gloo it cannot: "Invalid scalar type"). Under fully_shard the copies are whole on every
+    rank (docs/layer.md).
 
     A parameter with `main_grad` gets its gradient added there, or written with
     is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
