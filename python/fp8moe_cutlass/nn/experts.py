@@ -60,9 +60,11 @@ class MoEExperts(Fp8Copies):
     rank (docs/layer.md).
 
     A parameter with `main_grad` gets its gradient added there, or written with
-    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
-    once between two backwards: a second forward with it rewrites the FP8 copies that the backward
-    of the first is to read, which then raises (torch's "modified by an inplace operation").
+    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. The backward of
+    that forward must run before the others', which it would overwrite: where the last microbatch
+    goes back first, zero main_grad and pass True nowhere. True at most once between two backwards:
+    a second forward with it rewrites the FP8 copies that the backward of the first is to read,
+    which then raises (torch's "modified by an inplace operation").
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and

@@ -189,7 +189,7 @@ def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> A
             f"[{op}] allocates outputs for torch and NumPy only; give out= for {type(like)}"
         )
     if dtype == "bfloat16":
-        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for dtype 'float32' or 'float16'")
+        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for 'float32'")
     return np.empty(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
 
 
