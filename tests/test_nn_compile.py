@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoE
@@ -105,6 +106,34 @@ def test_moe() -> None:
         results.append([out, moe.aux_loss, *(w.grad for w in moe.parameters())])
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager, traced)
+
+
+def test_checkpointed_moe(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    monkeypatch.setattr(torch._dynamo.config, flag, True)
+    torch.manual_seed(0)
+    moe = MoE(128, 128, 4, 2)
+    moe.quantize_weights()
+    x = torch.randn(64, 128).bfloat16()
+    results = []
+    for f in (moe, compiled(lambda x: checkpoint(moe, x, use_reentrant=False))):
+        moe.zero_grad()
+        out = f(x)
+        (out.float().square().mean() + moe.aux_loss).backward()
+        results.append([out, moe.aux_loss, *(w.grad for w in moe.parameters())])
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_export_of_any_token_count() -> None:
+    moe = MoE(128, 128, 4, 2, recipe=None)
+    x = torch.randn(64, 128).bfloat16()
+    tokens = {0: torch.export.Dim("tokens", min=2, max=1024)}
+    with torch.no_grad():
+        exported = torch.export.export(moe, (x,), dynamic_shapes={"x": tokens}, strict=False)
+        run = exported.module()
+        for some in (x, x[:24]):
+            assert torch.equal(run(some), moe(some))
 
 
 def test_weights_never_quantized() -> None:

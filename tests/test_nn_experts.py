@@ -7,13 +7,18 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8moe_cutlass import Fp8Recipe, ops
@@ -81,6 +86,18 @@ def test_a_changed_parameter_is_noticed(change: Callable[[MoEExperts], None]) ->
     after = out_of(layer, p)
     assert not torch.equal(after, before)
     assert torch.equal(after, out_of(p.experts(), p))
+
+
+def test_another_tensor_at_the_same_address_is_noticed() -> None:
+    """Which an allocator makes of two `w.data = f(w.data)` in a row."""
+    p = problem(64, dtype=torch.float32)
+    layer = p.experts()
+    memory = layer.down_proj.detach().numpy().copy()
+    for change in (0, 1):
+        memory += change
+        layer.down_proj.data = torch.from_numpy(memory)
+        p.down = layer.down_proj.detach()
+        assert torch.equal(out_of(layer, p), out_of(p.experts(), p))
 
 
 def test_copies_are_refreshed_only_when_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +226,13 @@ def test_meta_device(recipe: Fp8Recipe | None) -> None:
     assert_same(p.run(layer), want)
 
 
+class Doubled(nn.Module):
+    def forward(self, w: torch.Tensor) -> torch.Tensor:
+        return 2 * w
+
+
 @FP8_AND_BF16
 def test_copies_of_a_parametrized_module(recipe: Fp8Recipe | None) -> None:
-    class Doubled(nn.Module):
-        def forward(self, w: torch.Tensor) -> torch.Tensor:
-            return 2 * w
-
     p = problem(64)
     layer = p.experts(recipe=recipe)
     parametrize.register_parametrization(layer, "down_proj", Doubled())
@@ -353,6 +371,31 @@ def test_deferred_wgrad_equals_immediate(recipe: Fp8Recipe | None, main_grad: bo
         assert torch.equal(now, later)
 
 
+@FP8_AND_BF16
+def test_deferred_wgrads_outlive_an_error(recipe: Fp8Recipe | None) -> None:
+    p = problem(32)
+    want = p.run(p.experts(recipe=recipe))
+    layer = p.experts(recipe=recipe, delay_wgrad=True)
+    layer.down_proj.main_grad = torch.zeros(1)
+    p.run(layer)
+    with pytest.raises(ValueError, match=r"\[main_grad\]"):
+        layer.backward_dw()
+    layer.down_proj.main_grad = None
+    layer.backward_dw()
+    assert torch.equal(layer.gate_up_proj.grad, want.dgate_up)
+    assert torch.equal(layer.down_proj.grad, want.ddown)
+
+
+@FP8_AND_BF16
+def test_gradients_of_computed_weights_are_not_deferred(recipe: Fp8Recipe | None) -> None:
+    p = problem(32)
+    layer = p.experts(recipe=recipe, delay_wgrad=True)
+    parametrize.register_parametrization(layer, "down_proj", Doubled())
+    with pytest.raises(RuntimeError, match="delay_wgrad must be False"):
+        layer(p.x, p.topk_idx, p.probs)
+    out_of(layer, p)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -375,9 +418,23 @@ def test_bad_main_grad(bad: torch.Tensor) -> None:
 # ---- torch around it ----------------------------------------------------------------------------
 
 
+def save_gemms(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "gemm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "plain": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, save_gemms),
+    },
+}
+
+
 @FP8_AND_BF16
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(recipe: Fp8Recipe | None, reentrant: bool) -> None:
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_activation_checkpointing(recipe: Fp8Recipe | None, kind: str) -> None:
     p = problem(96)
     want = p.run(p.experts(recipe=recipe))
     layer = p.experts(recipe=recipe)
@@ -386,7 +443,7 @@ def test_activation_checkpointing(recipe: Fp8Recipe | None, reentrant: bool) -> 
         gate_up_proj, down_proj = layer.gate_up_proj, layer.down_proj
 
         def forward(self, *args: Any) -> torch.Tensor:
-            return checkpoint(layer, *args, use_reentrant=reentrant)
+            return checkpoint(layer, *args, **CHECKPOINTS[kind])
 
     assert_same(p.run(Checkpointed()), want)
 

@@ -114,6 +114,19 @@ def test_balanced_routing_has_loss_one_and_collapse_num_experts() -> None:
     assert one.tokens_per_expert.tolist() == [8, 0, 0, 0, 0, 0, 0, 0]
 
 
+def test_a_token_that_no_expert_wants_has_a_finite_loss() -> None:
+    router = Router(32, 8, 2, score_function="sigmoid")
+    with torch.no_grad():
+        router.weight.fill_(-1.0)
+    x = torch.full((4, 32), 4.0, requires_grad=True)  # sigmoids of -128, 0 in float32
+    routing = router(x)
+    assert not routing.topk_weights.any()
+    assert routing.aux_loss == 0
+    (routing.topk_weights.sum() + routing.aux_loss).backward()
+    assert not x.grad.any()
+    assert not router.weight.grad.any()
+
+
 def test_aux_loss_pushes_towards_balance() -> None:
     torch.manual_seed(0)
     router = Router(16, 4, 1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -181,6 +182,16 @@ def test_make_fx_records_the_op() -> None:
     torch.testing.assert_close(bits(graph(p.x)), bits(ops.quantize(p.x).data), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_jit_trace_records_the_op() -> None:
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        return ops.dequantize(ops.quantize(x), dtype="float32")
+
+    traced = torch.jit.trace(round_trip, (torch.randn(4, 128),))
+    x = torch.randn(8, 128)
+    assert torch.equal(traced(x), round_trip(x))
+
+
 def test_dispatch_mode_sees_the_op() -> None:
     seen = []
 
@@ -257,6 +268,15 @@ def test_a_backward_never_reads_what_an_op_has_overwritten() -> None:
     assert (q.data._version, q.scale_inv._version) == (before[0] + 1, before[1] + 1)
     with torch.inference_mode():  # whose tensors have no versions
         ops.quantize(x, out=ops.quantize(x))
+
+
+def test_a_tangent_is_refused() -> None:
+    """The ops have no forward-mode differentiation, and would lose it in silence."""
+    x = torch.randn(4, 128)
+    with forward_ad.dual_level():
+        assert ops.quantize(x).shape == x.shape
+        with pytest.raises(ValueError, match=r"\[quantize\] x must not have a tangent"):
+            ops.quantize(forward_ad.make_dual(x, x))
 
 
 def first_row(q: Fp8Tensor) -> Fp8Tensor:

@@ -105,7 +105,7 @@ def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
 def sum_slots(rows: Tensor, row_of: Tensor, kept: Tensor) -> Tensor:
     """out[t] = sum over kept slots of rows[row_of[t, s]], in f32, rounded once. Slot by slot: no
     tensor [T, S, H], and inductor's reduction over slots takes ten times the bytes' time."""
-    total = rows.new_zeros(len(row_of), rows.shape[1], dtype=torch.float32)
+    total = rows.new_zeros(row_of.shape[0], rows.shape[1], dtype=torch.float32)
     for row, keep in zip(row_of.unbind(1), kept.unbind(1), strict=True):
         total = total + rows[row].float().masked_fill(~keep[:, None], 0.0)
     return total.to(rows.dtype)

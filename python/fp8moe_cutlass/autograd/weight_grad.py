@@ -31,12 +31,14 @@ class WgradQueue:
     pending: list[tuple[WeightGrad, Wgrad]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Compute every pending gradient, oldest first, into main_grad or .grad."""
-        pending, self.pending = self.pending, []
-        for target, wgrad in pending:
+        """Compute every pending gradient, oldest first, into main_grad or .grad. One that raises
+        is still pending, with those behind it."""
+        while self.pending:
+            target, wgrad = self.pending[0]
             weight, grad = target.weight, target.compute(wgrad)
             if target.main_grad is None:
                 weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            del self.pending[0], wgrad  # and what it has saved
 
 
 @dataclass

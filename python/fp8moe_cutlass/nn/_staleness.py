@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdRef
 
@@ -20,8 +21,8 @@ class Kept(tuple[Any, ...]):
 
 
 def fingerprint(*parameters: Tensor) -> tuple[Any, ...]:
-    """Equal while the parameters are the same objects at the same address and version, and no
-    optimizer has stepped."""
+    """Equal while the parameters are the same objects, in the same memory at the same version, and
+    no optimizer has stepped."""
     _watch_optimizers()
     return (
         _optimizer_steps[0],
@@ -60,8 +61,10 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(after_step)
 
 
-def _address(t: Tensor) -> int:
+def _address(t: Tensor) -> Any:
+    """Where t is, and in which storage: memory is given again to another, which is not equal to one
+    that is still referred to, though weakly."""
     try:
-        return t.data_ptr()
+        return StorageWeakRef(t.untyped_storage()), t.data_ptr()  # type: ignore[no-untyped-call]
     except RuntimeError:  # fake tensors and DTensors have none; their identity and version must do
-        return 0
+        return None

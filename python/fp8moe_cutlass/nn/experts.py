@@ -51,17 +51,20 @@ class MoEExperts(Fp8Copies):
 
     The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
     changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
-    write through `.data` alone is invisible, so call `quantize_weights()` after it, or pass
-    is_first_microbatch=True, which always refreshes. Under torch.compile and CUDA graph capture
-    nothing is noticed: pass True there, or call `quantize_weights()` after every optimizer step; a
-    forward before the first call raises. Under DistributedDataParallel pass
-    broadcast_buffers=False, or it sends the copies around every step (over gloo it cannot: "Invalid
-    scalar type"). Under fully_shard the copies are whole on every rank (docs/layer.md).
+    write through `.data` alone, or to a parameter made in inference mode, is invisible, so call
+    `quantize_weights()` after it, or pass is_first_microbatch=True, which always refreshes. Under
+    torch.compile and CUDA graph capture nothing is noticed: pass True there, or call
+    `quantize_weights()` after every optimizer step; a forward before the first call raises. Under
+    DistributedDataParallel pass broadcast_buffers=False, or it sends the copies around every step
+    (over gloo it cannot: "Invalid scalar type"). Under fully_shard the copies are whole on every
+    rank (docs/layer.md).
 
     A parameter with `main_grad` gets its gradient added there, or written with
-    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. True at most
-    once between two backwards: a second forward with it rewrites the FP8 copies that the backward
-    of the first is to read, which then raises (torch's "modified by an inplace operation").
+    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. The backward of
+    that forward must run before the others', which it would overwrite: where the last microbatch
+    goes back first, zero main_grad and pass True nowhere. True at most once between two backwards:
+    a second forward with it rewrites the FP8 copies that the backward of the first is to read,
+    which then raises (torch's "modified by an inplace operation").
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and
@@ -187,6 +190,11 @@ class MoEExperts(Fp8Copies):
             raise RuntimeError(
                 "[MoEExperts] delay_wgrad must be False under fully_shard, which would not see "
                 "the gradients of backward_dw(); got True"
+            )
+        if self.delay_wgrad and not all(w.is_leaf for w in weights):
+            raise RuntimeError(
+                "[MoEExperts] delay_wgrad must be False where weights are computed (parametrize, "
+                "functional_call): backward_dw() has no way back to what they are made of; got True"
             )
         queue = self._wgrads if self.delay_wgrad else None
         gate_up, down = (WeightGrad(w, is_first_microbatch, queue) for w in weights)

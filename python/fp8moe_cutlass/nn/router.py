@@ -118,7 +118,7 @@ class Router(nn.Module):
             scores = probability = logits.softmax(dim=-1)
         else:
             scores = logits.sigmoid()
-            probability = scores / scores.sum(dim=-1, keepdim=True)
+            probability = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
         topk_idx = self._select(scores.detach())
         topk_weights = scores.gather(1, topk_idx)
         if self.normalize:

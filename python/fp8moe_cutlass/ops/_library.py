@@ -2,9 +2,10 @@
 
 torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
 outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C; the
-torch op is taken where something traces, intercepts or watches (torch.compile, make_fx, dispatch
-modes, the profiler, which then names the op). Eager calls count up the versions of the outputs, as
-torch's in-place operations do; torch.ops.fp8moe.<op> itself, called directly, does not.
+torch op is taken where something traces, intercepts or watches (torch.compile, make_fx,
+torch.jit.trace, dispatch modes, the profiler, which then names the op). Eager calls count up the
+versions of the outputs, as torch's in-place operations do; torch.ops.fp8moe.<op> itself, called
+directly, does not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fp8moe_cutlass.typing import Array, DType
 
 try:
     import torch
+    from torch.autograd import forward_ad
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -55,6 +58,7 @@ if torch is not None:
     )
     _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
     _is_deterministic = torch._C._get_deterministic_algorithms
+    _is_jit_tracing = torch._C._is_tracing
     _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # no CUDA in torch
 
 
@@ -76,6 +80,9 @@ def define(
         _LIBRARY.impl(name, direct, key)
     torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
     through_torch = getattr(torch.ops.fp8moe, name).default
+    # Selective checkpointing keeps what an op returns, which here is nothing: its backward would
+    # leave the op out and read outputs that nobody filled.
+    SAC_IGNORED_OPS.add(through_torch)
     words = arguments.rstrip(")").split(", ")
     names = [w.split()[-1] for w in words]
     places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
@@ -84,8 +91,13 @@ def define(
     # A call looks up no module's attribute that it can hold.
     is_compiling, is_grad_enabled = _is_compiling, torch.is_grad_enabled
     dispatch_modes, profiler = _dispatch_modes, torch.autograd.profiler
+    is_jit_tracing = _is_jit_tracing
     increment_version, tensor = torch._C._increment_version, torch.Tensor
     needing_grad, instances = _C.needing_grad, _C.instances
+    is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
+    lost = (
+        "require grad, its gradient would be lost; use fp8moe_cutlass.autograd or .nn, or detach it"
+    )
 
     def call(*args: Any) -> None:
         if is_compiling():  # traced: no extension here
@@ -97,7 +109,11 @@ def define(
             return
         if is_grad_enabled() and (i := needing_grad(args, arrays)) >= 0:
             refuse(i)
-        if dispatch_modes() or profiler._is_profiler_enabled:
+        if forward_ad._current_level >= 0 and is_forward_ad_enabled():
+            for i in places:
+                if _has_tangent(args[i]):
+                    refuse(i, "have a tangent, which would be lost: ops have no forward-mode AD")
+        if dispatch_modes() or profiler._is_profiler_enabled or is_jit_tracing():
             through_torch(*args)
         else:
             direct(*args)
@@ -105,13 +121,16 @@ def define(
         # autograd.graph.increment_version at half its time.
         increment_version(instances(args, written, tensor))
 
-    def refuse(i: int) -> None:
-        raise ValueError(
-            f"[{name}] {names[i]} must not require grad, its gradient would be lost; "
-            "use fp8moe_cutlass.autograd or .nn, or detach it"
-        )
+    def refuse(i: int, what: str = lost) -> None:
+        raise ValueError(f"[{name}] {names[i]} must not {what}")
 
     return call
+
+
+def _has_tangent(t: Any) -> bool:
+    if not isinstance(t, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _fill_nothing(*args: Any) -> None:
@@ -147,7 +166,7 @@ def _undispatched(like: Array) -> Any:
     """
     if torch is None or not isinstance(like, torch.Tensor):
         return None
-    if _is_compiling() or _dispatch_modes() or _is_deterministic():
+    if _is_compiling() or _dispatch_modes() or _is_deterministic() or _is_jit_tracing():
         return None
     if like.is_cuda:
         return _EMPTY_CUDA if like.get_device() == _current_device() else None
@@ -170,7 +189,7 @@ def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> A
             f"[{op}] allocates outputs for torch and NumPy only; give out= for {type(like)}"
         )
     if dtype == "bfloat16":
-        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for dtype 'float32' or 'float16'")
+        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for 'float32'")
     return np.empty(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
 
 
