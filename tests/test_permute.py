@@ -394,7 +394,7 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("dy must be", lambda: ops.permute_pad_backward(y[1:], plan)),
         (
             "permuted_dprobs must be",
-            lambda: ops.permute_pad_backward(y, plan, permuted_dprobs=probs),
+            lambda: ops.permute_pad_backward(y, plan, dprobs=probs),
         ),
         (
             "not share memory",

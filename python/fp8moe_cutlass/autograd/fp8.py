@@ -153,7 +153,7 @@ def backward(
         if observe is not None:
             observe("dx rows", dx_rows, plan, dz)
         dx, dprobs = ops.permute_pad_backward(
-            dx_rows, plan, permuted_dprobs=row_dprobs if need_dprobs else None
+            dx_rows, plan, dprobs=row_dprobs if need_dprobs else None
         )
     elif need_dprobs:
         dprobs = _gather_dprobs(row_dprobs, plan)

@@ -163,7 +163,7 @@ def permute_pad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, probs = routing(shape, device)
     dy = normal(plan.rows, shape["H"], device=device)
     dprobs = torch.rand(plan.rows, device=device)
-    run, out = into(ops.permute_pad_backward, dy, plan, permuted_dprobs=dprobs)
+    run, out = into(ops.permute_pad_backward, dy, plan, dprobs=dprobs)
     rows = probs.numel() * shape["H"] * 2  # of dy, without padding
     moved = rows + size_of(out, plan.row_of) + written(plan, dprobs)
     yield Work("bf16", run, moved, inputs={"dy": dy, "plan": plan})

@@ -64,22 +64,21 @@ def permute_pad(
 def permute_pad_backward(
     dy: Array,
     plan: RoutingPlan,
-    permuted_dprobs: Array | None = None,
+    dprobs: Array | None = None,
     *,
     out: tuple[Array, Array | None] | None = None,
 ) -> tuple[Array, Array | None]:
     """The gradient of permute_pad: dx[t] = sum over slots ascending of dy[row_of[t, s]].
 
-    dy [R, C] float32, float16 or bfloat16, summed in float32, rounded once. permuted_dprobs [R]
-    float32 is the gradient of permuted_probs. Returns (dx [T, C], dprobs [T, S] or None, 0 for
-    dropped slots).
+    dy [R, C] float32, float16 or bfloat16, summed in float32, rounded once. dprobs [R] float32 is
+    the gradient of permuted_probs. Returns (dx [T, C], dprobs [T, S] or None, 0 for dropped slots).
     """
-    dx, dprobs = out or (None, None)
+    dx, dprobs_out = out or (None, None)
     if dx is None:
         width = shape_of("permute_pad_backward", "dy", dy, 2)[1]
         dx = empty("permute_pad_backward", dy, (plan.tokens, width))
-    if permuted_dprobs is not None and dprobs is None:
+    if dprobs is not None and dprobs_out is None:
         shape = (plan.tokens, plan.slots)
-        dprobs = empty("permute_pad_backward", permuted_dprobs, shape, "float32")
-    _backward(dy, *flat_plan(plan), permuted_dprobs, dx, dprobs)
-    return dx, dprobs
+        dprobs_out = empty("permute_pad_backward", dprobs, shape, "float32")
+    _backward(dy, *flat_plan(plan), dprobs, dx, dprobs_out)
+    return dx, dprobs_out

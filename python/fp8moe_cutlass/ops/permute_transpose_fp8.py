@@ -23,19 +23,19 @@ _op = define(
 
 
 def permute_transpose_fp8(
-    q: Fp8Tensor, plan: RoutingPlan, *, columns: Columns = "block", out: Fp8Tensor | None = None
+    t: Fp8Tensor, plan: RoutingPlan, *, columns: Columns = "block", out: Fp8Tensor | None = None
 ) -> Fp8Tensor:
-    """The unpermuted tokens q [T, C] as a transposed operand [C, Kcap].
+    """The unpermuted tokens t [T, C] as a transposed operand [C, Kcap].
 
-    Bit-equal to transpose_fp8 of permute_pad's rows; q needs power-of-two 1x128 scales.
+    Bit-equal to transpose_fp8 of permute_pad's rows; t needs power-of-two 1x128 scales.
     """
-    if not q.pow2:
+    if not t.pow2:
         raise ValueError(
-            "[permute_transpose_fp8] shifts codes by powers of two, so q must have pow2 scales; "
+            "[permute_transpose_fp8] shifts codes by powers of two, so t must have pow2 scales; "
             "got pow2=False (permute_pad, then transpose_fp8 with requantize=True)"
         )
     layout = column_layout("permute_transpose_fp8", columns)
-    shape = (shape_of("permute_transpose_fp8", "q", q, 2)[1], plan.columns)
-    made = fp8_output("permute_transpose_fp8", out, q.data, shape, layout, q.fp8_dtype, True)
-    _op(*flat(q), *flat_plan(plan), *flat(made))
-    return made
+    shape = (shape_of("permute_transpose_fp8", "t", t, 2)[1], plan.columns)
+    q = fp8_output("permute_transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, True)
+    _op(*flat(t), *flat_plan(plan), *flat(q))
+    return q

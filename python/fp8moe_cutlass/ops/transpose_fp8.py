@@ -25,7 +25,7 @@ _op = define(
 
 
 def transpose_fp8(
-    q: Fp8Tensor,
+    t: Fp8Tensor,
     plan: RoutingPlan,
     *,
     columns: Columns = "block",
@@ -34,22 +34,22 @@ def transpose_fp8(
     eps: float = 1e-10,
     out: Fp8Tensor | None = None,
 ) -> Fp8Tensor:
-    """The rows q [R, C] (1x128 scales) as a transposed operand [C, Kcap], tokens contiguous.
+    """The rows t [R, C] (1x128 scales) as a transposed operand [C, Kcap], tokens contiguous.
 
     Each tile (128x128 for columns="block", 1x128 along tokens for "column") gets one power-of-two
     scale and codes RNE(code * 2^-k), exact where nothing underflows (docs/numerics.md). That needs
-    power-of-two scales: q.pow2=False is a ValueError. requantize=True dequantizes and quantizes
+    power-of-two scales: t.pow2=False is a ValueError. requantize=True dequantizes and quantizes
     again by `scale` and `eps` instead: a second rounding, any scales.
     A scale that is no power of two after all: ValueError on the CPU; CUDA counts it in plan.status.
     """
     pow2 = is_pow2("transpose_fp8", scale)
-    if not requantize and not (q.pow2 and pow2):
+    if not requantize and not (t.pow2 and pow2):
         raise ValueError(
-            "[transpose_fp8] shifts codes by powers of two, so q must have pow2 scales and scale "
-            f"be 'pow2'; got pow2={q.pow2}, scale={scale!r} (requantize=True rounds a second time)"
+            "[transpose_fp8] shifts codes by powers of two, so t must have pow2 scales and scale "
+            f"be 'pow2'; got pow2={t.pow2}, scale={scale!r} (requantize=True rounds a second time)"
         )
     layout = column_layout("transpose_fp8", columns)
-    shape = (shape_of("transpose_fp8", "q", q, 2)[1], plan.columns)
-    made = fp8_output("transpose_fp8", out, q.data, shape, layout, q.fp8_dtype, pow2)
-    _op(*flat(q), *flat_plan(plan), *flat(made), requantize, pow2, eps)
-    return made
+    shape = (shape_of("transpose_fp8", "t", t, 2)[1], plan.columns)
+    q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
+    _op(*flat(t), *flat_plan(plan), *flat(q), requantize, pow2, eps)
+    return q

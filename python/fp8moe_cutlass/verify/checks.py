@@ -115,7 +115,7 @@ def check_permute(given: Inputs) -> Iterator[Check]:
     pairs = pairs_of(moved, wanted_moved)
     yield bit_equal("permute_pad", "FP8 and scales, align=16", pairs)
     dy, drow = given.normal(plan.rows, 272), given.probs(plan.rows)
-    dx, dprobs = ops.permute_pad_backward(dy, plan, permuted_dprobs=drow)
+    dx, dprobs = ops.permute_pad_backward(dy, plan, dprobs=drow)
     sums = rounded(ref.gather_sum(array(dy), p))
     wanted = np.where(kept, array(drow)[p.row_of], np.float32(0))
     pairs = [(array(dx), sums), (array(dprobs), wanted)]
