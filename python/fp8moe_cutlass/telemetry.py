@@ -96,7 +96,8 @@ class Watch:
 
 def enable(module: nn.Module, every: int = EVERY) -> Watch:
     """Count in every FP8 MoEExperts of `module`, on the device its parameters are on now, until
-    `disable`. Raises ValueError if there is none, or `every` is below 1."""
+    `disable`. Not in steps through integrations.deepep, which nothing watches. Raises ValueError if
+    there is none, or `every` is below 1."""
     seen = Watch(fp8_layers(module), every)
     for name, layer in seen.layers.items():
         layer.observer = seen.counters[name]
