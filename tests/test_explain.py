@@ -71,6 +71,15 @@ def test_a_narrow_tile_where_the_wide_one_wastes() -> None:
     assert _C.explain_grouped_gemm("dgrad", 512, 512, 128, 2, 132)["tile"] == (128, 128)
 
 
+def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
+    def band(name: str, *sizes: int) -> object:
+        return _C.explain_grouped_gemm(name, *sizes, 132)["band"]
+
+    assert band("fprop", 32768, 2048, 7168, 8) == 132 // 11  # columns of tiles
+    assert band("fprop", 32768, 4096, 7168, 8) == band("fprop", 32768, 0, 7168, 8) == 16
+    assert band("wgrad", 32768, 4096, 7168, 8) > band("wgrad", 32768, 4096, 7168, 128)
+
+
 def test_no_rows_are_no_tiles() -> None:
     c = _C.explain_grouped_gemm("fprop", 0, 256, 256, 4, 132)
     assert (c["tiles"], c["waves"], c["idle"], c["waste"]) == (0, 0.0, 0.0, 0.0)

@@ -15,6 +15,7 @@ struct GemmChoice {
   int tile_m, tile_n;  // of the output, what a CTA works on at a time
   int stages;          // of the ring in shared memory
   int shared_bytes;    // of a CTA
+  int band;            // rows of tiles that CTAs take together, column by column
   int64_t tiles;       // of all experts, before those of a last wave are cut
   double waves;        // tiles / SMs
   double idle;         // share of the SMs' time that the last wave leaves unused

@@ -167,7 +167,7 @@ def explain(sizes: str, sms: int | None) -> tuple[str, list[Finding]]:
             Finding(
                 name,
                 f"tile {tile_m}x{tile_n}, {c['stages']} stages "
-                f"({c['shared_bytes'] / 1024:.0f} KB); "
+                f"({c['shared_bytes'] / 1024:.0f} KB), bands of {c['band']} rows of tiles; "
                 f"{c['tiles']} tiles = {c['waves']:.2f} waves ({100 * c['idle']:.1f}% idle), "
                 f"{100 * c['waste']:.1f}% of the arithmetic wasted",
             )

@@ -337,6 +337,7 @@ NB_MODULE(_C, m) {
         d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
         d["stages"] = c.stages;
         d["shared_bytes"] = c.shared_bytes;
+        d["band"] = c.band;
         d["tiles"] = c.tiles;
         d["waves"] = c.waves;
         d["idle"] = c.idle;

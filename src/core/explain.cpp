@@ -84,12 +84,15 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
                ", K ", k, ", ", experts, " experts");
   if (pass == GemmPass::dgrad) std::swap(n, k);
   // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
-  GemmChoice choice = pass == GemmPass::wgrad ? walk<Kind::tokens_block>(m, n, k, experts)
-                                              : walk<Kind::rows>(m, n, k, experts);
+  const bool wgrad = pass == GemmPass::wgrad;
+  GemmChoice choice =
+      wgrad ? walk<Kind::tokens_block>(m, n, k, experts) : walk<Kind::rows>(m, n, k, experts);
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);
   const int64_t left = choice.tiles % sm_count;
-  const bool cut = pass != GemmPass::wgrad &&
-                   cuda::gemm::has_thin(choice.tile_n, n, m, experts, sm_count) &&
+  const int64_t k_blocks = (m + experts * (kTile - 1)) / kTile;  // Kcap / 128
+  choice.band = wgrad ? cuda::gemm::tokens_band(k_blocks, experts, true)
+                      : cuda::gemm::rows_band(choice.tile_n, n, sm_count);
+  const bool cut = !wgrad && cuda::gemm::has_thin(choice.tile_n, n, m, experts, sm_count) &&
                    cuda::gemm::cuts_last_wave(left, sm_count);
   const double last = left == 0 ? 0 : cut ? cuda::gemm::kThinTime : 1;
   const double time = static_cast<double>(choice.tiles / sm_count) + last;
