@@ -122,8 +122,9 @@ def headline(record: Record) -> str:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Left: forward and backward beside the peers. Right: where the time goes, a stack of kernels
-    (GEMMs in blue) under what the host or the launches add, beside the arithmetic limit."""
+    """Left: forward and backward beside the peers. Right: where the time goes, a stack of a lone
+    step's kernels (GEMMs in blue) under what steps in a row add (the power limit's lower clock, the
+    host, launches), beside the arithmetic limit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,7 +157,7 @@ def _compare(axes: Any, rows: list[Record]) -> None:
     _name_rows(axes, rows, offset=0.4 - height / 2)
     axes.margins(x=0.12)
     axes.set_xlabel("ms")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def _stack(axes: Any, rows: list[Record]) -> None:
@@ -172,13 +173,13 @@ def _stack(axes: Any, rows: list[Record]) -> None:
         values = [(row.get("kernels") or {}).get(role, 0.0) / 1e3 for row in rows]
         axes.barh(range(len(rows)), values, left=ends, height=0.6, color=colors[role], label=role)
         ends = [end + value for end, value in zip(ends, values, strict=True)]
-    gaps = [max(row["ms"] - end, 0.0) for row, end in zip(rows, ends, strict=True)]
-    axes.barh(range(len(rows)), gaps, left=ends, height=0.6, color="lightgray", label="gaps")
+    more = [max(row["ms"] - end, 0.0) for row, end in zip(rows, ends, strict=True)]
+    axes.barh(range(len(rows)), more, left=ends, height=0.6, color="lightgray", label="in a row")
     for y, row in enumerate(rows):
         axes.plot([row["limit_ms"]] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1.5)
     axes.plot([], [], color="black", label="arithmetic limit")
     _name_rows(axes, rows)
-    axes.set_xlabel("ms; GEMMs blue, everything else brown")
+    axes.set_xlabel("ms; a lone step's GEMMs blue, its other kernels brown; gray: steps in a row")
     axes.legend(fontsize=6, ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
