@@ -89,8 +89,8 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
       wgrad ? walk<Kind::tokens_block>(m, n, k, experts) : walk<Kind::rows>(m, n, k, experts);
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);
   const int64_t left = choice.tiles % sm_count;
-  const int64_t k_blocks = (m + experts * (kTile - 1)) / kTile;  // Kcap / 128
-  choice.band = wgrad ? cuda::gemm::tokens_band(k_blocks, experts, true)
+  const RoutingPlan plan{.tokens = m, .experts = experts, .capacity = m};
+  choice.band = wgrad ? cuda::gemm::tokens_band(plan.columns() / kTile, experts, true)
                       : cuda::gemm::rows_band(choice.tile_n, n, sm_count);
   const bool cut = !wgrad && cuda::gemm::has_thin(choice.tile_n, n, m, experts, sm_count) &&
                    cuda::gemm::cuts_last_wave(left, sm_count);

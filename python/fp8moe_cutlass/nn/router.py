@@ -118,11 +118,11 @@ class Router(nn.Module):
             scores = probability = logits.softmax(dim=-1)
         else:
             scores = logits.sigmoid()
-            probability = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+            probability = _shares(scores)
         topk_idx = self._select(scores.detach())
         topk_weights = scores.gather(1, topk_idx)
         if self.normalize:
-            topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + 1e-20)
+            topk_weights = _shares(topk_weights)
         if self.routed_scaling_factor != 1.0:
             topk_weights = topk_weights * self.routed_scaling_factor
 
@@ -155,3 +155,8 @@ class Router(nn.Module):
             closed = torch.full_like(best, float("-inf")).scatter_(1, chosen, 0.0)
             choice = (groups + closed[..., None]).flatten(1)
         return choice.topk(self.top_k, dim=-1).indices
+
+
+def _shares(scores: Tensor) -> Tensor:
+    """scores [T, k] over their sum; 0 where all are 0."""
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
