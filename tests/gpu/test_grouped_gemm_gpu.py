@@ -30,6 +30,7 @@ COUNTS = {
     "no tokens": [0, 0],
     "many": [e % 5 * 33 for e in range(70)],
     "long": [900, 0, 130, 257],  # enough rows for flank tiles
+    "many rows each": [1100, 0, 700],
     "edges of tiles": [64, 65, 192, 193, 449, 320, 0, 1, 780, 1100],
 }
 COUNTED = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
@@ -206,7 +207,7 @@ def test_wgrad_over_many_tiles_without_tokens(layout: str) -> None:
     assert not dw[1:17].any()
 
 
-@pytest.mark.parametrize("k", [272, 400])
+@pytest.mark.parametrize("k", [272, 320, 400])
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("experts", [1, 8])
 def test_wgrad_adds_f32_in_either_way(experts: int, layout: str, k: int) -> None:
@@ -219,6 +220,18 @@ def test_wgrad_adds_f32_in_either_way(experts: int, layout: str, k: int) -> None
     dw = ops.grouped_gemm_wgrad(dy, x, plan, out_dtype="float32")
     before = torch.randn_like(dw)
     before[0, :16] = 1e-40
+    onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
+    assert torch.equal(onto, before + dw)
+
+
+@pytest.mark.parametrize("layout", ["block", "gemm"])
+def test_wgrad_adds_f32_over_many_tiles(layout: str) -> None:
+    """What D holds of a CTA's next tile is brought while that of the last one leaves."""
+    plan = plan_of([300, 0, 0, 1, 0, 130, *[40] * 8, 0, 640])
+    dy = segments(on_gpu(noise(832, plan.columns, layout=layout, fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(832, plan.columns, layout=layout)), plan)
+    dw = ops.grouped_gemm_wgrad(dy, x, plan, out_dtype="float32")
+    before = torch.randn_like(dw)
     onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
     assert torch.equal(onto, before + dw)
 

@@ -20,6 +20,7 @@ struct Destination {
   int rows = 0;                         // rows to write
   int columns = 0;                      // columns to write, a multiple of 16
   bool flank = false;                   // a second part goes 128 rows further down
+  bool whole = false;                   // of a whole tile
 
   __device__ int64_t element(const Params& params) const {
     return (int64_t{expert} * params.m + row) * params.n + column;
@@ -29,21 +30,41 @@ struct Destination {
 // D is not read again while L2 holds it.
 inline constexpr auto kOutputHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
 
-// A slab lies under TMA's 128-byte swizzle: the 16 bytes w of row r at w ^ r % 8. One thread.
-__device__ __forceinline__ void send_slab(const CUtensorMap& d, const uint8_t* slab, int column,
-                                          int row, int expert, bool add) {
-  const uint32_t from = cute::cast_smem_ptr_to_uint(slab);
+// Sends a box of 128 bytes of columns (Params::d_box), which lies under TMA's swizzle: the 16 bytes
+// w of row r at w ^ r % 8. One thread.
+__device__ __forceinline__ void send_box(const Params& params, const uint8_t* box, int column,
+                                         int row, int expert, bool add) {
+  const uint32_t from = cute::cast_smem_ptr_to_uint(box);
   if (add)
     asm volatile(
         "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group.L2::cache_hint "
-        "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&d),
+        "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&params.d_box),
         "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kOutputHint)
         : "memory");
   else
     asm volatile(
         "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint "
-        "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&d),
+        "[%0, {%2, %3, %4}], [%1], %5;" ::"l"(&params.d_box),
         "r"(from), "r"(column), "r"(row), "r"(expert), "l"(kOutputHint)
+        : "memory");
+}
+
+// Sends several such boxes side by side (Params::d_strip), the first one being D's box number
+// `number`. An instruction takes TMA as long as 600 bytes do. One thread.
+__device__ __forceinline__ void send_strip(const Params& params, const uint8_t* boxes, int number,
+                                           int row, int expert, bool add) {
+  const uint32_t from = cute::cast_smem_ptr_to_uint(boxes);
+  if (add)
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group.L2::cache_hint "
+        "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(&params.d_strip),
+        "r"(from), "r"(0), "r"(row), "r"(number), "r"(expert), "l"(kOutputHint)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint "
+        "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(&params.d_strip),
+        "r"(from), "r"(0), "r"(row), "r"(number), "r"(expert), "l"(kOutputHint)
         : "memory");
 }
 
@@ -60,11 +81,16 @@ __device__ __forceinline__ void send(const Params& params, const Destination& to
   const int last = flank ? 2 : Last;
   if (kKind != Kind::rows || rows - (last - 1) * down >= kSlabRows) {
     if (rows > 0 && cute::elect_one_sync()) {
+      const bool add = kKind != Kind::rows && params.add;
+      if (Columns == 64 && params.strips && to.whole) {
+        send_strip(params, slabs, to.column / 64, row, to.expert, add);
+      } else {
 #pragma unroll
-      for (int s = First; s < Last; ++s)
-        if (s < last && s * across < to.columns)
-          send_slab(params.d_map, slabs + (s - First) * kSlabBytes, to.column + s * across,
-                    row + s * down, to.expert, kKind != Kind::rows && params.add);
+        for (int s = First; s < Last; ++s)
+          if (s < last && s * across < to.columns)
+            send_box(params, slabs + (s - First) * kSlabBytes, to.column + s * across,
+                     row + s * down, to.expert, add);
+      }
     }
   } else {
     constexpr int kBytes = 128 / Columns;  // of an element
@@ -146,18 +172,16 @@ constexpr SlabPlace slab_place(int s) {
   return {.row = s / (N / 64) * kHalfSlabRows, .column = s % (N / 64) * 64};
 }
 
-// Sends a slab of tokens_*.
+// Sends a slab of tokens_*; TMA leaves out what lies outside of D.
 template <Kind kKind>
 __device__ __forceinline__ void send_boxes(const Params& params, const Destination& to, int warp,
                                            SlabPlace place, const uint8_t* slab, bool reduce) {
-  const int row = kSlabRows * warp + place.row;
-  if (row < to.rows && cute::elect_one_sync()) {
+  if (!cute::elect_one_sync()) return;
+  const int row = to.row + kSlabRows * warp + place.row, column = to.column + place.column;
+  if (params.strips) return send_strip(params, slab, column / 32, row, to.expert, reduce);
 #pragma unroll
-    for (int box = 0; box < 2; ++box)
-      if (place.column + 32 * box < to.columns)
-        send_slab(params.d_map, slab + box * kHalfSlabBytes, to.column + place.column + 32 * box,
-                  to.row + row, to.expert, reduce);
-  }
+  for (int box = 0; box < 2; ++box)
+    send_box(params, slab + box * kHalfSlabBytes, column + 32 * box, row, to.expert, reduce);
 }
 
 // The sums of slab S into it, or (Onto) onto what it holds. Words, the second one of a pair first
@@ -210,32 +234,46 @@ __device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], c
   }
 }
 
-// The same onto what D holds, which comes into the slabs, is added to, and leaves again. As many
-// slabs as are used twice each: so `full` has the same phase at the start of every tile.
+// How many slabs of the same are in use where D is fetched: each twice, so the phase of `full` is
+// the same at the start of every tile.
+template <int N>
+inline constexpr int kFetched = N / 64;
+
+// Brings what D holds for slab s.
+template <Kind kKind, int N>
+__device__ __forceinline__ void fetch(const Params& params, const Destination& to, int warp, int s,
+                                      uint8_t* slabs, FullBarrier* full) {
+  if (!cute::elect_one_sync()) return;
+  const SlabPlace place = slab_place<kKind, N>(s);
+  const int row = to.row + kSlabRows * warp + place.row, column = to.column + place.column;
+  uint8_t* slab = slabs + s % kFetched<N> * kSlabBytes;
+  full[s % kFetched<N>].arrive_and_expect_tx(kSlabBytes);
+  auto* barrier = reinterpret_cast<uint64_t*>(&full[s % kFetched<N>]);
+  if (params.strips)
+    return cute::SM90_TMA_LOAD_4D::copy(&params.d_strip, barrier, kOutputHint, slab, 0, row,
+                                        column / 32, to.expert);
+#pragma unroll
+  for (int box = 0; box < 2; ++box)
+    cute::SM90_TMA_LOAD_3D::copy(&params.d_box, barrier, kOutputHint, slab + box * kHalfSlabBytes,
+                                 column + 32 * box, row, to.expert);
+}
+
+// Asks for the first half of it, long before it is needed.
+template <Kind kKind, int N>
+__device__ __forceinline__ void fetch_first(const Params& params, const Destination& to, int warp,
+                                            uint8_t* slabs, FullBarrier* full) {
+  await_slabs<0>();
+#pragma unroll
+  for (int s = 0; s < kFetched<N>; ++s) fetch<kKind, N>(params, to, warp, s, slabs, full);
+}
+
+// The same onto what D holds, which comes into the slabs, is added to, and leaves again.
 template <Kind kKind, int N, int S = 0>
 __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                         const Destination& to, int warp, uint8_t* slabs,
                                         FullBarrier* full) {
-  constexpr int kAll = N / 32, kUsed = kAll / 2;
+  constexpr int kAll = N / 32, kUsed = kFetched<N>;
   static_assert(kUsed <= kSlabs);
-  const auto fetch = [&](int s) {
-    if (!cute::elect_one_sync()) return;
-    const SlabPlace place = slab_place<kKind, N>(s);
-    FullBarrier& barrier = full[s % kUsed];
-    barrier.arrive_and_expect_tx(kSlabBytes);
-#pragma unroll
-    for (int box = 0; box < 2; ++box)
-      cute::SM90_TMA_LOAD_3D::copy(
-          &params.d_map, reinterpret_cast<uint64_t*>(&barrier), kOutputHint,
-          slabs + s % kUsed * kSlabBytes + box * kHalfSlabBytes,
-          to.column + place.column + 32 * box, to.row + kSlabRows * warp + place.row, to.expert);
-  };
-  if constexpr (S == 0) {
-    if (kSlabRows * warp >= to.rows) return;
-    await_slabs<0>();
-#pragma unroll
-    for (int s = 0; s < kUsed; ++s) fetch(s);
-  }
   if constexpr (S < kAll) {
     uint8_t* slab = slabs + S % kUsed * kSlabBytes;
     await(full[S % kUsed], S / kUsed);
@@ -244,7 +282,7 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
     cute::tma_store_arrive();
     if constexpr (S > 0 && S - 1 + kUsed < kAll) {
       await_slabs<1>();  // the slab before this one has left
-      fetch(S - 1 + kUsed);
+      fetch<kKind, N>(params, to, warp, S - 1 + kUsed, slabs, full);
     }
     add_f32<kKind, N, S + 1>(sums, params, to, warp, slabs, full);
   }

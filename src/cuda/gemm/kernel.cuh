@@ -52,7 +52,8 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
           .expert = kKind == Kind::rows ? 0 : tile.expert,
           .rows = tile.rows - row,
           .columns = min(width, params.n - tile.column - column),
-          .flank = kEdges && tile.flank()};
+          .flank = kEdges && tile.flank(),
+          .whole = !kEdges || tile.whole()};
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
@@ -116,10 +117,11 @@ struct Consumer {
     release(ring.empty(s));
   }
 
-  // The K-blocks of a tile. From stage 0 on the loop over a whole tile is unrolled over the stages:
-  // addresses, descriptors and barriers are immediates, and no branch is taken but the one back.
-  template <Shape kShape, typename Meanwhile>
-  __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile) {
+  // The K-blocks of a tile; under the first one's multiply runs `meanwhile`, after it `then`. From
+  // stage 0 on the loop over a whole tile is unrolled over the stages: addresses, descriptors and
+  // barriers are immediates, and no branch is taken but the one back.
+  template <Shape kShape, typename Meanwhile, typename Then>
+  __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile, Then then) {
     constexpr bool kWhole = kShape == Shape::whole;
     Promoter<kKind, TileN, kShape> scales(tile, half);
     const Operands at = kWhole ? whole : operands<kShape>(ring, half, tile.low());
@@ -127,6 +129,7 @@ struct Consumer {
     const float4* of_blocks = ring.run(runs.at());
     step<true, kShape>(stage, at, scales, of_blocks++, meanwhile);
     stage = after(stage);
+    then();
     for (int left = tile.k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
       int now = min(left, in_run);
       left -= now;
@@ -170,6 +173,12 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       store<kKind, TileN, kOutput>(consumer.sums, params, finished, warp, slabs,
                                    ring.slabs_full(4 * half + warp));
   };
+  const auto fetch = [&] {
+    if constexpr (kKind != Kind::rows && kOutput != Output::bf16) {
+      if (params.fetch)
+        fetch_first<kKind, TileN>(params, finished, warp, slabs, ring.slabs_full(4 * half + warp));
+    }
+  };
 
   consumer.await(0);
   for (;;) {
@@ -188,17 +197,17 @@ __device__ void consume(const Params& params, uint8_t* shared) {
     };
     if constexpr (kThin) {
       if (tile.thin()) {
-        consumer.template steps<Shape::thin>(tile, meanwhile);
+        consumer.template steps<Shape::thin>(tile, meanwhile, fetch);
         continue;
       }
     }
     if constexpr (Stage<kKind, TileN>::kEdges) {
       if (tile.low() || tile.flank()) {
-        consumer.template steps<Shape::edge>(tile, meanwhile);
+        consumer.template steps<Shape::edge>(tile, meanwhile, fetch);
         continue;
       }
     }
-    consumer.template steps<Shape::whole>(tile, meanwhile);
+    consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
@@ -210,8 +219,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const Ring<kKind, TileN> ring{shared};
   if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
+    const bool boxes = Stage<kKind, TileN>::kEdges && !params.at_once;
+    for (const CUtensorMap* map :
+         {boxes ? &params.a_box : &params.a, boxes ? &params.b_box : &params.b})
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
     for (int s = 0; s < kStages; ++s) {
       ring.full(s).init(1);
       ring.empty(s).init(kConsumerWarps);

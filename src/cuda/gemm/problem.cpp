@@ -12,6 +12,19 @@ void check_experts(const char* op, int64_t experts) {
                " experts; got ", experts);
 }
 
+// How D [experts, m, n] is written.
+void set_output(const char* op, const char* name, Kind kind, const Tensor& d, int64_t experts,
+                int64_t m, int64_t n, const Config& config, Params& params) {
+  params.d = d.data;
+  params.bf16 = d.dtype == DType::bf16;
+  const int rows = output_box_rows(kind, params.bf16);
+  params.d_box = output_box_map(op, name, d, experts, m, n, rows);
+  params.strips = n * size_of(d.dtype) % kOutputBoxBytes == 0;
+  if (params.strips)
+    params.d_strip =
+        output_strip_map(op, name, d, experts, m, n, rows, strip_boxes(config.tile_n, params.bf16));
+}
+
 }  // namespace
 
 Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
@@ -21,14 +34,20 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
-  params.bf16 = d.dtype == DType::bf16;
-  params.a = operand_map(op, "a", a.data.data, rows, k, kBox);
-  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, kBox);
+  const bool boxes = has_low(config.tile_n);
+  params.at_once = !boxes || loads_at_once(rows, plan.experts);
+  if (params.at_once) {
+    params.a = operand_map(op, "a", a.data.data, rows, k, kTileM);
+    params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, config.tile_n);
+  }
+  if (boxes) {
+    params.a_box = operand_map(op, "a", a.data.data, rows, k, kBox);
+    params.b_box = operand_map(op, "w", w.data.data, plan.experts * n, k, kBox);
+  }
   params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBox);
-  params.d_map = output_map(op, "d", d, 1, rows, n, output_box_rows(Kind::rows, params.bf16));
+  set_output(op, "d", Kind::rows, d, 1, rows, n, config, params);
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
-  params.d = d.data;
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
@@ -42,12 +61,10 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   const char* op = "grouped_gemm_wgrad";
   const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
   Params params{};
-  params.bf16 = dw.dtype == DType::bf16;
   params.add = accumulate;
-  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kBox);
-  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, kBox);
-  params.d_map = output_map(op, "dw", dw, plan.experts, m, n,
-                            output_box_rows(Kind::tokens_block, params.bf16));
+  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM);
+  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, config.tile_n);
+  set_output(op, "dw", Kind::tokens_block, dw, plan.experts, m, n, config, params);
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =
@@ -60,7 +77,6 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   }
   params.tokens_per_expert = plan.tokens_per_expert();
   params.col_offsets = plan.col_offsets();
-  params.d = dw.data;
   params.experts = static_cast<int>(plan.experts);
   params.m = static_cast<int>(m);
   params.n = static_cast<int>(n);

@@ -62,17 +62,27 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
         full.expect_transaction(bytes);
         auto* barrier = reinterpret_cast<uint64_t*>(&full);
         const int block = tile.k_first + k, depth = block * kBlockK;
-        uint8_t* box = ring.box(stage, 0);
-#pragma unroll(S::kEdges ? 1 : S::kBoxes)
-        for (int i = 0; i < boxes_a; ++i, box += S::kBoxBytes) {
-          Load::copy(&params.a, barrier, kHint, box, depth, tile.row + i * kBox);
+        const auto scales_of_rows = [&](int i) {
           if constexpr (S::kRowScales)
             Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
                        tile.row / 4 * 4 + i * kBox, block);
+        };
+        if (!S::kEdges || (params.at_once && tile.whole())) {
+          Load::copy(&params.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
+          Load::copy(&params.b, barrier, kHint, ring.box(stage, kTileM / kBox), depth, row_b);
+#pragma unroll
+          for (int i = 0; i < kTileM / kBox; ++i) scales_of_rows(i);
+        } else {
+          uint8_t* box = ring.box(stage, 0);
+#pragma unroll 1
+          for (int i = 0; i < boxes_a; ++i, box += S::kBoxBytes) {
+            Load::copy(&params.a_box, barrier, kHint, box, depth, tile.row + i * kBox);
+            scales_of_rows(i);
+          }
+#pragma unroll 1
+          for (int i = 0; i < boxes - boxes_a; ++i, box += S::kBoxBytes)
+            Load::copy(&params.b_box, barrier, kHint, box, depth, row_b + i * kBox);
         }
-#pragma unroll(S::kEdges ? 1 : S::kBoxes)
-        for (int i = 0; i < boxes - boxes_a; ++i, box += S::kBoxBytes)
-          Load::copy(&params.b, barrier, kHint, box, depth, row_b + i * kBox);
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);
         if (S::kBlockScales && k % kRunLength == 0) {

@@ -39,6 +39,7 @@ struct alignas(16) Tile {
   FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
   FP8MOE_HD bool flank() const { return boxes_a == kFlankBoxes; }
   FP8MOE_HD bool thin() const { return boxes == kThinBoxes; }
+  FP8MOE_HD bool whole() const { return boxes_a == kTileM / kBox && !thin(); }
 };
 
 // Tile `within` of an expert, in bands of rows of tiles, columns of tiles outside: what the SMs

@@ -14,12 +14,14 @@ inline constexpr int kConsumerWarps = 8;
 inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * 128;
 inline constexpr int kSlabs = 3;
-// TMA takes f32 of tokens_* by boxes of half a slab, else by slabs (epilogue.cuh).
+// A box of TMA is half a slab of f32 of tokens_*, else a slab (epilogue.cuh).
 inline constexpr int kHalfSlabRows = 8;
 inline constexpr int kHalfSlabBytes = kHalfSlabRows * 128;
 constexpr int output_box_rows(Kind kind, bool bf16) {
   return kind == Kind::rows || bf16 ? kSlabRows : kHalfSlabRows;
 }
+// By one instruction TMA takes all of a warp's bf16, and a slab of f32.
+constexpr int strip_boxes(int tile_n, bool bf16) { return bf16 ? tile_n / 64 : 2; }
 
 inline constexpr int kScaleStride = (kScaleBox + 31) / 32 * 32;
 

@@ -48,6 +48,11 @@ CUtensorMap encode(const char* op, const char* name, CUtensorMapDataType type,
   return map;
 }
 
+CUtensorMapDataType output_type(const Tensor& d) {
+  return d.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
 }  // namespace
 
 CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t rows, int64_t k,
@@ -58,16 +63,27 @@ CUtensorMap operand_map(const char* op, const char* name, const void* data, int6
                    {kTile, static_cast<cuuint32_t>(box_rows)});
 }
 
-CUtensorMap output_map(const char* op, const char* name, const Tensor& d, int64_t experts,
-                       int64_t m, int64_t n, int box_rows) {
-  const bool bf16 = d.dtype == DType::bf16;
-  const auto row = static_cast<cuuint64_t>(n * (bf16 ? 2 : 4));
+CUtensorMap output_box_map(const char* op, const char* name, const Tensor& d, int64_t experts,
+                           int64_t m, int64_t n, int box_rows) {
+  const auto size = static_cast<cuuint64_t>(size_of(d.dtype));
+  const auto row = static_cast<cuuint64_t>(n) * size;
   return encode<3>(
-      op, name, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-      CU_TENSOR_MAP_SWIZZLE_128B, d.data,
+      op, name, output_type(d), CU_TENSOR_MAP_SWIZZLE_128B, d.data,
       {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(m), static_cast<cuuint64_t>(experts)},
       {row, static_cast<cuuint64_t>(m) * row},
-      {bf16 ? 64u : 32u, static_cast<cuuint32_t>(box_rows), 1});
+      {static_cast<cuuint32_t>(kOutputBoxBytes / size), static_cast<cuuint32_t>(box_rows), 1});
+}
+
+CUtensorMap output_strip_map(const char* op, const char* name, const Tensor& d, int64_t experts,
+                             int64_t m, int64_t n, int box_rows, int boxes) {
+  const auto size = static_cast<cuuint64_t>(size_of(d.dtype));
+  const auto row = static_cast<cuuint64_t>(n) * size;
+  return encode<4>(op, name, output_type(d), CU_TENSOR_MAP_SWIZZLE_128B, d.data,
+                   {kOutputBoxBytes / size, static_cast<cuuint64_t>(m), row / kOutputBoxBytes,
+                    static_cast<cuuint64_t>(experts)},
+                   {row, kOutputBoxBytes, static_cast<cuuint64_t>(m) * row},
+                   {static_cast<cuuint32_t>(kOutputBoxBytes / size),
+                    static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(boxes), 1});
 }
 
 CUtensorMap scale_map(const char* op, const char* name, const void* data, int64_t k_blocks,
