@@ -57,11 +57,6 @@ constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
   return tile_n == 192 && n % tile_n > 0 && n % tile_n <= kBox && !few_rows(rows, experts);
 }
 
-// Whether an operand of a whole tile beside edge tiles comes by one instruction, not by boxes. It
-// takes TMA less time, which short tiles feel; where experts have many rows it is slower by up to
-// 1% (docs/notes).
-constexpr bool loads_at_once(int64_t rows, int64_t experts) { return rows < 4 * kTileM * experts; }
-
 // The tiles left for the last wave, of the same kind and columns, are cut where each CTA then has
 // one part at most: into thin ones, [64 a, 64 (3 - a)]. Whole tiles become three of 128x64, flank
 // ones two, low ones two of 64x128. Their stages hold three boxes in place of five.

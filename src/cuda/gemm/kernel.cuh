@@ -219,10 +219,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const Ring<kKind, TileN> ring{shared};
   if (threadIdx.x == 0) {
-    const bool boxes = Stage<kKind, TileN>::kEdges && !params.at_once;
-    for (const CUtensorMap* map :
-         {boxes ? &params.a_box : &params.a, boxes ? &params.b_box : &params.b})
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(map));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
     for (int s = 0; s < kStages; ++s) {
       ring.full(s).init(1);
       ring.empty(s).init(kConsumerWarps);

@@ -11,17 +11,16 @@ namespace fp8moe::cuda::gemm {
 
 struct Params : Sizes {
   CUtensorMap a, b;              // FP8, 2-D (K, row), 128 bytes swizzled, of all rows of a tile
-  CUtensorMap a_box, b_box;      // the same of kBox rows. Of Kind::rows with 192 columns
+  CUtensorMap a_box, b_box;      // of kBox rows, for edge and thin tiles
   CUtensorMap scale_a, scale_b;  // f32 1x128 scales, 2-D (row, K-block)
-  CUtensorMap d_box;           // 3-D (column, row, expert): 128 bytes of output_box_rows (stage.h)
-  CUtensorMap d_strip;         // 4-D (0, row, box, expert): strip_boxes (stage.h) side by side
-  const float* block_scale_a;  // [cdiv(M,128), K-blocks]         tokens_block
-  const float* block_scale_b;  // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
-  void* d;                     // [R, N] or [E, M, N]
-  bool bf16;                   // D; else f32
-  bool at_once;                // a and b serve whole tiles; else a_box and b_box do
-  bool strips;                 // D's columns are whole boxes, so d_strip can be used
-  bool add;                    // tokens_*: to what D holds
+  CUtensorMap d_box;             // 3-D (column, row, expert): 128 bytes of output_box_rows rows
+  CUtensorMap d_strip;           // 4-D (0, row, box, expert): strip_boxes such boxes side by side
+  const float* block_scale_a;    // [cdiv(M,128), K-blocks]         tokens_block
+  const float* block_scale_b;    // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
+  void* d;                       // [R, N] or [E, M, N]
+  bool bf16;                     // D; else f32
+  bool strips;                   // D's columns are whole boxes, so d_strip can be used
+  bool add;                      // tokens_*: to what D holds
   bool fetch;  // and D is f32: what it holds is brought and added to, else it is reduced into
 };
 

@@ -67,7 +67,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
             Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
                        tile.row / 4 * 4 + i * kBox, block);
         };
-        if (!S::kEdges || (params.at_once && tile.whole())) {
+        if (!S::kEdges || tile.whole()) {
           Load::copy(&params.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
           Load::copy(&params.b, barrier, kHint, ring.box(stage, kTileM / kBox), depth, row_b);
 #pragma unroll
