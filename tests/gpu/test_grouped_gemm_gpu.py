@@ -78,7 +78,7 @@ def wgrad_error(dy: Fp8Tensor, x: Fp8Tensor, plan: RoutingPlan, dw: Tensor) -> f
 @DTYPES
 @COUNTED
 @pytest.mark.parametrize(
-    ("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (832, 272), (1040, 656)]
+    ("n", "k"), [(144, 272), (16, 16), (320, 272), (400, 128), (448, 272), (832, 272), (1040, 656)]
 )
 def test_fprop(counts: list[int], n: int, k: int, dtype: torch.dtype) -> None:
     plan = plan_of(counts, spare=37)
@@ -181,11 +181,13 @@ def test_fprop_writes_padding_rows(align: int) -> None:
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 def test_wgrad(counts: list[int], layout: str, dtype: torch.dtype) -> None:
     plan = plan_of(counts, spare=37)
-    for n, k in ((144, 272), (16, 16), (144, 320), (272, 400)):
+    for n, k in ((144, 272), (16, 16), (144, 320), (272, 400), (272, 448)):
         dy = segments(on_gpu(noise(n, plan.columns, layout=layout, fp8="e5m2")), plan)
         x = segments(on_gpu(noise(k, plan.columns, layout=layout)), plan)
         shape = (len(counts), n, k)
-        dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(*shape, dtype=dtype))
+        held = poisoned(len(counts) + 1, n, k, dtype=dtype)
+        dw = ops.grouped_gemm_wgrad(dy, x, plan, out=held[:-1])
+        assert held[-1].isnan().all()
         again = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(*shape, dtype=dtype))
         assert same_bits(dw, again)
         assert wgrad_error(dy, x, plan, dw) <= C_CUDA
@@ -207,7 +209,7 @@ def test_wgrad_over_many_tiles_without_tokens(layout: str) -> None:
     assert not dw[1:17].any()
 
 
-@pytest.mark.parametrize("k", [272, 320, 400])
+@pytest.mark.parametrize("k", [224, 272, 320, 352, 400])
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("experts", [1, 8])
 def test_wgrad_adds_f32_in_either_way(experts: int, layout: str, k: int) -> None:
@@ -224,12 +226,16 @@ def test_wgrad_adds_f32_in_either_way(experts: int, layout: str, k: int) -> None
     assert torch.equal(onto, before + dw)
 
 
+FETCHED = [300, 0, 0, 1, 0, 130, *[40] * 8, 0, 640]
+
+
 @pytest.mark.parametrize("layout", ["block", "gemm"])
-def test_wgrad_adds_f32_over_many_tiles(layout: str) -> None:
-    """What D holds of a CTA's next tile is brought while that of the last one leaves."""
-    plan = plan_of([300, 0, 0, 1, 0, 130, *[40] * 8, 0, 640])
-    dy = segments(on_gpu(noise(832, plan.columns, layout=layout, fp8="e5m2")), plan)
-    x = segments(on_gpu(noise(832, plan.columns, layout=layout)), plan)
+@pytest.mark.parametrize(("counts", "size"), [(FETCHED, 832), (FETCHED, 448), ([128 * 14], 2080)])
+def test_wgrad_adds_f32_over_many_tiles(counts: list[int], size: int, layout: str) -> None:
+    """Fetched, what D holds of a CTA's next tile comes while the last tile leaves; else reduced."""
+    plan = plan_of(counts)
+    dy = segments(on_gpu(noise(size, plan.columns, layout=layout, fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(size, plan.columns, layout=layout)), plan)
     dw = ops.grouped_gemm_wgrad(dy, x, plan, out_dtype="float32")
     before = torch.randn_like(dw)
     onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)

@@ -18,7 +18,7 @@ enum class Output : int { bf16, f32, either };
 
 inline constexpr int kTileM = 128;
 inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
-// Operands come in boxes of so many rows of A or B.
+// Operands lie in boxes of so many rows of A or B; those of edge and thin tiles come so, too.
 inline constexpr int kBox = 64;
 // TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
 // starts at the multiple of 4 rows before the operand's and holds 4 more than it.

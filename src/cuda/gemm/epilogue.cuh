@@ -234,8 +234,8 @@ __device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], c
   }
 }
 
-// How many slabs of the same are in use where D is fetched: each twice, so the phase of `full` is
-// the same at the start of every tile.
+// Where D is fetched, half as many slabs as a tile has are in use, each twice: so `full` has the
+// same phase at the start of every tile.
 template <int N>
 inline constexpr int kFetched = N / 64;
 
@@ -258,7 +258,7 @@ __device__ __forceinline__ void fetch(const Params& params, const Destination& t
                                  column + 32 * box, row, to.expert);
 }
 
-// Asks for the first half of it, long before it is needed.
+// Asks for the first half of what D holds, long before it is needed.
 template <Kind kKind, int N>
 __device__ __forceinline__ void fetch_first(const Params& params, const Destination& to, int warp,
                                             uint8_t* slabs, FullBarrier* full) {

@@ -19,7 +19,7 @@ struct Params : Sizes {
   const float* block_scale_b;    // [(E,) cdiv(N,128), K-blocks]    rows, tokens_block
   void* d;                       // [R, N] or [E, M, N]
   bool bf16;                     // D; else f32
-  bool strips;                   // D's columns are whole boxes, so d_strip can be used
+  bool strips;                   // D's columns are whole boxes, and it is not f32 of rows: d_strip
   bool add;                      // tokens_*: to what D holds
   bool fetch;  // and D is f32: what it holds is brought and added to, else it is reduced into
 };

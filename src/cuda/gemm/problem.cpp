@@ -19,7 +19,8 @@ void set_output(const char* op, const char* name, Kind kind, const Tensor& d, in
   params.bf16 = d.dtype == DType::bf16;
   const int rows = output_box_rows(kind, params.bf16);
   params.d_box = output_box_map(op, name, d, experts, m, n, rows);
-  params.strips = n * size_of(d.dtype) % kOutputBoxBytes == 0;
+  params.strips =
+      (kind != Kind::rows || params.bf16) && n * size_of(d.dtype) % kOutputBoxBytes == 0;
   if (params.strips)
     params.d_strip =
         output_strip_map(op, name, d, experts, m, n, rows, strip_boxes(config.tile_n, params.bf16));

@@ -20,7 +20,7 @@ inline constexpr int kHalfSlabBytes = kHalfSlabRows * 128;
 constexpr int output_box_rows(Kind kind, bool bf16) {
   return kind == Kind::rows || bf16 ? kSlabRows : kHalfSlabRows;
 }
-// By one instruction TMA takes all of a warp's bf16, and a slab of f32.
+// By one instruction TMA takes all of a warp's bf16, and a slab of f32 of tokens_*.
 constexpr int strip_boxes(int tile_n, bool bf16) { return bf16 ? tile_n / 64 : 2; }
 
 inline constexpr int kScaleStride = (kScaleBox + 31) / 32 * 32;

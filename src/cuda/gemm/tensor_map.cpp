@@ -78,6 +78,7 @@ CUtensorMap output_strip_map(const char* op, const char* name, const Tensor& d, 
                              int64_t m, int64_t n, int box_rows, int boxes) {
   const auto size = static_cast<cuuint64_t>(size_of(d.dtype));
   const auto row = static_cast<cuuint64_t>(n) * size;
+  // Strides need not grow: the driver does not ask for what cuda.h describes.
   return encode<4>(op, name, output_type(d), CU_TENSOR_MAP_SWIZZLE_128B, d.data,
                    {kOutputBoxBytes / size, static_cast<cuuint64_t>(m), row / kOutputBoxBytes,
                     static_cast<cuuint64_t>(experts)},
