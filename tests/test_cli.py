@@ -95,6 +95,25 @@ def test_doctor(command: Command) -> None:
         assert "CUDA tensors  do not run" in out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_output_fits_the_encoding_of_the_terminal(
+    encoding: str, text: Path, tmp_path: Path
+) -> None:
+    small = ["--size", "tiny", "--steps", "2", "--text", text, "--out", tmp_path / "out"]
+    for args, last in (["doctor"], "torch layers"), (["train", *small], "FP8 model writes"):
+        done = subprocess.run(
+            [sys.executable, "-m", "fp8moe_cutlass", *args],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            timeout=120,
+        )
+        out = done.stdout.decode(encoding)
+        assert done.returncode == 0, done.stderr
+        assert last in out
+        if args == ["doctor"]:
+            assert f"{'✓' if encoding == 'utf-8' else '+'} CPU tensors" in out
+
+
 def test_doctor_reads_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

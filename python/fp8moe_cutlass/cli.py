@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +40,9 @@ Seed = Annotated[int, typer.Option(min=0)]
 
 def main() -> None:
     """The console script. A user's mistake is one line and exit code 2, not a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale may lack what is written: ? stands for it
+            stream.reconfigure(errors="replace")
     try:
         app()
     except (ValueError, OSError) as error:  # OSError: a path that cannot be read or written
@@ -80,11 +85,12 @@ def doctor(
     from .doctor import report
 
     console = Console()
+    tick = "✓" if console.encoding.startswith("utf") else "+"
     sections = report() if explain is None else dict([explained(explain, sms)])
     for title, findings in sections.items():
         console.print(f"\n[bold]{title}[/]")
         for f in findings:
-            mark = {None: " ", True: "[green]✓[/]", False: "[yellow]![/]"}[f.good]
+            mark = {None: " ", True: f"[green]{tick}[/]", False: "[yellow]![/]"}[f.good]
             console.print(f"{mark} {f.topic:<13} {rich.markup.escape(f.text)}", soft_wrap=True)
 
 
