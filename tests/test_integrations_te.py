@@ -459,9 +459,15 @@ def test_refusals(device: str) -> None:
     refused(r"must both be \[C\]", te.moe_sort_chunks_by_index, x, sizes, sizes[:2])
     sort = te.moe_sort_chunks_by_index_with_probs
     refused(r"index_with_probs\] split_sizes and", sort, x, probs[:, 0], sizes, sizes[:2])
+    refused("probs is required", sort, x, None, sizes, sizes)
     refused("never padded", te.moe_unpermute, y, row_id_map, map_type="index", pad_offsets=offsets)
     if device == "cpu":
         refused("dropped because the capacity", te.moe_permute, x, gpu_mask, n - 1)
+        order = torch.arange(3)
+        for wrong in (torch.tensor([T, 1, 0]), torch.tensor([-1, T, 1])):
+            refused("split_sizes must be of", te.moe_sort_chunks_by_index, x, wrong, order)
+        for wrong in (order - 1, order + 1, order // 2):
+            refused("must be a permutation", te.moe_sort_chunks_by_index, x, sizes, wrong)
 
 
 def test_gradient_of_the_probs_alone_under_another_default_dtype(device: str) -> None:

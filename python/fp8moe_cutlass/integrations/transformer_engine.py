@@ -215,6 +215,7 @@ def moe_sort_chunks_by_index(
     """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C], integers.
 
     Rows past the last chunk are dropped; what the output holds in their place is unspecified.
+    Sizes of more than N rows, or an order that is no permutation: ValueError on the CPU.
     """
     op = "moe_sort_chunks_by_index"
     if inp.shape[0] == 0:
@@ -233,6 +234,7 @@ def moe_sort_chunks_by_index_with_probs(
     """moe_sort_chunks_by_index, and the probs [N] of the rows likewise (float32, float16 or
     bfloat16)."""
     op = "moe_sort_chunks_by_index_with_probs"
+    _check_given(op, probs=probs)
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout), probs.clone()
     plan = _chunks(op, inp, split_sizes, sorted_index)
@@ -321,6 +323,16 @@ def _chunks(
             f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
         )
     device, chunks = inp.device, split_sizes.shape[0]
+    if device.type == "cpu":
+        sizes, places = split_sizes.tolist(), sorted_index.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) > inp.shape[0]:
+            raise ValueError(
+                f"[{op}] split_sizes must be of the {inp.shape[0]} rows of inp; got {sizes}"
+            )
+        if sorted(places) != list(range(chunks)):
+            raise ValueError(
+                f"[{op}] sorted_index must be a permutation of the {chunks} chunks; got {places}"
+            )
     ends = split_sizes.to(device, non_blocking=True).cumsum(0)
     chunk = torch.searchsorted(ends, torch.arange(inp.shape[0], device=device), right=True)
     place = torch.full((chunks + 1,), -1, dtype=torch.int32, device=device)
