@@ -169,6 +169,7 @@ FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, i
                                                 int64_t segment, const fp8moe_plan* plan,
                                                 const fp8moe_tensor* counts,
                                                 const fp8moe_tensor* workspace, void* stream);
+/* Bytes of a row on the wire (ops.h); -1 (and the message) for negative or absurd numbers. */
 FP8MOE_C_API int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots);
 /* topk_idx and probs: both or neither. fp8_dtype: FP8MOE_E4M3 or FP8MOE_E5M2. */
 FP8MOE_C_API fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x,

@@ -260,7 +260,15 @@ fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, int64_t num_ex
 }
 
 int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots) {
-  return packed_row_bytes(hidden, slots);
+  int64_t bytes = -1;
+  guarded([&] {
+    constexpr int64_t kMost = INT64_MAX / 32;
+    FP8MOE_CHECK(hidden >= 0 && hidden <= kMost && slots >= 0 && slots <= kMost,
+                 "[packed_row_bytes] hidden and slots must be in [0, 2^58); got ", hidden, " and ",
+                 slots);
+    bytes = packed_row_bytes(hidden, slots);
+  });
+  return bytes;
 }
 
 fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x, const fp8moe_tensor* topk_idx,

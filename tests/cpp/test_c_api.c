@@ -168,6 +168,9 @@ int main(void) {
   CHECK(fp8moe_plan_slab_size(&huge) == -1 && strstr(fp8moe_last_error(), "2^31") != NULL);
   plan.align = 0;
   CHECK(fp8moe_plan_rows(&plan) == -1 && strstr(fp8moe_last_error(), "align") != NULL);
+  CHECK(fp8moe_packed_row_bytes(-1, 8) == -1 && fp8moe_packed_row_bytes(128, -1) == -1);
+  CHECK(fp8moe_packed_row_bytes(INT64_MAX, 8) == -1);
+  CHECK(strstr(fp8moe_last_error(), "packed_row_bytes") != NULL);
   CHECK(d[0] == kept);
 
   CHECK(strcmp(fp8moe_get_build_info().version, "") != 0);
