@@ -8,6 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+# What is multiplied in float32: dtype of the tokens, how many, experts.
+IN_FLOAT32 = [
+    (torch.float16, 300, 24),
+    (torch.float32, 300, 24),
+    (torch.bfloat16, 1, 24),
+    (torch.bfloat16, 300, 1),
+]
+
 
 def operands(
     t: int = 64, h: int = 96, e: int = 12, device: torch.device | str = "cpu"

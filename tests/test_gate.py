@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass.autograd import gate, gate_logits
 from fp8moe_cutlass.nn import Router
-from gate_problem import gradients, operands
+from gate_problem import IN_FLOAT32, gradients, operands
 from reference import relative_error
 
 
@@ -269,15 +269,7 @@ def test_bfloat16_tokens_meet_parts_of_any_weight(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize(
-    ("dtype", "tokens", "experts"),
-    [
-        (torch.float32, 64, 12),
-        (torch.float16, 64, 12),
-        (torch.bfloat16, 1, 12),
-        (torch.bfloat16, 64, 1),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "tokens", "experts"), IN_FLOAT32)
 def test_other_tokens_one_token_and_one_expert_do_not(
     dtype: torch.dtype, tokens: int, experts: int
 ) -> None:

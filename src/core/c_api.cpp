@@ -109,16 +109,22 @@ RoutingPlan plan(const fp8moe_plan* c) {
   return plan;
 }
 
+// What `f` returns, or -1 where it throws.
+template <typename F>
+int64_t number(F f) {
+  int64_t result = -1;
+  guarded([&] { result = f(); });
+  return result;
+}
+
 // One of the plan's sizes, or -1 where its numbers make none.
 int64_t size(const fp8moe_plan* c, int64_t (RoutingPlan::*of)() const) {
-  int64_t result = -1;
-  guarded([&] {
+  return number([&] {
     FP8MOE_CHECK(c != nullptr, "[c_api] plan must be given; got NULL");
     const RoutingPlan plan = sizes(*c);
     Checker("c_api", {}).plan_sizes(plan);
-    result = (plan.*of)();
+    return (plan.*of)();
   });
-  return result;
 }
 
 ScaleRule rule(fp8moe_scale_rule c) { return {.pow2 = c.pow2 != 0, .eps = c.eps}; }
@@ -260,15 +266,13 @@ fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, int64_t num_ex
 }
 
 int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots) {
-  int64_t bytes = -1;
-  guarded([&] {
+  return number([&] {
     constexpr int64_t kMost = INT64_MAX / 32;
     FP8MOE_CHECK(hidden >= 0 && hidden <= kMost && slots >= 0 && slots <= kMost,
                  "[packed_row_bytes] hidden and slots must be in [0, 2^58); got ", hidden, " and ",
                  slots);
-    bytes = packed_row_bytes(hidden, slots);
+    return packed_row_bytes(hidden, slots);
   });
-  return bytes;
 }
 
 fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x, const fp8moe_tensor* topk_idx,

@@ -174,8 +174,8 @@ constexpr SlabPlace slab_place(int s) {
 
 // Sends a slab of tokens_*; TMA leaves out what lies outside of D.
 template <Kind kKind>
-__device__ __forceinline__ void send_boxes(const Params& params, const Destination& to, int warp,
-                                           SlabPlace place, const uint8_t* slab, bool reduce) {
+__device__ __forceinline__ void send_slab(const Params& params, const Destination& to, int warp,
+                                          SlabPlace place, const uint8_t* slab, bool reduce) {
   if (!cute::elect_one_sync()) return;
   const int row = to.row + kSlabRows * warp + place.row, column = to.column + place.column;
   if (params.strips) return send_strip(params, slab, column / 32, row, to.expert, reduce);
@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], c
     if constexpr (kKind == Kind::rows)
       send<kKind, 32, S, S + 1>(params, to, warp, slab);
     else
-      send_boxes<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, params.add);
+      send_slab<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, params.add);
     cute::tma_store_arrive();
     store_f32<kKind, N, S + 1>(sums, params, to, warp, slabs);
   }
@@ -272,17 +272,17 @@ template <Kind kKind, int N, int S = 0>
 __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                         const Destination& to, int warp, uint8_t* slabs,
                                         FullBarrier* full) {
-  constexpr int kAll = N / 32, kUsed = kFetched<N>;
-  static_assert(kUsed <= kSlabs);
+  constexpr int kAll = N / 32;
+  static_assert(kFetched<N> <= kSlabs);
   if constexpr (S < kAll) {
-    uint8_t* slab = slabs + S % kUsed * kSlabBytes;
-    await(full[S % kUsed], S / kUsed);
+    uint8_t* slab = slabs + S % kFetched<N> * kSlabBytes;
+    await(full[S % kFetched<N>], S / kFetched<N>);
     fill_slab<kKind, N, true, S>(sums, slab);
-    send_boxes<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, false);
+    send_slab<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, false);
     cute::tma_store_arrive();
-    if constexpr (S > 0 && S - 1 + kUsed < kAll) {
+    if constexpr (S > 0 && S - 1 + kFetched<N> < kAll) {
       await_slabs<1>();  // the slab before this one has left
-      fetch<kKind, N>(params, to, warp, S - 1 + kUsed, slabs, full);
+      fetch<kKind, N>(params, to, warp, S - 1 + kFetched<N>, slabs, full);
     }
     add_f32<kKind, N, S + 1>(sums, params, to, warp, slabs, full);
   }

@@ -9,14 +9,16 @@ inline constexpr int kSharedBytes = 227 * 1024;  // what a block of compute capa
 inline constexpr int kStages = 4;
 inline constexpr int kConsumerWarps = 8;
 
+inline constexpr int kOutputBoxBytes = 128;  // of a row of D: what TMA swizzles at most
+
 // D on its way out: a slab is 16 rows of 128 bytes, or as many bytes of 8 rows, and a consumer warp
 // has kSlabs of them.
 inline constexpr int kSlabRows = 16;
-inline constexpr int kSlabBytes = kSlabRows * 128;
+inline constexpr int kSlabBytes = kSlabRows * kOutputBoxBytes;
 inline constexpr int kSlabs = 3;
 // A box of TMA is half a slab of f32 of tokens_*, else a slab (epilogue.cuh).
 inline constexpr int kHalfSlabRows = 8;
-inline constexpr int kHalfSlabBytes = kHalfSlabRows * 128;
+inline constexpr int kHalfSlabBytes = kHalfSlabRows * kOutputBoxBytes;
 constexpr int output_box_rows(Kind kind, bool bf16) {
   return kind == Kind::rows || bf16 ? kSlabRows : kHalfSlabRows;
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "cuda/gemm/stage.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda::gemm {

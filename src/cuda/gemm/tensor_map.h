@@ -13,11 +13,9 @@ namespace fp8moe::cuda::gemm {
 CUtensorMap operand_map(const char* op, const char* name, const void* data, int64_t rows, int64_t k,
                         int box_rows);
 
-inline constexpr int kOutputBoxBytes = 128;  // of a row of D
-
-// Writes, adds to or reads bf16 or f32 [experts, m, n] row-major by boxes of box_rows and 128 bytes
-// of columns in 128-byte-swizzled shared memory; what lies outside is left out and reads as zero.
-// Coordinates: (column, row, expert).
+// Writes, adds to or reads bf16 or f32 [experts, m, n] row-major by boxes of box_rows and
+// kOutputBoxBytes of columns in 128-byte-swizzled shared memory; what lies outside is left out and
+// reads as zero. Coordinates: (column, row, expert).
 CUtensorMap output_box_map(const char* op, const char* name, const Tensor& d, int64_t experts,
                            int64_t m, int64_t n, int box_rows);
 
