@@ -80,6 +80,14 @@ def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
     assert band("wgrad", 32768, 4096, 7168, 8) > band("wgrad", 32768, 4096, 7168, 128)
 
 
+def test_short_tiles_of_wgrad_are_taken_as_ctas_come_free() -> None:
+    def taken(name: str, experts: int) -> object:
+        return _C.explain_grouped_gemm(name, 32768, 4096, 7168, experts, 132)["taken"]
+
+    assert [taken("wgrad", e) for e in (48, 64, 128)] == [False, True, True]
+    assert [taken(name, 128) for name in ("fprop", "dgrad")] == [False, False]
+
+
 def test_no_rows_are_no_tiles() -> None:
     c = _C.explain_grouped_gemm("fprop", 0, 256, 256, 4, 132)
     assert (c["tiles"], c["waves"], c["idle"], c["waste"]) == (0, 0.0, 0.0, 0.0)

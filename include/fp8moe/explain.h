@@ -16,6 +16,7 @@ struct GemmChoice {
   int stages;          // of the ring in shared memory
   int shared_bytes;    // of a CTA
   int band;            // rows of tiles that CTAs take together, column by column
+  bool taken;          // tiles are taken as CTAs come free; else they are dealt in turn
   int64_t tiles;       // of all experts, before those of a last wave are cut
   double waves;        // tiles / SMs
   double idle;         // share of the SMs' time that the last wave leaves unused

@@ -338,6 +338,7 @@ NB_MODULE(_C, m) {
         d["stages"] = c.stages;
         d["shared_bytes"] = c.shared_bytes;
         d["band"] = c.band;
+        d["taken"] = c.taken;
         d["tiles"] = c.tiles;
         d["waves"] = c.waves;
         d["idle"] = c.idle;

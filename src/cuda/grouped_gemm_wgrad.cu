@@ -2,8 +2,23 @@
 #include "core/backends.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/problem.h"
+#include "cuda/gemm/queues.h"
 
 namespace fp8moe::cuda {
+namespace {
+
+// Of a launch on `stream`.
+int queue_of(cudaStream_t stream) {
+  static gemm::QueueNumbers numbers(gemm::kQueues);
+  cudaStreamCaptureStatus status{};
+  FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusNone) return numbers.of_capture();
+  unsigned long long id = 0;
+  FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  return numbers.of_stream(id);
+}
+
+}  // namespace
 
 void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
                         const Tensor& dw, bool accumulate, Stream stream) {
@@ -17,8 +32,11 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   }
   const bool bf16 = dw.dtype == DType::bf16;
   gemm::Config config = gemm::choose_config(gemm::Kind::tokens_block, dw.shape[2], bf16);
-  config.band = gemm::tokens_band(plan.columns() / gemm::kBlockK, plan.experts, bf16);
-  const gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
+  const int64_t k_blocks = plan.columns() / gemm::kBlockK;
+  if (gemm::narrow_tiles(k_blocks, plan.experts, bf16, accumulate)) config.tile_n = 128;
+  config.band = gemm::tokens_band(k_blocks, plan.experts, bf16);
+  gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
+  if (gemm::short_tiles(k_blocks, plan.experts)) params.queue = queue_of(stream_of(stream));
   const auto run = [&]<gemm::Kind kKind>() {
     gemm::launch<kKind>(dy_t.data.dtype, x_t.data.dtype, params, config, device, stream_of(stream));
   };

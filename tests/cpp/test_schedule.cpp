@@ -1,13 +1,16 @@
 // The order of the grouped GEMM's tiles: every element of D in one tile of one CTA, and CTAs in
 // step: each has as many tiles as any other, or one fewer. Thin tiles are the last of their CTAs,
-// where what is left for a last wave is little.
+// where what is left for a last wave is little. Tiles that are taken as CTAs come free are taken
+// once, too, and the queue is as it was.
 #include "cuda/gemm/schedule.h"
 
 #include <algorithm>
+#include <array>
 #include <random>
 #include <vector>
 
 #include "check.h"
+#include "cuda/gemm/queues.h"
 
 using namespace fp8moe::cuda::gemm;
 
@@ -63,6 +66,45 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
   CHECK(most - least <= 1);
 }
 
+// Tiles taken from a queue (produce.cuh), by CTAs that come free in any order.
+template <Kind kKind, int TileN>
+void take(const Sizes& sizes, int ctas, std::mt19937& random) {
+  std::vector<Schedule<kKind, TileN>> schedules;
+  for (int cta = 0; cta < ctas; ++cta) schedules.emplace_back(sizes, nullptr, cta, ctas);
+  std::vector<std::array<int, 3>> dealt, taken;
+  Schedule<kKind, TileN> all(sizes, nullptr, 0, 1);
+  for (Tile tile; all.next(tile);) dealt.push_back({tile.expert, tile.row, tile.column});
+  CHECK(static_cast<int>(dealt.size()) == all.count());
+  int queue = 0;
+  std::vector<int> running(ctas);
+  for (int cta = 0; cta < ctas; ++cta) running[cta] = cta;
+  while (!running.empty()) {
+    int& one = running[random() % running.size()];
+    Tile tile;
+    if (schedules[one].next(tile)) {
+      taken.push_back({tile.expert, tile.row, tile.column});
+      schedules[one].skip(ctas + queue);
+      if (++queue == all.count()) queue = 0;
+    } else {
+      one = running.back();
+      running.pop_back();
+    }
+  }
+  std::sort(dealt.begin(), dealt.end());
+  std::sort(taken.begin(), taken.end());
+  CHECK(taken == dealt && queue == 0);
+}
+
+void queue_numbers() {
+  QueueNumbers numbers(3);
+  const int first = numbers.of_stream(7), captured = numbers.of_capture();
+  CHECK(first != captured && numbers.of_stream(7) == first);
+  const int other = numbers.of_stream(8);
+  CHECK(other != first && other != captured && std::max({first, captured, other}) < 3);
+  CHECK(numbers.of_capture() == kNoQueue && numbers.of_stream(9) == kNoQueue);
+  CHECK(numbers.of_stream(8) == other && numbers.of_stream(9) == kNoQueue);
+}
+
 template <int TileN>
 void rows(const std::vector<int>& counts, int n, int ctas) {
   std::vector<int> offsets{0};
@@ -85,7 +127,7 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
 }
 
 template <int TileN>
-void tokens(const std::vector<int>& counts, int m, int n, int ctas) {
+void tokens(const std::vector<int>& counts, int m, int n, int ctas, std::mt19937& random) {
   std::vector<int> columns{0}, d_row{0};
   for (int tokens : counts) {
     columns.push_back(columns.back() + (tokens + 127) / 128 * 128);
@@ -99,12 +141,14 @@ void tokens(const std::vector<int>& counts, int m, int n, int ctas) {
   sizes.n = n;
   sizes.band = 2;
   walk<Kind::tokens_block, TileN>(sizes, ctas, d_row);
+  take<Kind::tokens_block, TileN>(sizes, ctas, random);
 }
 
 }  // namespace
 
 int main() {
   std::mt19937 random(7);
+  queue_numbers();
   const std::vector<std::vector<int>> fixed{{5, 0, 130, 1, 64, 65, 257},
                                             {0, 0, 700, 0},
                                             {300},
@@ -117,8 +161,8 @@ int main() {
       for (int ctas : {1, 3, 20, 132}) {
         rows<128>(counts, n, ctas);
         rows<192>(counts, n, ctas);
-        tokens<128>(counts, 272, n, ctas);
-        tokens<192>(counts, 272, n, ctas);
+        tokens<128>(counts, 272, n, ctas, random);
+        tokens<192>(counts, 272, n, ctas, random);
       }
     for (int experts : {2, 9, 40}) {
       std::vector<int> counts(experts);

@@ -242,6 +242,36 @@ def test_wgrad_adds_f32_over_many_tiles(counts: list[int], size: int, layout: st
     assert torch.equal(onto, before + dw)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_wgrad_of_short_tiles_on_several_streams_and_in_graphs_at_once(dtype: torch.dtype) -> None:
+    """CTAs take short tiles as they come free; every launch that runs counts its own."""
+    plan = plan_of([200] * 24 + [0, 1, 300])
+    dy = segments(on_gpu(noise(1040, plan.columns, layout="block", fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(1040, plan.columns, layout="block")), plan)
+    shape = (27, 1040, 1040)
+    expected = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(*shape, dtype=dtype))
+    assert wgrad_error(dy, x, plan, expected) <= C_CUDA
+    outs = [poisoned(*shape, dtype=dtype) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in outs]
+    graphs = [torch.cuda.CUDAGraph() for _ in outs[:2]]
+    for graph, out in zip(graphs, outs, strict=False):
+        with torch.cuda.graph(graph):
+            ops.grouped_gemm_wgrad(dy, x, plan, out=out)
+    for _ in range(5):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for _ in range(4):
+            for stream, graph, out in zip(streams, [*graphs, None, None], outs, strict=True):
+                with torch.cuda.stream(stream):
+                    if graph is not None:
+                        graph.replay()
+                    else:
+                        ops.grouped_gemm_wgrad(dy, x, plan, out=out)
+        torch.cuda.synchronize()
+        assert all(same_bits(out, expected) for out in outs)
+
+
 @pytest.mark.parametrize("n", [208, 128])
 def test_wgrad_over_several_runs_of_scales(n: int) -> None:
     plan = plan_of([128 * 301, 0, 128 * 64, 300])

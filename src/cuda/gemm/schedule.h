@@ -160,20 +160,23 @@ class Schedule<Kind::rows, TileN> {
   int expert_ = 0, before_ = 0;  // tiles of the experts before it
 };
 
-// Tiles of dw, [M, N] for each expert: dealt in turn.
+// Tiles of dw, [M, N] for each expert: dealt in turn, unless `skip` says which one is next.
 template <Kind kKind, int TileN>
 class Schedule {
  public:
   FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas, int = kUncounted)
       : sizes_(sizes), at_(cta), ctas_(ctas) {}
 
+  // The tiles of all experts.
+  FP8MOE_HD int count() const { return sizes_.experts * tiles_m() * tiles_n(); }
+
+  FP8MOE_HD void skip(int to) { at_ = to; }
+
   FP8MOE_HD bool next(Tile& tile) {
-    const int tiles_m = (sizes_.m + kTileM - 1) / kTileM;
-    const int tiles_n = (sizes_.n + TileN - 1) / TileN;
-    tile.expert = at_ / (tiles_m * tiles_n);
+    const int each = tiles_m() * tiles_n();
+    tile.expert = at_ / each;
     if (tile.expert >= sizes_.experts) return false;
-    const Place place =
-        place_in_bands(sizes_.band, at_ - tile.expert * tiles_m * tiles_n, tiles_m, tiles_n);
+    const Place place = place_in_bands(sizes_.band, at_ - tile.expert * each, tiles_m(), tiles_n());
     tile.row = place.row * kTileM;
     tile.rows = sizes_.m - tile.row;
     tile.column = place.column * TileN;
@@ -185,6 +188,9 @@ class Schedule {
   }
 
  private:
+  FP8MOE_HD int tiles_m() const { return (sizes_.m + kTileM - 1) / kTileM; }
+  FP8MOE_HD int tiles_n() const { return (sizes_.n + TileN - 1) / TileN; }
+
   const Sizes& sizes_;
   int at_, ctas_;
 };
