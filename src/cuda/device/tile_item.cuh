@@ -35,7 +35,8 @@ __device__ __forceinline__ TileItem item_after(const PlanView& plan, int tiles, 
   item.tile += count;
   if (item.tile < tiles) return item;
   const int last = item.block;
-  for (; item.tile >= tiles; item.tile -= tiles) ++item.block;
+  const int blocks = item.tile / tiles;
+  item.block += blocks, item.tile -= blocks * tiles;
   if (item.block < item.rest.end) {
     const int rows = 128 * (item.block - last);
     item.rest.first_row += rows, item.rest.tokens -= rows, item.rest.rows -= rows;
