@@ -2,8 +2,23 @@
 #include "core/backends.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/problem.h"
+#include "cuda/gemm/queues.h"
 
 namespace fp8moe::cuda {
+namespace {
+
+// Of a launch on `stream`.
+int queue_of(cudaStream_t stream) {
+  static gemm::QueueNumbers numbers(gemm::kQueues);
+  cudaStreamCaptureStatus status{};
+  FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusNone) return numbers.of_capture();
+  unsigned long long id = 0;
+  FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  return numbers.of_stream(id);
+}
+
+}  // namespace
 
 void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
                         const Tensor& dw, bool accumulate, Stream stream) {

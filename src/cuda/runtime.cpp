@@ -8,7 +8,6 @@
 #include <string>
 
 #include "core/backends.h"
-#include "cuda/queues.h"
 
 static_assert(CUTLASS_MAJOR > 4 || (CUTLASS_MAJOR == 4 && CUTLASS_MINOR >= 2),
               "the grouped GEMMs need CUTLASS 4.2 or newer");
@@ -62,16 +61,6 @@ const DeviceInfo& device_info(Device device) {
   const auto index = static_cast<size_t>(device.index);
   std::call_once(once[index], [&] { infos[index] = read_info(device.index); });
   return infos[index];
-}
-
-int queue_of(cudaStream_t stream) {
-  static QueueNumbers numbers(kQueues);
-  cudaStreamCaptureStatus status{};
-  FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) return numbers.of_capture();
-  unsigned long long id = 0;
-  FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
-  return numbers.of_stream(id);
 }
 
 unsigned persistent_grid(Device device, int64_t work, int per_sm) {

@@ -45,9 +45,6 @@ const DeviceInfo& device_info(Device device);
 
 inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 
-// The queue (queues.h) of a launch on `stream` of the current device.
-int queue_of(cudaStream_t stream);
-
 // Enough blocks for `work` items, at most `per_sm` for each SM: the grid of a loop over items.
 unsigned persistent_grid(Device device, int64_t work, int per_sm);
 

@@ -124,12 +124,10 @@ bool usual_columns(const Fp8Tensor& dz, const Fp8Tensor& dz_columns, const Fp8Te
 }
 
 template <typename F>
-void launch_tiles(SwigluBackward p, int ranks, const Fp8Tensor& dz_columns,
+void launch_tiles(const SwigluBackward& p, int ranks, const Fp8Tensor& dz_columns,
                   const Fp8Tensor& h_columns, int64_t blocks, Device device, cudaStream_t stream) {
   const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns)};
   const int64_t clusters = std::min<int64_t>(blocks, clusters_at_a_time(device, ranks));
-  // With fewer tiles, to find the expert of what is taken costs more than it gains.
-  if (p.tiles >= 2 * ranks && ranks > 1) p.queue = queue_of(stream);
   const auto go = [&]<ColumnKind kKind>() {
     launch_clusters(
         kOp, p.clamp > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>,

@@ -10,9 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/queues.h"
+#include "cuda/gemm/queues.h"
 
-using namespace fp8moe::cuda;
 using namespace fp8moe::cuda::gemm;
 
 namespace {
@@ -67,7 +66,7 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
   CHECK(most - least <= 1);
 }
 
-// Tiles taken from a queue (queues.h), by CTAs that come free in any order.
+// Tiles taken from a queue (produce.cuh), by CTAs that come free in any order.
 template <Kind kKind, int TileN>
 void take(const Sizes& sizes, int ctas, std::mt19937& random) {
   std::vector<Schedule<kKind, TileN>> schedules;

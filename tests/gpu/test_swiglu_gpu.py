@@ -104,55 +104,6 @@ def test_many_tiles(columns):
     check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
-@pytest.mark.parametrize("columns", ["block", "column"])
-@pytest.mark.parametrize(
-    ("counts", "intermediate"),
-    [
-        ([2500, 0, 3100, 1, 1903], 2048),  # 16 tiles a block of tokens
-        ([1] * 40, 2048),  # more experts than shares
-        ([130, 0, 9], 4096),  # fewer tiles than teams, fewer blocks of tokens than clusters
-        ([50] * 200, 2176),  # more blocks of tokens than are taken
-    ],
-)
-def test_tiles_taken_as_blocks_come_free(counts, intermediate, columns):
-    plan = RoutingPlan.from_counts(
-        torch.tensor(counts, dtype=torch.int32), capacity=sum(counts) + 5, align=16
-    )
-    z, dh, probs = inputs(plan, intermediate)
-    check(ops.swiglu_quantize, z, probs=probs, columns=columns, plan=plan)
-    check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
-    check(ops.swiglu_quantize_backward, dh, z, columns=columns, plan=plan)  # no dprob
-
-
-@pytest.mark.parametrize("columns", ["block", "column"])
-def test_tiles_taken_on_two_streams_and_in_a_graph_at_once(columns):
-    counts = torch.tensor([700, 0, 1300, 1, 903], dtype=torch.int32, device="cuda")
-    plan = RoutingPlan.from_counts(counts, capacity=3000, align=16)
-    z, dh, probs = (t.cuda() for t in inputs(plan, 2048))
-
-    def both(out=(None, None)):
-        h = ops.swiglu_quantize(z, plan, probs=probs, columns=columns, out=out[0])
-        return h, ops.swiglu_quantize_backward(
-            dh, z, plan, probs=probs, columns=columns, out=out[1]
-        )
-
-    expected = both()
-    outs = [both() for _ in range(3)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both(outs[0])
-    streams = [torch.cuda.Stream() for _ in outs]
-    torch.cuda.synchronize()
-    for _ in range(20):
-        for stream, out in zip(streams, outs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay() if out is outs[0] else both(out)
-    torch.cuda.synchronize()
-    for out in outs:
-        for op, there, here in zip(("forward", "backward"), expected, out, strict=True):
-            assert_same(there, here, plan, op)
-
-
 @pytest.mark.parametrize("clamp", [0.0, 1.3])
 @pytest.mark.parametrize("columns", ["block", "column"])
 @pytest.mark.parametrize("intermediate", [6016, 6144, 48128, 48256])

@@ -1,14 +1,12 @@
 // Rows and columns of a matrix computed from 16-bit operands, in one pass, at the speed of memory:
 // full 128x128 tiles, power-of-two scales.
 //
-// One block an SM, of two teams that share a table, each with a contiguous share of half of the
-// tiles; the other half they take as they come free, since SMs differ in speed. A tile's operands
-// come to shared memory by cp.async, each to the thread that reads it, so no barrier stands
-// between: a thread asks for two rows of the next tile as soon as it has read those of this one, so
-// most of a tile is always on its way.
+// One block an SM, of two teams that share a table, each with a contiguous share of the tiles. A
+// tile's operands come to shared memory by cp.async, each to the thread that reads it, so no
+// barrier stands between: a thread asks for two rows of the next tile as soon as it has read those
+// of this one, so most of a tile is always on its way.
 #pragma once
 
-#include "cuda/device/queues.cuh"
 #include "cuda/device/tile.cuh"
 #include "cuda/device/tile_item.cuh"
 #include "cuda/runtime.h"
@@ -31,7 +29,6 @@ struct StagedTiles {
   RowsOut rows_to;
   ColumnsOut columns_to;
   Pow2Scaling scaling;
-  int queue;  // or kNoQueue: the shares are of all tiles
 };
 
 using StagedTile = Tile<16, kTeams>;
@@ -41,7 +38,6 @@ struct StagedShared {
   StagedTile::Shared codes;
   StagedTile::Amax amax;
   alignas(16) float weight[128];  // a warp's own 8
-  int taken;                      // the tile after the team's share, then after each taken one
 };
 
 template <typename Source>
@@ -112,12 +108,7 @@ __global__ __launch_bounds__(512 * kTeams,
   auto& shared = of_block.team[team];
   prefetch_plan(p.plan);
   const int total = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
-  const int teams = kTeams * gridDim.x;
-  const int shared_out = p.queue == kNoQueue ? total : max(total / 2, min(total, teams));
-  const int takes = total - shared_out + teams;
-  const auto [begin, items] = share_of(shared_out, teams, blockIdx.x + team * gridDim.x);
-  const auto take_one = [&] { return shared_out + take(p.queue, takes); };
-  if (p.queue != kNoQueue && T::thread() == 0) shared.taken = take_one();
+  const auto [begin, items] = share_of(total, kTeams * gridDim.x, blockIdx.x + team * gridDim.x);
   TileItem item{}, next{.block = begin / p.tiles - 1};
   if (items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + begin % p.tiles);
   if (p.weights == nullptr && T::thread() < 128) shared.weight[T::thread()] = 1.0f;
@@ -129,15 +120,11 @@ __global__ __launch_bounds__(512 * kTeams,
   }
   of_block.table.fill();
   __syncthreads();
-  int taken = p.queue != kNoQueue ? of_warp(shared.taken) : total;
 #pragma unroll 1
-  for (int now = begin, then; items > 0 && now < total; now = then) {
+  for (int n = 0; n < items; ++n) {
     item = next;
-    const bool takes_next = now + 1 >= begin + items;
-    then = takes_next ? taken : now + 1;
-    const bool more = then < total, asks = takes_next && more;
-    const int answer = asks && T::thread() == 0 ? take_one() : 0;
-    if (more) next = item_after(p.plan, p.tiles, item, then - now);
+    const bool more = n + 1 < items;
+    if (more) next = item_after(p.plan, p.tiles, item, 1);
     staged = first_row_of(p, next);
     typename T::Row v[4];
     float weight[4], row_most[4];
@@ -181,9 +168,7 @@ __global__ __launch_bounds__(512 * kTeams,
     }
     const float scale_inv =
         T::template columns_encode<F, kKind>(v, weight, shared.amax, p.scaling, shared.codes);
-    if (asks && T::thread() == 0) shared.taken = answer;
     T::sync();
-    if (asks) taken = of_warp(shared.taken);
     if (kKind == ColumnKind::block && T::thread() == 0)
       T::block_scale_store(p.columns_to, item.tile, item.block, scale_inv);
     T::columns_store(p.columns_to, item.tile, item.block, p.columns, shared.codes);
@@ -197,8 +182,6 @@ void launch_staged_tiles(const char* op, Device device, const Source& source, co
   const int64_t columns = rows_to.data.shape[1], tiles = columns / kTile;
   const int64_t items = plan.columns() / kTile * tiles;
   if (items == 0) return;
-  // To find the expert of each tile that is taken costs more than it gains where they are few.
-  const bool queued = tiles >= 12;
   const StagedTiles<Source> params = {.source = source,
                                       .weights = weights,
                                       .plan = view_of(plan),
@@ -206,8 +189,7 @@ void launch_staged_tiles(const char* op, Device device, const Source& source, co
                                       .tiles = static_cast<int>(tiles),
                                       .rows_to = rows_out(rows_to),
                                       .columns_to = columns_out(columns_to),
-                                      .scaling = {eps},
-                                      .queue = queued ? queue_of(stream) : kNoQueue};
+                                      .scaling = {eps}};
   launch(op,
          kind_of(columns_to) == ColumnKind::block ? staged_tiles<F, ColumnKind::block, Source>
                                                   : staged_tiles<F, ColumnKind::column, Source>,

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/device/swiglu_rows.cuh"
-#include "cuda/queues.h"
 
 namespace fp8moe::cuda {
 
@@ -18,7 +17,6 @@ struct SwigluBackward {
   float* dprobs;  // [R] or nullptr
   Pow2Scaling scaling;
   int rows_per_block = 0;  // of backward_rows
-  int queue = kNoQueue;    // of backward_tiles; none: the shares are of all blocks of tokens
 };
 
 // dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.

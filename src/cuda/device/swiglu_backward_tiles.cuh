@@ -1,9 +1,8 @@
 // swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
 // power-of-two scales.
 //
-// One block an SM, for as long as there are tiles. A cluster has a list of blocks of 128 tokens: a
-// share of them and, where p.queue says so, those it takes when it comes free, since SMs differ in
-// speed. Its blocks take the tiles of the list in turn. A thread asks for a vector of the next
+// One block an SM, for as long as there are tiles. A cluster takes a range of the blocks of 128
+// tokens, and its blocks take the tiles of them in turn. A thread asks for a vector of the next
 // tile as soon as it has read that of this one, so a whole tile is always on its way. dgate, dup
 // and h are held as f32 (96 registers a thread) until the maxima of the tile are known, so every
 // output is a single quantization. A tile's columns leave while the next one is computed. The sums
@@ -12,7 +11,6 @@
 
 #include <cooperative_groups.h>
 
-#include "cuda/device/queues.cuh"
 #include "cuda/device/sigmoid_table.cuh"
 #include "cuda/device/split_barrier.cuh"
 #include "cuda/device/swiglu_backward.cuh"
@@ -22,18 +20,17 @@ namespace fp8moe::cuda {
 
 using BackwardTile = Tile<16>;
 
-// A cluster's share of the blocks of tokens.
+// A cluster's share of the blocks of tokens, and a block's share of their tiles.
 struct BackwardShare {
   int ranks, rank;    // of the cluster
   int begin, blocks;  // of tokens
-  int all;            // blocks of tokens of all clusters
-  int held;           // those whose sums of dprob fit at a time
+  int held;           // blocks of tokens whose sums of dprob fit at a time
+  int items;          // of this block
 };
 
 struct BackwardTilesShared {
   using T = BackwardTile;
   static constexpr int kSums = 48;
-  static constexpr int kTaken = 128;
 
   uint4 operand[4][3][T::kThreads];  // of row j: gate, up, dh; only a thread's own
   T::Shared codes[3];                // of dgate, dup, h
@@ -47,8 +44,6 @@ struct BackwardTilesShared {
   SigmoidTable<14> sigmoids;
   float sums[kSums][128];  // of dprob, of this block's last tiles
   SplitBarrier maxima_done, scales_done, codes_done;
-  int shared_out, takes;  // blocks of tokens in shares; takes of the others, of all clusters
-  int taken[kTaken + 1];  // the cluster's list behind its share; kUnknown: not yet
 };
 static_assert(sizeof(BackwardTilesShared) <= 227 * 1024);
 
@@ -62,48 +57,17 @@ constexpr int blocks_of_sums(int ranks, int tiles) {
   return (BackwardTilesShared::kSums - 1) * ranks / tiles;
 }
 
-// Three quarters of the blocks of tokens are taken, but no more than kTaken, and shares have one.
-__device__ __forceinline__ BackwardShare backward_share(const SwigluBackward& p,
-                                                        BackwardTilesShared& shared) {
+__device__ __forceinline__ BackwardShare backward_share(const SwigluBackward& p) {
   const auto cluster = cooperative_groups::this_cluster();
   const int ranks = cluster.num_blocks(), rank = cluster.block_rank();
-  const int clusters = gridDim.x / ranks, all = p.plan.col_offsets[p.plan.experts] / 128;
-  const int spare = min(all - all / 4, all - min(all, clusters));
-  const int taken = p.queue == kNoQueue ? 0 : min(BackwardTilesShared::kTaken, spare);
-  const auto [begin, blocks] = share_of(all - taken, clusters, blockIdx.x / ranks);
-  if (threadIdx.x == 0) shared.shared_out = all - taken, shared.takes = taken + clusters;
+  const int all = p.plan.col_offsets[p.plan.experts] / 128;
+  const auto [begin, blocks] = share_of(all, gridDim.x / ranks, blockIdx.x / ranks);
   return {.ranks = ranks,
           .rank = rank,
           .begin = begin,
           .blocks = blocks,
-          .all = of_warp(all),
-          .held = of_warp(blocks_of_sums(ranks, p.tiles))};
-}
-
-inline constexpr int kUnknown = -1;
-
-// Block of tokens number k of the cluster's list; share.all: the list has ended.
-__device__ __forceinline__ int block_of(const SwigluBackward& p, const BackwardShare& share, int k,
-                                        const BackwardTilesShared& shared) {
-  int block = k < share.blocks ? share.begin + k : share.all;
-  if (k >= share.blocks && p.queue != kNoQueue) {
-    const volatile int& taken = shared.taken[k - share.blocks];
-    while ((block = taken) == kUnknown) {
-    }
-  }
-  return of_warp(block);
-}
-
-// Takes number k of the cluster's list and tells all its blocks. Warp 0 of rank 0, in order; a
-// cluster takes until there is none, so that all takes are as many as `takes`.
-__device__ __forceinline__ void take_block(const SwigluBackward& p, const BackwardShare& share,
-                                           int k, BackwardTilesShared& shared) {
-  int block = threadIdx.x == 0 ? shared.shared_out + take(p.queue, shared.takes) : 0;
-  block = min(share.all, __shfl_sync(kFullWarp, block, 0));
-  const int rank = min(static_cast<int>(threadIdx.x), share.ranks - 1);
-  int* const taken =
-      cooperative_groups::this_cluster().map_shared_rank(&shared.taken[k - share.blocks], rank);
-  *const_cast<volatile int*>(taken) = block;
+          .held = of_warp(blocks_of_sums(ranks, p.tiles)),
+          .items = of_warp((blocks * p.tiles - rank + ranks - 1) / ranks)};
 }
 
 // Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
@@ -178,15 +142,17 @@ __device__ __forceinline__ void store_rows(const SwigluBackward& p, const TileIt
   }
 }
 
-// dprob of blocks [first, last) of the cluster's list, whose tiles are done. Returns last.
+// dprob of the blocks of tokens that come first in what is left of the cluster's share, as many as
+// there are sums of; their tiles are done. Returns where they end.
 __device__ __forceinline__ int store_dprobs(const SwigluBackward& p, const BackwardShare& share,
-                                            int first, int last, BackwardTilesShared& shared) {
+                                            int first, BackwardTilesShared& shared) {
   constexpr int kSums = BackwardTilesShared::kSums;
+  const int last = min(share.blocks, first + share.held);
   const auto cluster = cooperative_groups::this_cluster();
   cluster.sync();
   const int quarter = of_warp(threadIdx.x / 128), r = threadIdx.x % 128;
   for (int block = first + 4 * share.rank + quarter; block < last; block += 4 * share.ranks) {
-    const TokenBlock b = token_block_of_warp(p.plan, block_of(p, share, block, shared));
+    const TokenBlock b = token_block_of_warp(p.plan, share.begin + block);
     int rank = block * p.tiles % share.ranks, slot = block * p.tiles / share.ranks % kSums;
     float sum = 0.0f;
     for (int tile = 0; tile < p.tiles; ++tile) {
@@ -212,25 +178,12 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     shared.scales_done.start(T::kWarps);
     shared.codes_done.start(T::kWarps);
   }
-  const BackwardShare share = backward_share(p, shared);
-  // Warp 0 of rank 0 of a cluster that takes.
-  const int taker = of_warp(p.queue != kNoQueue && share.rank == 0 && threadIdx.x < 32);
-  if (p.queue != kNoQueue) {
-    for (int i = threadIdx.x; i <= BackwardTilesShared::kTaken; i += blockDim.x)
-      shared.taken[i] = kUnknown;
-    cooperative_groups::this_cluster().sync();
-    if (taker != 0 && share.blocks <= 1) take_block(p, share, share.blocks, shared);
-  }
+  const BackwardShare share = backward_share(p);
   TileItem item{}, next{.block = share.begin - 1};
-  int k = of_warp(share.rank / p.tiles);  // the number of next's block of tokens
-  int next_block = block_of(p, share, k, shared);
-  bool more = next_block < share.all;
-  if (more)
-    next = item_after(p.plan, p.tiles, next,
-                      (next_block - next.block) * p.tiles + share.rank - k * p.tiles);
+  if (share.items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + share.rank);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (more) load_row(p, next, j, shared);
+    if (share.items > 0) load_row(p, next, j, shared);
     copy_commit();
   }
   shared.sigmoids.fill();
@@ -251,21 +204,15 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
   };
   const int quarter = of_warp(threadIdx.x / 128);  // of the block: an output's column scales each
   int summed = 0;                                  // blocks of tokens whose dprob is out
-  int n = 0;
 #pragma unroll 1
-  for (; more; ++n) {
+  for (int n = 0; n < share.items; ++n) {
     const int last_block = item.block, last_tile = item.tile;
     item = next;
-    const int passed = of_warp((item.tile + share.ranks) / p.tiles);
-    k += passed;
-    next_block = block_of(p, share, k, shared);
-    more = next_block < share.all;
-    if (more)
-      next = item_after(p.plan, p.tiles, item,
-                        share.ranks + (next_block - item.block - passed) * p.tiles);
+    const bool more = n + 1 < share.items;
+    if (more) next = item_after(p.plan, p.tiles, item, share.ranks);
     if (p.dprobs != nullptr)
-      while (k - passed >= summed + share.held)
-        summed = store_dprobs(p, share, summed, summed + share.held, shared);
+      while (item.block - share.begin >= summed + share.held)
+        summed = store_dprobs(p, share, summed, shared);
     float v[3][4][8], prob[4], row_most[8], sum[4], most[3];
     copy_wait<3>();
     __syncwarp();
@@ -333,8 +280,6 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     scale_inv[2] =
         T::columns_encode<E4M3, kKind>(v[2], prob, maxima(2), p.scaling, shared.codes[2]);
     shared.codes_done.arrive();
-    if (taker != 0 && more && next.block != item.block && k + 1 >= share.blocks)
-      take_block(p, share, k + 1, shared);
     if constexpr (kKind == ColumnKind::block) {  // three warps, so that none falls behind
 #pragma unroll
       for (int o = 0; o < 3; ++o)
@@ -344,14 +289,9 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
   }
 #pragma unroll
   for (int o = 0; o < 3; ++o)
-    if (n > 0) store_columns(o, n - 1, item.block, item.tile);
-  if (p.dprobs != nullptr) {
-    int last = summed;
-    while (block_of(p, share, last, shared) < share.all) ++last;
-    while (summed < last)
-      summed = store_dprobs(p, share, summed, min(last, summed + share.held), shared);
-  }
-  if (p.queue != kNoQueue) cooperative_groups::this_cluster().sync();  // for who is told still
+    if (share.items > 0) store_columns(o, share.items - 1, item.block, item.tile);
+  if (p.dprobs != nullptr)
+    while (summed < share.blocks) summed = store_dprobs(p, share, summed, shared);
 }
 
 }  // namespace fp8moe::cuda

@@ -35,8 +35,7 @@ __device__ __forceinline__ TileItem item_after(const PlanView& plan, int tiles, 
   item.tile += count;
   if (item.tile < tiles) return item;
   const int last = item.block;
-  const int blocks = item.tile / tiles;
-  item.block += blocks, item.tile -= blocks * tiles;
+  for (; item.tile >= tiles; item.tile -= tiles) ++item.block;
   if (item.block < item.rest.end) {
     const int rows = 128 * (item.block - last);
     item.rest.first_row += rows, item.rest.tokens -= rows, item.rest.rows -= rows;

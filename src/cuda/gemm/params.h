@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "cuda/gemm/schedule.h"
-#include "cuda/queues.h"
 
 namespace fp8moe::cuda::gemm {
 

@@ -3,12 +3,22 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "cuda/device/queues.cuh"
 #include "cuda/gemm/params.h"
 #include "cuda/gemm/promote.cuh"
 #include "cuda/gemm/ring.cuh"
 
 namespace fp8moe::cuda::gemm {
+
+// How many tiles behind the CTAs' first ones have been taken, for each launch that runs.
+static __device__ unsigned queues[kQueues];
+
+// The next tile nobody has. One is asked for after each tile, so who asks last knows it, and leaves
+// the queue at zero.
+__device__ __forceinline__ int take(unsigned& queue, int tiles) {
+  const unsigned taken = atomicAdd(&queue, 1u);
+  if (taken + 1 == static_cast<unsigned>(tiles)) queue = 0;
+  return static_cast<int>(gridDim.x + taken);
+}
 
 // Plans tiles ahead of the two who read them. One thread.
 template <bool kThin, Kind kKind, int TileN>
@@ -24,9 +34,8 @@ __device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));
     if constexpr (kKind != Kind::rows) {
-      // Those behind the CTAs' first ones; one is asked for after each tile.
       if (more && params.queue != kNoQueue)
-        schedule.skip(static_cast<int>(gridDim.x) + take(params.queue, schedule.count()));
+        schedule.skip(take(queues[params.queue], schedule.count()));
     }
   }
 }

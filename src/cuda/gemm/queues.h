@@ -1,15 +1,14 @@
-// Work that blocks take as they come free, since SMs differ in how fast they reach memory: each
-// launch that runs has a queue, a counter of what has been taken. The counters are the kernels' own
-// (device/queues.cuh), so callers bring no memory for them.
+// Which queue a launch has, if its CTAs take tiles as they come free: a counter that no launch that
+// may run at the same time has, too. The counters are the kernels' own (produce.cuh), so callers
+// bring no memory for them.
 #pragma once
 
 #include <mutex>
 #include <unordered_map>
 
-namespace fp8moe::cuda {
+#include "cuda/gemm/config.h"
 
-inline constexpr int kQueues = 1 << 16;
-inline constexpr int kNoQueue = -1;  // none is left: work is dealt out beforehand
+namespace fp8moe::cuda::gemm {
 
 // Gives out the numbers below `queues`, then kNoQueue. Threads may share one.
 class QueueNumbers {
@@ -40,4 +39,4 @@ class QueueNumbers {
   int given_ = 0, queues_;
 };
 
-}  // namespace fp8moe::cuda
+}  // namespace fp8moe::cuda::gemm
