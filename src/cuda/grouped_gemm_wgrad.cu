@@ -1,4 +1,7 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
+#include <cstdio>
+#include <mutex>
+
 #include "core/backends.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/problem.h"
@@ -7,15 +10,24 @@
 namespace fp8moe::cuda {
 namespace {
 
-// Of a launch on `stream`.
+// The queue of a launch on `stream`. Says once that there are no more.
 int queue_of(cudaStream_t stream) {
   static gemm::QueueNumbers numbers(gemm::kQueues);
   cudaStreamCaptureStatus status{};
   FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  if (status != cudaStreamCaptureStatusNone) return numbers.of_capture();
   unsigned long long id = 0;
-  FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
-  return numbers.of_stream(id);
+  if (status == cudaStreamCaptureStatusNone) FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  const int queue =
+      status == cudaStreamCaptureStatusNone ? numbers.of_stream(id) : numbers.of_capture();
+  static std::once_flag said;
+  if (queue == gemm::kNoQueue)
+    std::call_once(said, [] {
+      std::fprintf(stderr,
+                   "[grouped_gemm_wgrad] all %d queues are in use, one a stream and one a captured "
+                   "launch: further ones are slower where experts have few tokens\n",
+                   gemm::kQueues);
+    });
+  return queue;
 }
 
 }  // namespace
