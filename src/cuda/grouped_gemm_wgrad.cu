@@ -15,17 +15,22 @@ int queue_of(cudaStream_t stream) {
   static gemm::QueueNumbers numbers(gemm::kQueues);
   cudaStreamCaptureStatus status{};
   FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  unsigned long long id = 0;
-  if (status == cudaStreamCaptureStatusNone) FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
-  const int queue =
-      status == cudaStreamCaptureStatusNone ? numbers.of_stream(id) : numbers.of_capture();
+  int queue = gemm::kNoQueue;
+  if (status != cudaStreamCaptureStatusNone) {
+    queue = numbers.of_capture();
+  } else {
+    unsigned long long id = 0;
+    FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
+    queue = numbers.of_stream(id);
+  }
   static std::once_flag said;
   if (queue == gemm::kNoQueue)
     std::call_once(said, [] {
-      std::fprintf(stderr,
-                   "[grouped_gemm_wgrad] all %d queues are in use, one a stream and one a captured "
-                   "launch: further ones are slower where experts have few tokens\n",
-                   gemm::kQueues);
+      std::fprintf(
+          stderr,
+          "[grouped_gemm_wgrad] all %d queues are given out, one a stream and one a captured "
+          "launch: further ones are slower where experts have few tokens\n",
+          gemm::kQueues);
     });
   return queue;
 }

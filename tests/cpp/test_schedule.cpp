@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -77,12 +78,13 @@ void take(const Sizes& sizes, int ctas, std::mt19937& random) {
   CHECK(static_cast<int>(dealt.size()) == all.count());
   int queue = 0;
   std::vector<int> running(ctas);
-  for (int cta = 0; cta < ctas; ++cta) running[cta] = cta;
+  std::iota(running.begin(), running.end(), 0);
   while (!running.empty()) {
     int& one = running[random() % running.size()];
     Tile tile;
     if (schedules[one].next(tile)) {
       taken.push_back({tile.expert, tile.row, tile.column});
+      CHECK(taken.size() <= dealt.size());  // else it might never end
       schedules[one].skip(ctas + queue);
       if (++queue == all.count()) queue = 0;
     } else {

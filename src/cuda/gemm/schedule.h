@@ -1,5 +1,5 @@
-// Which tiles a CTA works on, in what order: static, computed by each CTA for itself. Plain C++, so
-// that a host can walk it, too.
+// Which tiles a CTA works on, in what order: static, computed by each CTA for itself, but for
+// tiles of tokens_* that are taken (`skip`). Plain C++, so that a host can walk it, too.
 #pragma once
 
 #include <algorithm>
