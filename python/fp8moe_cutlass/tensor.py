@@ -24,13 +24,11 @@ def pad4(a: int) -> int:
 
 def scale_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """Shape of `scale_inv` for data of `shape`: [M, K], or [E, M, K] in block layout."""
-    *outer, m, k = shape
-    tiles = cdiv(k, TILE)
-    if layout == "row":
-        return (m, tiles)
-    if layout == "gemm":
-        return (tiles, pad4(m))
-    return (*outer, cdiv(m, TILE), tiles)
+    if layout == "block":
+        *outer, m, k = shape
+        return (*outer, cdiv(m, TILE), cdiv(k, TILE))
+    m, k = shape
+    return (m, cdiv(k, TILE)) if layout == "row" else (cdiv(k, TILE), pad4(m))
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)

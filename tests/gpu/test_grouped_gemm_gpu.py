@@ -242,34 +242,49 @@ def test_wgrad_adds_f32_over_many_tiles(counts: list[int], size: int, layout: st
     assert torch.equal(onto, before + dw)
 
 
+@pytest.mark.parametrize("accumulate", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-def test_wgrad_of_short_tiles_on_several_streams_and_in_graphs_at_once(dtype: torch.dtype) -> None:
-    """CTAs take short tiles as they come free; every launch that runs counts its own."""
-    plan = plan_of([200] * 24 + [0, 1, 300])
-    dy = segments(on_gpu(noise(1040, plan.columns, layout="block", fp8="e5m2")), plan)
-    x = segments(on_gpu(noise(1040, plan.columns, layout="block")), plan)
-    shape = (27, 1040, 1040)
-    expected = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(*shape, dtype=dtype))
-    assert wgrad_error(dy, x, plan, expected) <= C_CUDA
-    outs = [poisoned(*shape, dtype=dtype) for _ in range(4)]
+def test_wgrad_of_short_tiles_on_several_streams_and_in_graphs_at_once(
+    dtype: torch.dtype, layout: str, accumulate: bool
+) -> None:
+    """CTAs take short tiles as they come free; every launch that runs counts its own. One expert's
+    tiles take so long that the next launches take theirs meanwhile."""
+    plan = plan_of([128 * 200] + [0] * 60 + [1, 300, 200])
+    dy = segments(on_gpu(noise(1040, plan.columns, layout=layout, fp8="e5m2")), plan)
+    x = segments(on_gpu(noise(1040, plan.columns, layout=layout)), plan)
+    shape = (64, 1040, 1040)
+    before = torch.randn(*shape, device="cuda").to(dtype)
+
+    def launch(out: torch.Tensor) -> None:
+        out.copy_(before) if accumulate else out.fill_(float("nan"))
+        ops.grouped_gemm_wgrad(dy, x, plan, out=out, accumulate=accumulate)
+
+    expected, *outs = (poisoned(*shape, dtype=dtype) for _ in range(6))
+    launch(expected)
+    written = ops.grouped_gemm_wgrad(dy, x, plan)
+    assert wgrad_error(dy, x, plan, written) <= C_CUDA
+    want = before + written if accumulate else written
+    assert (expected.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max()
+
     streams = [torch.cuda.Stream() for _ in outs]
-    graphs = [torch.cuda.CUDAGraph() for _ in outs[:2]]
-    for graph, out in zip(graphs, outs, strict=False):
-        with torch.cuda.graph(graph):
-            ops.grouped_gemm_wgrad(dy, x, plan, out=out)
-    for _ in range(5):
-        for out in outs:
-            out.fill_(float("nan"))
-        torch.cuda.synchronize()
-        for _ in range(4):
-            for stream, graph, out in zip(streams, [*graphs, None, None], outs, strict=True):
-                with torch.cuda.stream(stream):
-                    if graph is not None:
-                        graph.replay()
-                    else:
-                        ops.grouped_gemm_wgrad(dy, x, plan, out=out)
-        torch.cuda.synchronize()
-        assert all(same_bits(out, expected) for out in outs)
+    forked, plain = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forked):  # two branches that may run at once
+        streams[0].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[0]):
+            launch(outs[0])
+        launch(outs[1])
+        torch.cuda.current_stream().wait_stream(streams[0])
+    with torch.cuda.graph(plain):
+        launch(outs[2])
+    runs = [forked.replay, plain.replay, lambda: launch(outs[3]), lambda: launch(outs[4])]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for stream, run in zip(streams, runs, strict=False):
+            with torch.cuda.stream(stream):
+                run()
+    torch.cuda.synchronize()
+    assert all(same_bits(out, expected) for out in outs)
 
 
 @pytest.mark.parametrize("n", [208, 128])

@@ -108,16 +108,19 @@ class CudaTimer:
         return samples
 
     def _host_us(self, run: Run) -> float:
-        """Microseconds the host needs to enqueue the call; warms it up as well."""
+        """Microseconds the host needs to enqueue the call, the median of five turns; warms it up
+        as well."""
         for _ in range(3):
             run()
+        turns, calls = [], 10
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            turns.append(1e6 * (time.perf_counter() - start) / calls)
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            run()
-        taken = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return 1e6 * taken / 20
+        return statistics.median(turns)
 
     def sustained(self, run: Run, seconds: float = 1.0) -> float:
         """Milliseconds a call over about a second of calls back to back."""
