@@ -110,6 +110,7 @@ struct Consumer {
       multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
     meanwhile();
+    if constexpr (kKind == Kind::tokens_column && !First) scales.prepare(ring.scale_b(s));
     finish(part);
     phases ^= 1u << s;
     scales.template add<First>(part, sums, ring.scale_b(s));

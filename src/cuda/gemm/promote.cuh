@@ -65,17 +65,18 @@ __device__ __forceinline__ float2 columns(BoundPair pair) {
   return v;
 }
 
-// pair (+)= {x, y} * scale.
+// pair (+)= {x * scale_x, y * scale_y}.
 template <bool First>
-__device__ __forceinline__ void accumulate(float2& pair, float x, float y, float scale) {
-  pair.x = First ? x * scale : fmaf(x, scale, pair.x);
-  pair.y = First ? y * scale : fmaf(y, scale, pair.y);
+__device__ __forceinline__ void accumulate(float2& pair, float x, float y, float scale_x,
+                                           float scale_y) {
+  pair.x = First ? x * scale_x : fmaf(x, scale_x, pair.x);
+  pair.y = First ? y * scale_y : fmaf(y, scale_y, pair.y);
 }
 
 template <bool First>
 __device__ __forceinline__ void accumulate(BoundPair& pair, float x, float y, float scale) {
   float2 v = First ? float2{} : columns(pair);
-  accumulate<First>(v, x, y, scale);
+  accumulate<First>(v, x, y, scale, scale);
   asm("mov.b64 %0, {%1, %2};" : "=l"(pair) : "f"(v.y), "f"(v.x));
 }
 
@@ -194,8 +195,9 @@ class Promoter<Kind::tokens_block, TileN, Shape::whole> {
   float scale_[2][kGroups];
 };
 
-// 1x128 along the contracted dimension on both sides: a scale for each row and each column, read
-// from the stage while it is added.
+// 1x128 along the contracted dimension on both sides: a scale for each row and each column, whose
+// products are made while parts are added, but for those of the first columns: `prepare` makes
+// them under the multiply, as many as registers are left for.
 template <int TileN>
 class Promoter<Kind::tokens_column, TileN, Shape::whole> {
  public:
@@ -205,20 +207,38 @@ class Promoter<Kind::tokens_column, TileN, Shape::whole> {
     upper_ = of_rows[row_];
     lower_ = of_rows[row_ + 8];
   }
+  __device__ __forceinline__ void prepare(const float* of_columns) {
+#pragma unroll
+    for (int g = 0; g < kPrepared; ++g) prepared_[g] = products(of_columns, g);
+    if (row_ >= 0) return;
+    // Never reached, but what it would store has to be known here: ptxas would sink the products
+    // below the wait.
+    for (int g = 0; g < kPrepared; ++g)
+      asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(16 * g),
+                   "f"(prepared_[g].x), "f"(prepared_[g].y), "f"(prepared_[g].z),
+                   "f"(prepared_[g].w));
+  }
   template <bool First>
   __device__ __forceinline__ void add(const float (&part)[TileN / 2], float2 (&sums)[TileN / 4],
                                       const float* of_columns) const {
-    const auto* pairs = reinterpret_cast<const float2*>(of_columns) + threadIdx.x % 4;
 #pragma unroll
     for (int g = 0; g < TileN / 8; ++g) {
-      const float2 b = pairs[4 * g];
+      const float4 scale = !First && g < kPrepared ? prepared_[g] : products(of_columns, g);
       const float* p = &part[4 * g];
-      accumulate<First>(sums[2 * g], p[0] * b.x, p[1] * b.y, upper_);
-      accumulate<First>(sums[2 * g + 1], p[2] * b.x, p[3] * b.y, lower_);
+      accumulate<First>(sums[2 * g], p[0], p[1], scale.x, scale.y);
+      accumulate<First>(sums[2 * g + 1], p[2], p[3], scale.z, scale.w);
     }
   }
 
  private:
+  // Of a thread's two columns in instruction's column group g, times its upper and its lower row's.
+  __device__ __forceinline__ float4 products(const float* of_columns, int g) const {
+    const float2 b = reinterpret_cast<const float2*>(of_columns)[4 * g + threadIdx.x % 4];
+    return {upper_ * b.x, upper_ * b.y, lower_ * b.x, lower_ * b.y};
+  }
+
+  static constexpr int kPrepared = 2;  // column groups
+  float4 prepared_[kPrepared];
   int row_;
   float upper_ = 0.0f, lower_ = 0.0f;
 };
