@@ -86,10 +86,10 @@ class CudaTimer:
         return torch.zeros(2 * properties.L2_cache_size // 4, device="cuda")
 
     def measure(self, *runs: Run) -> list[Sample]:
-        host = [self._host_us(run) for run in runs]
+        host = [self._host_us(run) for run in runs]  # turns
         events = [[(event(), event()) for _ in runs] for _ in range(self.repeats)]
         # The host gets ahead, so that no event waits for an enqueue: 50 us are a flush and events.
-        ahead_us = self.repeats * sum(50.0 + us for us in host)
+        ahead_us = self.repeats * sum(50.0 + max(turns) for turns in host)
         torch.cuda._sleep(int(2000.0 * ahead_us))  # type: ignore[no-untyped-call]
         orders = balanced_orders(len(runs))
         self._random.shuffle(orders)
@@ -102,14 +102,13 @@ class CudaTimer:
                 after.record()
         torch.cuda.synchronize()
         samples = []
-        for index, host_us in enumerate(host):
+        for index, turns in enumerate(host):
             times = [repeat[index][0].elapsed_time(repeat[index][1]) for repeat in events]
-            samples.append(Sample(statistics.median(times), times, host_us))
+            samples.append(Sample(statistics.median(times), times, statistics.median(turns)))
         return samples
 
-    def _host_us(self, run: Run) -> float:
-        """Microseconds the host needs to enqueue the call, the median of five turns; warms it up
-        as well."""
+    def _host_us(self, run: Run) -> list[float]:
+        """Microseconds the host needs to enqueue the call, in five turns; warms it up as well."""
         for _ in range(3):
             run()
         turns, calls = [], 10
@@ -120,7 +119,7 @@ class CudaTimer:
                 run()
             turns.append(1e6 * (time.perf_counter() - start) / calls)
         torch.cuda.synchronize()
-        return statistics.median(turns)
+        return turns
 
     def sustained(self, run: Run, seconds: float = 1.0) -> float:
         """Milliseconds a call over about a second of calls back to back."""

@@ -93,9 +93,10 @@ struct Consumer {
     }
   }
 
-  // The K-block in stage s. Under its multiply runs `meanwhile`. Ends when the next stage is full,
-  // too: there always is one, if only to tell the end. The wait comes before the release because
-  // ptxas then starts it early among the multiply-adds and not behind them.
+  // The K-block in stage s. Under its multiply run `meanwhile` and, but for a tile's first one,
+  // `prepare`. Ends when the next stage is full, too: there always is one, if only to tell the end.
+  // The wait comes before the release because ptxas then starts it early among the multiply-adds
+  // and not behind them.
   template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void step(int s, const Operands& at,
                                        Promoter<kKind, TileN, kShape>& scales,

@@ -52,8 +52,8 @@ class BlockScales {
 // part are in different register banks, and a multiply-add of them takes one cycle.
 using BoundPair = uint64_t;
 
-// With scales of columns every sum takes two operations, and the moves that bound pairs bring cost
-// more than the banks (10%, docs/notes).
+// With scales of columns every sum takes two operations, few in conflict, and the moves that bound
+// pairs bring cost more than that.
 template <Kind kKind>
 using SumPair = std::conditional_t<kKind == Kind::tokens_column, float2, BoundPair>;
 
@@ -100,8 +100,9 @@ __device__ __forceinline__ int row_in_box() {
 enum class Shape { whole, edge, thin };
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
-// its multiply is issued: ptxas would sink what comes later below the wait. of_rows, of_columns:
-// Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
+// its multiply is issued: ptxas would sink what comes later below the wait. (Those of columns are
+// read in `prepare`, under the multiply, and `add`.) of_rows, of_columns: Ring::scale_a, scale_b;
+// of_blocks: of the K-block in its run.
 template <Kind kKind, int TileN, Shape kShape>
 class Promoter;
 
@@ -196,8 +197,8 @@ class Promoter<Kind::tokens_block, TileN, Shape::whole> {
 };
 
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, whose
-// products are made while parts are added, but for those of the first columns: `prepare` makes
-// them under the multiply, as many as registers are left for.
+// products are made while parts are added, but for those of the first columns, which `prepare`
+// makes under the multiply.
 template <int TileN>
 class Promoter<Kind::tokens_column, TileN, Shape::whole> {
  public:
@@ -237,7 +238,7 @@ class Promoter<Kind::tokens_column, TileN, Shape::whole> {
     return {upper_ * b.x, upper_ * b.y, lower_ * b.x, lower_ * b.y};
   }
 
-  static constexpr int kPrepared = 2;  // column groups
+  static constexpr int kPrepared = 2;  // column groups; by measurement (docs/notes)
   float4 prepared_[kPrepared];
   int row_;
   float upper_ = 0.0f, lower_ = 0.0f;
