@@ -148,16 +148,14 @@ def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None
 def _empty(
     op: str, like: Array, shape: tuple[int, ...], dtype: str | None, undispatched: Any
 ) -> Array:
-    if undispatched is not None:
-        try:
-            return undispatched(
-                shape, _strides(shape), like.dtype if dtype is None else _TORCH[dtype]
-            )
-        except RuntimeError:  # takes Python's integers alone, and words no error for users
-            pass
-    elif not _is_torch(like):
+    if undispatched is None and not _is_torch(like):
         return _numpy(op, like, shape, dtype)
     torch_dtype = like.dtype if dtype is None else _TORCH[dtype]
+    if undispatched is not None:
+        try:
+            return undispatched(shape, _strides(shape), torch_dtype)
+        except RuntimeError:  # takes Python's integers alone, and words no error for users
+            pass
     # Sizes as arguments: torch reads them in two thirds of a tuple's time.
     return torch.empty(*shape, dtype=torch_dtype, device=like.device)
 

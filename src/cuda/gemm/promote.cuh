@@ -52,8 +52,8 @@ class BlockScales {
 // part are in different register banks, and a multiply-add of them takes one cycle.
 using BoundPair = uint64_t;
 
-// With scales of columns every sum takes two operations, few in conflict, and the moves that bound
-// pairs bring cost more than that.
+// With scales of columns every sum takes two operations, and the moves that bound pairs bring cost
+// more than the banks (docs/notes).
 template <Kind kKind>
 using SumPair = std::conditional_t<kKind == Kind::tokens_column, float2, BoundPair>;
 
