@@ -103,7 +103,26 @@ def test_requantize(fp8_dtype, scale, columns):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_bad_scales_are_counted_and_poison_their_tiles(columns, device):
+@pytest.mark.parametrize("c", [16, 272, 384, 512, 2880])
+def test_scales_by_row_lie_anywhere(c, columns, device):
+    """Of a matrix, at multiples of 16 bytes or not, bad scales all around."""
+    _, plan = plan_of("ragged", tokens=200, experts=6, slots=2, align=16)
+    plan = plan.to(device)
+    t = random_rows(200, c, "e4m3", "row", spread=4).to(device)
+    want = ops.permute_transpose_fp8(t, plan, columns=columns)
+    tiles = t.scale_inv.shape[1]
+    for first, width in ((0, tiles + 1), (1, tiles + 1), (3, tiles + 5), (4, tiles + 4)):
+        around = torch.full((200, width), torch.nan, device=device)
+        around[:, first : first + tiles] = t.scale_inv
+        apart = Fp8Tensor(t.data, around[:, first : first + tiles])
+        got = ops.permute_transpose_fp8(apart, plan, columns=columns)
+        assert_same(want, got, plan, f"scales from {first} of {width}")
+    assert plan.status.tolist()[2] == 0
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+def test_bad_scales_are_counted_and_poison_their_tiles(layout, columns, device):
     """Three bad scales of rows that carry tokens; two of padding rows do not count."""
     plan = RoutingPlan.from_counts(torch.tensor([130, 10], device=device), 140, align=16)
     t = random_rows(plan.rows, 256, "e4m3", "gemm", spread=2).to(device)
@@ -112,7 +131,7 @@ def test_bad_scales_are_counted_and_poison_their_tiles(columns, device):
     t.scale_inv[0, 145] = torch.inf  # token 1 of expert 1, whose rows start at 144
     t.scale_inv[1, 130] = -1.0
     t.scale_inv[0, 155] = torch.inf
-    got = ops.transpose_fp8(t, plan, columns=columns)
+    got = ops.transpose_fp8(t.to_layout(layout), plan, columns=columns)
     assert plan.status.tolist()[2] == 3
     with pytest.raises(ValueError, match="not positive powers of two"):
         plan.check()

@@ -120,15 +120,15 @@ __device__ __forceinline__ int shift_any_codes(const Params& p, const TokenOfTil
   return top;
 }
 
-template <typename F>
+template <typename F, bool kScalesByRow>
 __global__ __launch_bounds__(kThreads,
                              kTileBlocksPerSm) void shift_tiles(const __grid_constant__ Params p) {
   __shared__ TileShared shared;
   const int block = blockIdx.x, tile = blockIdx.y;
   const TokenBlock tokens = token_block_of_warp(p.plan, block);
   if (tokens.expert < 0) return;
-  TokenOfTile token;
-  token.load(p, tokens, tile, shared.codes);
+  TokenOfTile token{};
+  token.load<kScalesByRow>(p, tokens, tile, shared.codes);
   if (threadIdx.x == 0) shared.reached = 0;
   int top = tile_max(token.field, shared.top);
   bool reached;

@@ -256,15 +256,15 @@ __device__ __forceinline__ void shift_in_f32(const TokenOfTile& token, ChannelSh
   }
 }
 
-template <typename F>
+template <typename F, bool kScalesByRow>
 __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
     const __grid_constant__ Params p) {
   __shared__ ChannelShared shared;
   const int block = blockIdx.x, tile = blockIdx.y, warp = threadIdx.x / 32;
   const TokenBlock tokens = token_block_of_warp(p.plan, block);
   if (tokens.expert < 0) return;
-  TokenOfTile token;
-  token.load(p, tokens, tile, shared.codes);
+  TokenOfTile token{};
+  token.load<kScalesByRow>(p, tokens, tile, shared.codes);
   Factors factors;
   factors.set<F>(token.field);
   const bool in_f16 = channel_tops_in_f16<F>(token, factors, shared.codes, shared.top[warp]);

@@ -18,6 +18,7 @@ constexpr int kPoison = 255;  // exponent field of infinity: what a bad scale co
 struct Params {
   const uint8_t* codes;  // [rows, C]
   const float* scale_inv;
+  const float* scale_end;
   int64_t scale_row, scale_tile;
   int64_t stride;  // of rows
   int channels;
@@ -132,7 +133,10 @@ struct TokenOfTile {
       copy_commit();
     }
   }
-  // Bad scales are counted.
+  // kScalesByRow: those of neighbouring tokens are far apart, and loads of them would hold a line
+  // of L1 each. The 16 bytes around one go by it instead; scale_inv is a multiple of 16. Bad scales
+  // are counted.
+  template <bool kScalesByRow>
   __device__ __forceinline__ void load(const Params& p, TokenBlock tokens, int tile,
                                        TileCodes& codes) {
     const int token = threadIdx.x, lane = token % 8, eight = token / 8;
@@ -143,11 +147,23 @@ struct TokenOfTile {
       row = tokens.first_row + token;
       if (p.gather) row = p.plan.token_of_row[row];
     }
+    const float* from = p.scale_inv + tile * p.scale_tile +
+                        static_cast<uint32_t>(max(row, 0)) * static_cast<uint64_t>(p.scale_row);
     float scale = 0.0f;
-    if (row >= 0)
-      scale = __ldg(p.scale_inv + tile * p.scale_tile +
-                    static_cast<uint32_t>(row) * static_cast<uint64_t>(p.scale_row));
-    copy_codes(p, tile, codes);
+    if constexpr (kScalesByRow) {
+      __shared__ float4 near[kThreads];
+      const auto at = reinterpret_cast<uintptr_t>(from) / 16 * 16;
+      const auto left = reinterpret_cast<uintptr_t>(p.scale_end) - at;
+      copy_async(&near[token], reinterpret_cast<const void*>(at),
+                 row < 0 ? 0 : static_cast<int>(min(left, uintptr_t{16})));
+      copy_commit();
+      copy_codes(p, tile, codes);
+      copy_wait<2>();
+      scale = reinterpret_cast<const float*>(&near[token])[(from - p.scale_inv) % 4];
+    } else {
+      if (row >= 0) scale = __ldg(from);
+      copy_codes(p, tile, codes);
+    }
     field = exponent_or_poison(scale);
     if (field == kPoison) atomicAdd(p.plan.status + kBadScale, 1);
   }
