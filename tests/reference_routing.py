@@ -17,6 +17,7 @@ class Routing:
     counts: list[int] = field(default_factory=list)
     row_offsets: list[int] = field(default_factory=lambda: [0])
     col_offsets: list[int] = field(default_factory=lambda: [0])
+    col_blocks: list[list[int]] = field(default_factory=list)
     overflow: int = 0
 
 
@@ -36,6 +37,10 @@ def route(ids: Tensor, experts: int, align: int, capacity: int) -> Routing:
             plan.rows.append((t, s))
         while len(plan.rows) % align:
             plan.rows.append(None)
+        first, last = plan.row_offsets[-1], len(plan.rows)
+        for at in range(first, first + len(fitting), 128):
+            held = min(128, first + len(fitting) - at)
+            plan.col_blocks.append([at, held, min(128, last - at), e])
         plan.counts.append(len(fitting))
         plan.row_offsets.append(len(plan.rows))
         plan.col_offsets.append(plan.col_offsets[-1] + -(-len(fitting) // 128) * 128)

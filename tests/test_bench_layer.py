@@ -31,8 +31,9 @@ V3 = SHAPES["cuda"]["DeepSeek-V3, 32 experts"]
 def test_saved_per_token_at_v3(keep: str, kib: float) -> None:
     t, e, s, h, i = V3.values()
     saved = memory.saved_bytes(t, s, e, h, i, keep=keep)
-    # Codes and scales of x, probs, the plan's three indices an assignment and its offsets.
+    # Codes and scales of x, probs, the plan's three indices an assignment, its offsets and blocks.
     expected = t * (h + 4 * h // 128) + 4 * t * s + 4 * (3 * t * s + 3 * e + 2 + 8)
+    expected += 16 * ((t * s + 127 * e) // 128)
     expected += {"bf16": t * s * 4 * i, "fp8": t * s * (2 * i + 4 * 2 * i // 128), "none": 0}[keep]
     assert expected <= saved <= expected + 64  # sections of the plan start at multiples of 16 bytes
     assert saved / t < kib * 1024

@@ -32,14 +32,20 @@ def assert_plan(plan: RoutingPlan, counts: Tensor, d: ref.Dispatch, segment: int
     end = ranks * segment if segment else sum(kept)
     columns = np.cumsum([0, *(-(-n // 128) * 128 for n in kept)])
     token, slot = np.full(end, -1), np.full(end, -1)
+    blocks: list[list[int]] = []
     for r, tokens in enumerate(d.rows):
         at = slice(d.first_row[r], d.first_row[r] + len(tokens))
         token[at], slot[at] = tokens, r
+        for i in range(0, len(tokens), 128):
+            rows = min(128, (segment or len(tokens)) - i)
+            blocks.append([d.first_row[r] + i, min(128, len(tokens) - i), rows, r])
+    blocks += (plan.columns // 128 - len(blocks)) * [[0, 0, 0, -1]]
     assert plan.status.tolist() == [d.overflow] + [0] * 7
     assert plan.tokens_per_expert.tolist() == kept
     assert plan.row_offsets.tolist() == [*d.first_row, end]
     assert plan.col_offsets.tolist() == columns.tolist()
     assert int(columns[-1]) <= plan.columns
+    assert plan.col_blocks.tolist() == blocks
     assert plan.token_of_row[:end].tolist() == token.tolist()
     assert plan.slot_of_row[:end].tolist() == slot.tolist()
     np.testing.assert_array_equal(plan.row_of.numpy(), d.row_of)

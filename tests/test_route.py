@@ -21,6 +21,8 @@ def assert_plan(plan: RoutingPlan, want: ref.Routing) -> None:
     assert plan.tokens_per_expert.tolist() == want.counts
     assert plan.row_offsets.tolist() == want.row_offsets
     assert plan.col_offsets.tolist() == want.col_offsets
+    past = plan.columns // 128 - len(want.col_blocks)
+    assert plan.col_blocks.tolist() == want.col_blocks + past * [[0, 0, 0, -1]]
     assert plan.row_of.tolist() == want.row_of
     assert plan.token_of_row.tolist()[:rows] == [-1 if r is None else r[0] for r in want.rows]
     assert plan.slot_of_row.tolist()[:rows] == [-1 if r is None else r[1] for r in want.rows]

@@ -107,6 +107,7 @@ FP8MOE_C_API int64_t fp8moe_plan_col_offsets_at(const fp8moe_plan* plan);       
 FP8MOE_C_API int64_t fp8moe_plan_token_of_row_at(const fp8moe_plan* plan);      /* [R] */
 FP8MOE_C_API int64_t fp8moe_plan_slot_of_row_at(const fp8moe_plan* plan);       /* [R] */
 FP8MOE_C_API int64_t fp8moe_plan_row_of_at(const fp8moe_plan* plan);            /* [T, S] */
+FP8MOE_C_API int64_t fp8moe_plan_col_blocks_at(const fp8moe_plan* plan);        /* [Kcap/128, 4] */
 
 /* ---- quantization ---- */
 

@@ -18,7 +18,7 @@ namespace fp8moe {
 // operands [C, Kcap] hold expert e's tokens at columns col_offsets[e] + 0, 1, ...; its segment is
 // zero from tokens_per_expert[e] to its end.
 struct RoutingPlan {
-  Tensor slab;  // [slab_size()] i32
+  Tensor slab;  // [slab_size()] i32, at a multiple of 16 bytes
   int64_t tokens = 0;
   int64_t slots = 1;
   int64_t experts = 0;
@@ -40,7 +40,8 @@ struct RoutingPlan {
   int64_t token_of_row_at() const { return col_offsets_at() + pad4(experts + 1); }   // [R]
   int64_t slot_of_row_at() const { return token_of_row_at() + pad4(rows()); }        // [R]
   int64_t row_of_at() const { return slot_of_row_at() + pad4(rows()); }              // [T,S]
-  int64_t slab_size() const { return row_of_at() + pad4(tokens * slots); }
+  int64_t col_blocks_at() const { return row_of_at() + pad4(tokens * slots); }       // [Kcap/128,4]
+  int64_t slab_size() const { return col_blocks_at() + 4 * (columns() / kTile); }
 
   int32_t* status() const { return slab.as<int32_t>(); }  // see PlanStatus
   int32_t* tokens_per_expert() const { return slab.as<int32_t>() + tokens_per_expert_at(); }
@@ -49,6 +50,9 @@ struct RoutingPlan {
   int32_t* token_of_row() const { return slab.as<int32_t>() + token_of_row_at(); }  // -1: padding
   int32_t* slot_of_row() const { return slab.as<int32_t>() + slot_of_row_at(); }    // -1: padding
   int32_t* row_of() const { return slab.as<int32_t>() + row_of_at(); }              // -1: dropped
+  // What each 128 columns hold: first row, tokens, rows with padding (at most 128), and the expert,
+  // -1 past the last one's columns.
+  int32_t* col_blocks() const { return slab.as<int32_t>() + col_blocks_at(); }
 
  private:
   int64_t bound(int64_t a) const {

@@ -16,7 +16,7 @@ _STATUS = (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class RoutingPlan:
     """A routing of T tokens x S slots to E experts; built by `ops.route` or `from_counts`.
 
@@ -32,6 +32,14 @@ class RoutingPlan:
     experts: int
     align: int
     capacity: int
+
+    def __init__(
+        self, slab: Array, tokens: int, slots: int, experts: int, align: int, capacity: int
+    ) -> None:
+        # As in Fp8Tensor: a frozen dataclass's own __init__ takes twice as long.
+        own = self.__dict__
+        own["slab"], own["tokens"], own["slots"] = slab, tokens, slots
+        own["experts"], own["align"], own["capacity"] = experts, align, capacity
 
     @classmethod
     def from_counts(
@@ -104,6 +112,13 @@ class RoutingPlan:
         words = self._words(self._row_of_at, self.tokens * self.slots)
         return words.reshape(self.tokens, self.slots)
 
+    @property
+    def col_blocks(self) -> Array:
+        """[Kcap / 128, 4] of each 128 columns: first row, tokens, rows with padding (at most 128),
+        and the expert, -1 past the last one's columns."""
+        count = self.columns // TILE
+        return self._words(self.slab_size - 4 * count, 4 * count).reshape(count, 4)
+
     def check(self) -> None:
         """Waits for the device and raises ValueError if the plan dropped or met anything wrong."""
         counts = [int(n) for n in self.status.tolist()]
@@ -121,7 +136,7 @@ class RoutingPlan:
 
     @property
     def _row_of_at(self) -> int:
-        return self.slab_size - pad4(self.tokens * self.slots)
+        return self._token_of_row_at + 2 * pad4(self.rows)
 
     def _words(self, at: int, count: int) -> Array:
         return self.slab[at : at + count]
@@ -144,9 +159,10 @@ def words_before_rows(experts: int) -> int:
 
 
 def slab_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
-    """Words of a plan's slab: those before rows, two a row, row_of."""
-    rows = rows_bound(capacity, experts, align)
-    return words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
+    """Words of a plan's slab: those before rows, two a row, row_of, four a 128 columns."""
+    rows, columns = (rows_bound(capacity, experts, a) for a in (align, TILE))
+    words = words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
+    return words + 4 * (columns // TILE)
 
 
 def empty_plan(slab_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:

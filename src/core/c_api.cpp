@@ -162,6 +162,9 @@ int64_t fp8moe_plan_slot_of_row_at(const fp8moe_plan* p) {
   return size(p, &RoutingPlan::slot_of_row_at);
 }
 int64_t fp8moe_plan_row_of_at(const fp8moe_plan* p) { return size(p, &RoutingPlan::row_of_at); }
+int64_t fp8moe_plan_col_blocks_at(const fp8moe_plan* p) {
+  return size(p, &RoutingPlan::col_blocks_at);
+}
 
 fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
                               fp8moe_scale_rule r, void* stream) {

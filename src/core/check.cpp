@@ -182,6 +182,7 @@ void Checker::plan(const RoutingPlan& plan) const {
   plan_sizes(plan);
   tensor(plan.slab, "plan", {plan.slab_size()});
   dtype(plan.slab, "plan", {DType::i32});
+  aligned(plan.slab, "plan");
 }
 
 void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,

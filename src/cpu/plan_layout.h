@@ -8,8 +8,25 @@
 
 namespace fp8moe::cpu {
 
+// col_blocks, from the sections before it.
+inline void lay_out_blocks(const RoutingPlan& plan) {
+  int32_t* block = plan.col_blocks();
+  int32_t* const end = plan.slab.as<int32_t>() + plan.slab_size();
+  const auto put = [&](int32_t row, int32_t tokens, int32_t rows, int32_t expert) {
+    for (int32_t word : {row, tokens, rows, expert}) *block++ = word;
+  };
+  for (int64_t e = 0; e < plan.experts; ++e) {
+    const int32_t tokens = plan.tokens_per_expert()[e], row = plan.row_offsets()[e],
+                  rows = plan.row_offsets()[e + 1] - row;
+    for (int32_t i = 0; i < tokens; i += kTile)
+      put(row + i, std::min<int32_t>(kTile, tokens - i), std::min<int32_t>(kTile, rows - i),
+          static_cast<int32_t>(e));
+  }
+  while (block < end) put(0, 0, 0, -1);
+}
+
 // counts [E]: kept ids of each expert, before the capacity. Writes status, tokens_per_expert,
-// row_offsets, col_offsets, and -1 in token_of_row and slot_of_row of the padding rows.
+// row_offsets, col_offsets, col_blocks, and -1 in token_of_row and slot_of_row of padding rows.
 // The rank of expert e's i-th assignment is counts[0] + ... + counts[e-1] + i; it has a row when
 // that is below the capacity, that is when i < tokens_per_expert[e].
 inline void lay_out(const std::vector<int64_t>& counts, const RoutingPlan& plan) {
@@ -34,6 +51,7 @@ inline void lay_out(const std::vector<int64_t>& counts, const RoutingPlan& plan)
   }
   plan.row_offsets()[plan.experts] = row;
   plan.col_offsets()[plan.experts] = column;
+  lay_out_blocks(plan);
   std::fill_n(plan.status(), RoutingPlan::kStatusWords, 0);
   plan.status()[kOverflow] = static_cast<int32_t>(std::min(rank - kept, kMaxInt));
 }
@@ -58,6 +76,7 @@ inline void lay_out_segments(const std::vector<int64_t>& counts, int64_t segment
   }
   plan.row_offsets()[plan.experts] = static_cast<int32_t>(plan.experts * segment);
   plan.col_offsets()[plan.experts] = column;
+  lay_out_blocks(plan);
   std::fill_n(plan.status(), RoutingPlan::kStatusWords, 0);
   plan.status()[kOverflow] = static_cast<int32_t>(std::min(dropped, kMaxInt));
 }

@@ -133,7 +133,11 @@ __device__ __forceinline__ ExpertPlace place_segment(const PlanOut& plan, int64_
     const int64_t word = r == kOverflow ? dropped : r == kBadExpert ? bad : 0;
     plan.status[r] = static_cast<int32_t>(word < kMaxInt ? word : kMaxInt);
   }
-  return {.first_rank = 0, .tokens = tokens, .first_row = r < plan.experts ? r * segment : 0};
+  return {.first_rank = 0,
+          .tokens = tokens,
+          .first_row = r < plan.experts ? r * segment : 0,
+          .first_column = static_cast<int>(column),
+          .columns = static_cast<int>(columns)};
 }
 
 // next[r]: tokens of rank r in earlier chunks; total[r]: in all. Both are zero before.
@@ -156,6 +160,7 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
   int* entries = total + keys;          // [ranks]: of topk_idx, on rows of this chunk
   int* tokens_a_rank = entries + keys;  // [ranks]
   int* first_row = tokens_a_rank + keys;
+  int* first_column = first_row + keys;  // [ranks + 1]
   for (int i = threadIdx.x; i < 3 * keys; i += kThreads) next[i] = 0;
   __syncthreads();
   sum_chunks(p, next, total);
@@ -170,9 +175,12 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
   if (r < ranks) {
     tokens_a_rank[r] = place.tokens;
     first_row[r] = place.first_row;
+    first_column[r] = place.first_column;
     if (write) p.counts[2 * r] = place.tokens;
   }
+  if (r == 0) first_column[ranks] = place.columns;
   __syncthreads();
+  write_blocks(p.plan, p.segment, tokens_a_rank, first_row, first_column);
 
   // The rows of a segment that no token has.
   const int64_t padded = int64_t{p.segment} * ranks, all_threads = int64_t{gridDim.x} * kThreads;
@@ -247,7 +255,7 @@ void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
   const auto grid = static_cast<unsigned>(chunks.count);
   const cudaStream_t on = stream_of(stream);
   launch("dispatch_plan", count_tokens, grid, kThreads, shared(1), on, params);
-  launch("dispatch_plan", place_tokens, grid, kThreads, shared(5), on, params);
+  launch("dispatch_plan", place_tokens, grid, kThreads, shared(6), on, params);
 }
 
 }  // namespace fp8moe::cuda

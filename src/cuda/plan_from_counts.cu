@@ -10,7 +10,8 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kLayoutThreads)
     from_counts(const T* counts, const __grid_constant__ PlanOut plan) {
-  __shared__ int first_rank[kMaxExperts], tokens[kMaxExperts], first_row[kMaxExperts];
+  __shared__ int first_rank[kMaxExperts], tokens[kMaxExperts], first_row[kMaxExperts],
+      first_column[kMaxExperts + 1];
   const int e = threadIdx.x;
   const int64_t given = e < plan.experts ? static_cast<int64_t>(counts[e]) : 0;
   const int bad = __syncthreads_count(given < 0);
@@ -21,10 +22,13 @@ __global__ void __launch_bounds__(kLayoutThreads)
     first_rank[e] = static_cast<int>(min(place.first_rank, plan.capacity));
     tokens[e] = place.tokens;
     first_row[e] = place.first_row;
+    first_column[e] = place.first_column;
   }
+  if (e == 0) first_column[plan.experts] = place.columns;
   __syncthreads();
 
   mark_padding(plan, tokens, first_row);
+  write_blocks(plan, 0, tokens, first_row, first_column);
   const int64_t i = int64_t{blockIdx.x} * kLayoutThreads + threadIdx.x;
   if (i >= plan.capacity) return;
   int low = 0, high = plan.experts;  // the last expert whose first rank is not above i

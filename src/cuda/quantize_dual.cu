@@ -50,7 +50,7 @@ template <typename T>
 __device__ __forceinline__ void prefetch_tile(const Params<T>& p, unsigned block) {
   constexpr int kLines = sizeof(T), kTokens = kThreads / kLines;  // of a row; at a time
   if (block >= gridDim.x) return;
-  const TokenBlock tokens = token_block_of_warp(p.plan, block / p.tiles);
+  const TokenBlock tokens = token_block(p.plan, block / p.tiles);
   const int channel = 128 * (block % p.tiles) + 128 / kLines * (threadIdx.x % kLines);
   const int token = threadIdx.x / kLines;
 #pragma unroll
@@ -119,7 +119,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_both(
     const __grid_constant__ Params<T> p) {
   __shared__ Shared shared;
   const int tile = blockIdx.x % p.tiles, block = blockIdx.x / p.tiles, warp = threadIdx.x / 32;
-  const TokenBlock tokens = token_block_of_warp(p.plan, block);
+  const TokenBlock tokens = token_block(p.plan, block);
   if (tokens.expert < 0) return;
   const int channel = 128 * tile + 8 * lane();
   Values<T> x;

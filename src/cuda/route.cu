@@ -201,10 +201,11 @@ __device__ __forceinline__ void sum_chunks(const Params& p, int chunk, int* befo
 __global__ void __launch_bounds__(kThreads, 1) place_keys(const __grid_constant__ Params p) {
   extern __shared__ int before[];  // [E + 1]
   const int experts = p.plan.experts, keys = experts + 1;
-  int* total = before + keys;      // [E + 1]
-  int* tokens = total + keys;      // [E]
-  int* first_row = tokens + keys;  // [E]
-  const int threads = blockDim.x;  // kThreads, or that over the blocks of a chunk
+  int* total = before + keys;            // [E + 1]
+  int* tokens = total + keys;            // [E]
+  int* first_row = tokens + keys;        // [E]
+  int* first_column = first_row + keys;  // [E + 1]
+  const int threads = blockDim.x;        // kThreads, or that over the blocks of a chunk
   const int64_t steps = p.chunk / kThreads;
   const int64_t first = blockIdx.x * steps * threads + threadIdx.x;
   const int first_key = key_of(p, first);
@@ -225,7 +226,9 @@ __global__ void __launch_bounds__(kThreads, 1) place_keys(const __grid_constant_
   if (e < experts) {
     tokens[e] = place.tokens;
     first_row[e] = place.first_row;
+    first_column[e] = place.first_column;
   }
+  if (e == 0) first_column[experts] = place.columns;
   __syncthreads();
 
 #pragma unroll 1
@@ -244,6 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_keys(const __grid_constant_
     }
   }
   mark_padding(p.plan, tokens, first_row);
+  write_blocks(p.plan, 0, tokens, first_row, first_column);
 }
 
 Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
@@ -301,7 +305,7 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
     launch_early(scan_counts, static_cast<unsigned>(cdiv(keys, 32)), kThreads, 0, on, params.counts,
                  chunks.count, keys);
   const unsigned halves = plan.experts <= kThreads / 2 && chunks.count <= kFewChunks ? 2 : 1;
-  launch_early(place_keys, halves * grid, kThreads / halves, 4 * keys * sizeof(int), on, params);
+  launch_early(place_keys, halves * grid, kThreads / halves, 5 * keys * sizeof(int), on, params);
 }
 
 }  // namespace fp8moe::cuda

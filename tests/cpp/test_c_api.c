@@ -100,6 +100,7 @@ int main(void) {
   CHECK(fp8moe_plan_columns(&plan) == 3 * 128);
   const int64_t size = fp8moe_plan_slab_size(&plan);
   CHECK(fp8moe_plan_row_of_at(&plan) < size);
+  CHECK(fp8moe_plan_col_blocks_at(&plan) == size - 3 * 4);
   int32_t* slab = malloc((size_t)size * sizeof(int32_t));
   plan.slab = tensor(slab, FP8MOE_I32, 1, size, 0, 0);
 

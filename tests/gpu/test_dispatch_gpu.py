@@ -17,7 +17,8 @@ Planned = tuple[RoutingPlan, Tensor]
 def assert_same_plan(expected: Planned, got: Planned) -> None:
     """All of the slab that is defined, and the counts."""
     plan, on_gpu = expected[0], got[0].to("cpu")
-    for name in ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of"):
+    sections = ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of", "col_blocks")
+    for name in sections:
         assert torch.equal(getattr(plan, name), getattr(on_gpu, name)), name
     rows = int(plan.row_offsets[-1])
     for name in ("token_of_row", "slot_of_row"):

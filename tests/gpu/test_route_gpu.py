@@ -15,7 +15,8 @@ from fp8moe_cutlass.routing import STATUS_WORDS
 
 def assert_same_plan(expected: RoutingPlan, got: RoutingPlan) -> None:
     got = got.to("cpu")
-    for name in ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of"):
+    sections = ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of", "col_blocks")
+    for name in sections:
         assert torch.equal(getattr(expected, name), getattr(got, name)), name
     rows = int(expected.row_offsets[-1])
     for name in ("token_of_row", "slot_of_row"):

@@ -108,6 +108,9 @@ def repack(plan: RoutingPlan, rows: int) -> RoutingPlan:
     new.token_of_row.copy_(plan.token_of_row[:rows])
     new.slot_of_row.copy_(plan.slot_of_row[:rows])
     new.row_of.copy_(plan.row_of)
+    blocks = min(len(new.col_blocks), len(plan.col_blocks))
+    new.col_blocks[:blocks] = plan.col_blocks[:blocks]
+    new.col_blocks[blocks:] = -1
     return new
 
 
@@ -143,6 +146,7 @@ def _plan_of(row_of: Tensor, counts: Tensor, first: Tensor, rows: int) -> Routin
     plan.row_offsets[-1] = rows
     plan.col_offsets[0] = 0
     plan.col_offsets[1:] = ((counts + 127) // 128 * 128).cumsum(0)
+    plan.col_blocks.fill_(-1)  # nothing is transposed by this plan
     kept = (row_of >= 0) & (row_of < rows)
     plan.row_of.copy_(torch.where(kept, row_of, -1))
 

@@ -16,6 +16,7 @@ struct PlanView {
   const int32_t* token_of_row = nullptr;       // [R], -1: padding
   const int32_t* slot_of_row = nullptr;        // [R]
   const int32_t* row_of = nullptr;             // [T, S], -1: dropped
+  const int4* col_blocks = nullptr;            // [Kcap / 128]
   int32_t* status = nullptr;
   int experts = 0;
 };
@@ -28,6 +29,7 @@ inline PlanView view_of(const RoutingPlan& plan) {
           .token_of_row = plan.token_of_row(),
           .slot_of_row = plan.slot_of_row(),
           .row_of = plan.row_of(),
+          .col_blocks = reinterpret_cast<const int4*>(plan.col_blocks()),
           .status = plan.status(),
           .experts = static_cast<int>(plan.experts)};
 }
@@ -41,6 +43,11 @@ struct TokenBlock {
   int rows = 0;
   int expert = -1;  // -1: past the last expert's columns
 };
+
+__device__ __forceinline__ TokenBlock token_block(const PlanView& plan, int index) {
+  const int4 b = __ldg(plan.col_blocks + index);
+  return {.first_row = b.x, .tokens = b.y, .rows = b.z, .expert = b.w};
+}
 
 // The three arrays that the search below reads, of at most 1,024 experts, to L2: at once, before
 // the first of them is waited for. By the first three warps, one each.
@@ -89,9 +96,6 @@ __device__ __forceinline__ ExpertRest expert_rest_of_warp(const PlanView& plan, 
                            .expert = expert,
                            .end = __shfl_sync(kFullWarp, end_column, lane) / 128};
   return column < all_columns ? rest : ExpertRest{};
-}
-__device__ __forceinline__ TokenBlock token_block_of_warp(const PlanView& plan, int index) {
-  return expert_rest_of_warp(plan, index).block();
 }
 
 }  // namespace fp8moe::cuda

@@ -44,6 +44,8 @@ struct PlanOut {
   int32_t* token_of_row;       // [R]
   int32_t* slot_of_row;        // [R]
   int32_t* row_of;             // [T, S]
+  int4* col_blocks;            // [blocks]
+  int blocks;                  // Kcap / 128
   int experts;
   int align;
   int64_t capacity;
@@ -57,6 +59,8 @@ inline PlanOut out_of(const RoutingPlan& plan) {
           .token_of_row = plan.token_of_row(),
           .slot_of_row = plan.slot_of_row(),
           .row_of = plan.row_of(),
+          .col_blocks = reinterpret_cast<int4*>(plan.col_blocks()),
+          .blocks = static_cast<int>(plan.columns() / kTile),
           .experts = static_cast<int>(plan.experts),
           .align = static_cast<int>(plan.align),
           .capacity = plan.capacity};
@@ -68,6 +72,8 @@ struct ExpertPlace {
   int64_t first_rank;
   int tokens;
   int first_row;
+  int first_column;
+  int columns;  // of all experts
 };
 
 // The place of expert threadIdx.x, which has `count` assignments (0 from plan.experts on). With
@@ -99,7 +105,11 @@ __device__ __forceinline__ ExpertPlace place_expert(const PlanOut& plan, int64_t
     const int64_t word = e == kOverflow ? overflow : e == kBadExpert ? bad : 0;
     plan.status[e] = static_cast<int32_t>(word < kMaxInt ? word : kMaxInt);
   }
-  return {.first_rank = rank, .tokens = tokens, .first_row = static_cast<int>(begin & 0xFFFFFFFF)};
+  return {.first_rank = rank,
+          .tokens = tokens,
+          .first_row = static_cast<int>(begin & 0xFFFFFFFF),
+          .first_column = static_cast<int>(begin >> 32),
+          .columns = static_cast<int>(ends >> 32)};
 }
 
 // -1 in the padding rows, a warp an expert, the experts spread over the grid. tokens and first_row
@@ -114,6 +124,22 @@ __device__ __forceinline__ void mark_padding(const PlanOut& plan, const int* tok
       plan.slot_of_row[first_row[e] + i] = -1;
     }
   }
+}
+
+// col_blocks, a warp an expert as above; first_column [E + 1] ends with the columns of all experts.
+// An expert has `segment` rows, or, where that is 0, its tokens rounded up to the plan's align.
+__device__ __forceinline__ void write_blocks(const PlanOut& plan, int segment, const int* tokens,
+                                             const int* first_row, const int* first_column) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  for (int e = blockIdx.x * warps + warp; e < plan.experts; e += gridDim.x * warps) {
+    const int rows = segment > 0 ? segment : (tokens[e] + plan.align - 1) / plan.align * plan.align;
+    for (int i = 128 * lane; i < tokens[e]; i += 128 * 32)
+      plan.col_blocks[(first_column[e] + i) / 128] = {first_row[e] + i, min(128, tokens[e] - i),
+                                                      min(128, rows - i), e};
+  }
+  const int first = first_column[plan.experts] / 128 + blockIdx.x * blockDim.x + threadIdx.x;
+  for (int i = first; i < plan.blocks; i += gridDim.x * blockDim.x)
+    plan.col_blocks[i] = {0, 0, 0, -1};
 }
 
 }  // namespace fp8moe::cuda

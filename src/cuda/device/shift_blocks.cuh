@@ -125,7 +125,7 @@ __global__ __launch_bounds__(kThreads,
                              kTileBlocksPerSm) void shift_tiles(const __grid_constant__ Params p) {
   __shared__ TileShared shared;
   const int block = blockIdx.x, tile = blockIdx.y;
-  const TokenBlock tokens = token_block_of_warp(p.plan, block);
+  const TokenBlock tokens = token_block(p.plan, block);
   if (tokens.expert < 0) return;
   TokenOfTile token{};
   token.load<kScalesByRow>(p, tokens, tile, shared.codes);

@@ -261,7 +261,7 @@ __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
     const __grid_constant__ Params p) {
   __shared__ ChannelShared shared;
   const int block = blockIdx.x, tile = blockIdx.y, warp = threadIdx.x / 32;
-  const TokenBlock tokens = token_block_of_warp(p.plan, block);
+  const TokenBlock tokens = token_block(p.plan, block);
   if (tokens.expert < 0) return;
   TokenOfTile token{};
   token.load<kScalesByRow>(p, tokens, tile, shared.codes);

@@ -136,7 +136,7 @@ __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
     const __grid_constant__ ColumnsOut columns_to, Scaling scaling) {
   const int tile = blockIdx.x % tiles, block = blockIdx.x / tiles;
   TokenBlock b = {128 * block, min(128, rows - 128 * block), min(128, rows - 128 * block), 0};
-  if (plan.row_of != nullptr) b = token_block_of_warp(plan, block);
+  if (plan.row_of != nullptr) b = token_block(plan, block);
   if (b.expert < 0) return;
   quantize_tile<F, kKind>(source, b, tile, block, columns, rows_to, columns_to, scaling);
 }

@@ -152,7 +152,7 @@ __device__ __forceinline__ int store_dprobs(const SwigluBackward& p, const Backw
   cluster.sync();
   const int quarter = of_warp(threadIdx.x / 128), r = threadIdx.x % 128;
   for (int block = first + 4 * share.rank + quarter; block < last; block += 4 * share.ranks) {
-    const TokenBlock b = token_block_of_warp(p.plan, share.begin + block);
+    const TokenBlock b = token_block(p.plan, share.begin + block);
     int rank = block * p.tiles % share.ranks, slot = block * p.tiles / share.ranks % kSums;
     float sum = 0.0f;
     for (int tile = 0; tile < p.tiles; ++tile) {
