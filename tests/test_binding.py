@@ -442,6 +442,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "neither y nor probs",
     ),
     "to_layout": (lambda p: p.w8.to_layout("row"), "got 'block' to 'row'"),
+    "to_layout of experts": (
+        lambda p: Fp8Tensor(p.w8.data, p.x8.scale_inv).to_layout("gemm"),
+        r"\[to_layout\] data must be \[M, K\]",
+    ),
     "tensor layout": (lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, scale_layout="?"), "'row'"),
     "tensor block": (
         lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, (128, 128)),

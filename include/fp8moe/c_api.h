@@ -70,7 +70,7 @@ typedef struct fp8moe_fp8_tensor {
 
 /* plan.h's RoutingPlan: T tokens, S slots, E experts, A capacity; R = fp8moe_plan_rows. */
 typedef struct fp8moe_plan {
-  fp8moe_tensor slab; /* i32 [fp8moe_plan_slab_size] */
+  fp8moe_tensor slab; /* i32 [fp8moe_plan_slab_size], at a multiple of 16 bytes */
   int64_t tokens;
   int64_t slots;
   int64_t experts;

@@ -4,12 +4,11 @@
 // caller gives, allocates nothing on the device and never synchronizes with it. Outputs are the
 // arguments after the inputs; a default-constructed Tensor leaves an optional one out. No output
 // shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
-// (InvalidArgument). Codes and high-precision data start at a multiple of 16 bytes. On the CPU,
-// memory that runs out inside a parallel region ends the process: some ops hold a few rows a thread
-// there.
-// What lies in a plan's slab is trusted on CUDA, where nobody on the host can read it; the CPU
-// checks it (InvalidArgument) before it indexes by it. Letters: plan.h. docs/numerics.md states
-// what each op guarantees bit by bit.
+// (InvalidArgument). Codes, high-precision data and plans start at a multiple of 16 bytes. On the
+// CPU, memory that runs out inside a parallel region ends the process: some ops hold a few rows a
+// thread there. What lies in a plan's slab is trusted on CUDA, where nobody on the host can read
+// it; the CPU checks it (InvalidArgument) before it indexes by it. Letters: plan.h.
+// docs/numerics.md states what each op guarantees bit by bit.
 #pragma once
 
 #include "fp8moe/error.h"

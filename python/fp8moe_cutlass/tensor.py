@@ -113,6 +113,8 @@ class Fp8Tensor:
                 "[to_layout] only 'row' and 'gemm' hold the same scales; "
                 f"got {self.scale_layout!r} to {layout!r}"
             )
+        if len(self.shape) != 2:
+            raise ValueError(f"[to_layout] data must be [M, K]; got {list(self.shape)}")
         from fp8moe_cutlass.ops import _library
 
         m = self.shape[0]

@@ -45,7 +45,7 @@ using Values = Eight<T>[2][4];
 __device__ __forceinline__ int lane() { return threadIdx.x % 16; }
 __device__ __forceinline__ int group() { return threadIdx.x / 16; }
 
-// A block's tile of x to L2. Whole warps.
+// A block's tile of x to L2.
 template <typename T>
 __device__ __forceinline__ void prefetch_tile(const Params<T>& p, unsigned block) {
   constexpr int kLines = sizeof(T), kTokens = kThreads / kLines;  // of a row; at a time

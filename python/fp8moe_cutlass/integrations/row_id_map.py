@@ -110,7 +110,7 @@ def repack(plan: RoutingPlan, rows: int) -> RoutingPlan:
     new.row_of.copy_(plan.row_of)
     blocks = min(len(new.col_blocks), len(plan.col_blocks))
     new.col_blocks[:blocks] = plan.col_blocks[:blocks]
-    new.col_blocks[blocks:] = -1
+    _no_expert(new.col_blocks[blocks:])
     return new
 
 
@@ -146,7 +146,7 @@ def _plan_of(row_of: Tensor, counts: Tensor, first: Tensor, rows: int) -> Routin
     plan.row_offsets[-1] = rows
     plan.col_offsets[0] = 0
     plan.col_offsets[1:] = ((counts + 127) // 128 * 128).cumsum(0)
-    plan.col_blocks.fill_(-1)  # nothing is transposed by this plan
+    _no_expert(plan.col_blocks)  # nothing is transposed by this plan
     kept = (row_of >= 0) & (row_of < rows)
     plan.row_of.copy_(torch.where(kept, row_of, -1))
 
@@ -156,6 +156,11 @@ def _plan_of(row_of: Tensor, counts: Tensor, first: Tensor, rows: int) -> Routin
     plan.token_of_row.copy_(of_row.div(slots, rounding_mode="floor"))
     plan.slot_of_row.copy_(torch.where(of_row < 0, -1, of_row % slots))
     return plan
+
+
+def _no_expert(col_blocks: Tensor) -> None:
+    col_blocks.zero_()
+    col_blocks[:, 3] = -1
 
 
 def _empty(like: Tensor, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:

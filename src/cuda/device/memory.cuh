@@ -68,8 +68,8 @@ __device__ __forceinline__ void store_streaming(void* p, V v) {
   __stcs(static_cast<V*>(p), v);
 }
 
-// 16 bytes from global to shared memory without passing through registers; `bytes` (0 or 16) of
-// them are read, the rest is zero. Completes by copy_wait.
+// 16 bytes from global to shared memory without passing through registers; `bytes` of them
+// are read, the rest is zero. Completes by copy_wait.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes = 16) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),

@@ -133,9 +133,11 @@ __device__ __forceinline__ void write_blocks(const PlanOut& plan, int segment, c
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   for (int e = blockIdx.x * warps + warp; e < plan.experts; e += gridDim.x * warps) {
     const int rows = segment > 0 ? segment : (tokens[e] + plan.align - 1) / plan.align * plan.align;
-    for (int i = 128 * lane; i < tokens[e]; i += 128 * 32)
-      plan.col_blocks[(first_column[e] + i) / 128] = {first_row[e] + i, min(128, tokens[e] - i),
-                                                      min(128, rows - i), e};
+    for (int block = lane; block < (tokens[e] + 127) / 128; block += 32) {
+      const int i = 128 * block;
+      plan.col_blocks[first_column[e] / 128 + block] = {first_row[e] + i, min(128, tokens[e] - i),
+                                                        min(128, rows - i), e};
+    }
   }
   const int first = first_column[plan.experts] / 128 + blockIdx.x * blockDim.x + threadIdx.x;
   for (int i = first; i < plan.blocks; i += gridDim.x * blockDim.x)

@@ -1,6 +1,6 @@
 // What the kernels of shift_columns.cu share: a block of 128 threads for a tile of 128 tokens and
 // 128 channels, 8 tokens at 16 channels a thread. Codes wait in shared memory, not in registers, so
-// that 11 or 12 tiles of an SM are on their way.
+// that 10 to 12 tiles of an SM are on their way.
 #pragma once
 
 #include "cuda/device/outputs.cuh"
