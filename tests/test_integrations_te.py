@@ -11,6 +11,7 @@ from torch import Tensor
 import reference_te as ref
 from fp8moe_cutlass import Fp8Tensor, ops
 from fp8moe_cutlass.integrations import transformer_engine as te
+from fp8moe_cutlass.integrations.row_id_map import repack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -480,3 +481,22 @@ def test_gradient_of_the_probs_alone_under_another_default_dtype(device: str) ->
     finally:
         torch.set_default_dtype(before)
     equal(probs.grad, mask.float())
+
+
+@pytest.mark.parametrize("align", [1, 16, 128])
+def test_a_repacked_plan_keeps_what_is_used(align: int, device: str) -> None:
+    """Every section of the plan for exactly the rows in use: what is left out is past them."""
+    for tokens, experts, slots in ((0, 3, 2), (57, 5, 2), (300, 9, 3)):
+        ids = torch.rand(tokens, experts).topk(slots, dim=-1).indices
+        ids[torch.rand(ids.shape) < 0.2] = -1
+        plan = ops.route(experts, topk_idx=ids.to(device), align=align)
+        rows = int(plan.row_offsets[-1])
+        packed = repack(plan, rows)
+        assert packed.rows == rows
+        for name in ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of"):
+            assert torch.equal(getattr(packed, name), getattr(plan, name)), name
+        for name in ("token_of_row", "slot_of_row"):
+            assert torch.equal(getattr(packed, name), getattr(plan, name)[:rows]), name
+        used = int(plan.col_offsets[-1]) // 128
+        assert torch.equal(packed.col_blocks[:used], plan.col_blocks[:used])
+        assert packed.col_blocks[used:].tolist() == [[0, 0, 0, -1]] * (packed.columns // 128 - used)
