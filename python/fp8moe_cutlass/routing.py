@@ -16,7 +16,7 @@ _STATUS = (
 )
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RoutingPlan:
     """A routing of T tokens x S slots to E experts; built by `ops.route` or `from_counts`.
 
@@ -32,14 +32,6 @@ class RoutingPlan:
     experts: int
     align: int
     capacity: int
-
-    def __init__(
-        self, slab: Array, tokens: int, slots: int, experts: int, align: int, capacity: int
-    ) -> None:
-        # As in Fp8Tensor: a frozen dataclass's own __init__ takes twice as long.
-        own = self.__dict__
-        own["slab"], own["tokens"], own["slots"] = slab, tokens, slots
-        own["experts"], own["align"], own["capacity"] = experts, align, capacity
 
     @classmethod
     def from_counts(
@@ -116,8 +108,8 @@ class RoutingPlan:
     def col_blocks(self) -> Array:
         """[Kcap / 128, 4] of each 128 columns: first row, tokens, rows with padding (at most 128),
         and the expert, -1 past the last one's columns."""
-        count = self.columns // TILE
-        return self._words(self.slab_size - 4 * count, 4 * count).reshape(count, 4)
+        at, count = self._row_of_at + pad4(self.tokens * self.slots), self.columns // TILE
+        return self._words(at, 4 * count).reshape(count, 4)
 
     def check(self) -> None:
         """Waits for the device and raises ValueError if the plan dropped or met anything wrong."""
@@ -160,7 +152,7 @@ def words_before_rows(experts: int) -> int:
 
 def slab_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
     """Words of a plan's slab: those before rows, two a row, row_of, four a 128 columns."""
-    rows, columns = (rows_bound(capacity, experts, a) for a in (align, TILE))
+    rows, columns = rows_bound(capacity, experts, align), rows_bound(capacity, experts, TILE)
     words = words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
     return words + 4 * (columns // TILE)
 
