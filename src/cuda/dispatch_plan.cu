@@ -136,8 +136,7 @@ __device__ __forceinline__ ExpertPlace place_segment(const PlanOut& plan, int64_
   return {.first_rank = 0,
           .tokens = tokens,
           .first_row = r < plan.experts ? r * segment : 0,
-          .first_column = static_cast<int>(column),
-          .columns = static_cast<int>(columns)};
+          .first_column = static_cast<int>(column)};
 }
 
 // next[r]: tokens of rank r in earlier chunks; total[r]: in all. Both are zero before.
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
   int* entries = total + keys;          // [ranks]: of topk_idx, on rows of this chunk
   int* tokens_a_rank = entries + keys;  // [ranks]
   int* first_row = tokens_a_rank + keys;
-  int* first_column = first_row + keys;  // [ranks + 1]
+  int* first_column = first_row + keys;
   for (int i = threadIdx.x; i < 3 * keys; i += kThreads) next[i] = 0;
   __syncthreads();
   sum_chunks(p, next, total);
@@ -178,7 +177,6 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
     first_column[r] = place.first_column;
     if (write) p.counts[2 * r] = place.tokens;
   }
-  if (r == 0) first_column[ranks] = place.columns;
   __syncthreads();
   write_blocks(p.plan, p.segment, tokens_a_rank, first_row, first_column);
 

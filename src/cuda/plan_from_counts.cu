@@ -11,7 +11,7 @@ template <typename T>
 __global__ void __launch_bounds__(kLayoutThreads)
     from_counts(const T* counts, const __grid_constant__ PlanOut plan) {
   __shared__ int first_rank[kMaxExperts], tokens[kMaxExperts], first_row[kMaxExperts],
-      first_column[kMaxExperts + 1];
+      first_column[kMaxExperts];
   const int e = threadIdx.x;
   const int64_t given = e < plan.experts ? static_cast<int64_t>(counts[e]) : 0;
   const int bad = __syncthreads_count(given < 0);
@@ -24,7 +24,6 @@ __global__ void __launch_bounds__(kLayoutThreads)
     first_row[e] = place.first_row;
     first_column[e] = place.first_column;
   }
-  if (e == 0) first_column[plan.experts] = place.columns;
   __syncthreads();
 
   mark_padding(plan, tokens, first_row);

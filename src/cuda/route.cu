@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_keys(const __grid_constant_
   int* total = before + keys;            // [E + 1]
   int* tokens = total + keys;            // [E]
   int* first_row = tokens + keys;        // [E]
-  int* first_column = first_row + keys;  // [E + 1]
+  int* first_column = first_row + keys;  // [E]
   const int threads = blockDim.x;        // kThreads, or that over the blocks of a chunk
   const int64_t steps = p.chunk / kThreads;
   const int64_t first = blockIdx.x * steps * threads + threadIdx.x;
@@ -228,7 +228,6 @@ __global__ void __launch_bounds__(kThreads, 1) place_keys(const __grid_constant_
     first_row[e] = place.first_row;
     first_column[e] = place.first_column;
   }
-  if (e == 0) first_column[experts] = place.columns;
   __syncthreads();
 
 #pragma unroll 1

@@ -73,7 +73,6 @@ struct ExpertPlace {
   int tokens;
   int first_row;
   int first_column;
-  int columns;  // of all experts
 };
 
 // The place of expert threadIdx.x, which has `count` assignments (0 from plan.experts on). With
@@ -108,8 +107,7 @@ __device__ __forceinline__ ExpertPlace place_expert(const PlanOut& plan, int64_t
   return {.first_rank = rank,
           .tokens = tokens,
           .first_row = static_cast<int>(begin & 0xFFFFFFFF),
-          .first_column = static_cast<int>(begin >> 32),
-          .columns = static_cast<int>(ends >> 32)};
+          .first_column = static_cast<int>(begin >> 32)};
 }
 
 // -1 in the padding rows, a warp an expert, the experts spread over the grid. tokens and first_row
@@ -126,21 +124,23 @@ __device__ __forceinline__ void mark_padding(const PlanOut& plan, const int* tok
   }
 }
 
-// col_blocks, a warp an expert as above; first_column [E + 1] ends with the columns of all experts.
-// An expert has `segment` rows, or, where that is 0, its tokens rounded up to the plan's align.
+// col_blocks, a warp an expert as above, first_column [E] in shared memory, too. An expert has
+// `segment` rows, or, where that is 0, its tokens rounded up to the plan's align.
 __device__ __forceinline__ void write_blocks(const PlanOut& plan, int segment, const int* tokens,
                                              const int* first_row, const int* first_column) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const auto blocks_of = [](int tokens) { return (tokens + 127) / 128; };
   for (int e = blockIdx.x * warps + warp; e < plan.experts; e += gridDim.x * warps) {
     const int rows = segment > 0 ? segment : (tokens[e] + plan.align - 1) / plan.align * plan.align;
-    for (int block = lane; block < (tokens[e] + 127) / 128; block += 32) {
+    for (int block = lane; block < blocks_of(tokens[e]); block += 32) {
       const int i = 128 * block;
       plan.col_blocks[first_column[e] / 128 + block] = {first_row[e] + i, min(128, tokens[e] - i),
                                                         min(128, rows - i), e};
     }
   }
-  const int first = first_column[plan.experts] / 128 + blockIdx.x * blockDim.x + threadIdx.x;
-  for (int i = first; i < plan.blocks; i += gridDim.x * blockDim.x)
+  const int last = plan.experts - 1, used = first_column[last] / 128 + blocks_of(tokens[last]);
+  for (int i = used + blockIdx.x * blockDim.x + threadIdx.x; i < plan.blocks;
+       i += gridDim.x * blockDim.x)
     plan.col_blocks[i] = {0, 0, 0, -1};
 }
 
