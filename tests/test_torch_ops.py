@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from flat_calls import EXPERTS, OPS, WIDTH, Problem, bits, flat_calls, outputs, problem
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
-from fp8moe_cutlass.ops._library import empty
+from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass.ops._library import empty, fp8_output, new_plan
 
 # test_schema cannot run on FP8 CPU tensors: torch has no FP8 arithmetic to compare them with.
 OPCHECKS = (
@@ -225,13 +228,87 @@ def test_outputs_are_what_torch_allocates(shape: tuple[int, ...]) -> None:
         empty("", like, (-1, *shape[1:]))
 
 
-def test_outputs_are_filled_where_torch_fills() -> None:
-    """Deterministic algorithms fill what is allocated, so that nobody reads what was there."""
+@contextmanager
+def dispatched() -> Iterator[None]:
+    """Allocations go by torch's dispatcher, and what Python makes is made by Python."""
     torch.use_deterministic_algorithms(True)
     try:
-        assert empty("", torch.zeros(1), (16, 16)).isnan().all()
+        yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_outputs_are_filled_where_torch_fills() -> None:
+    """Deterministic algorithms fill what is allocated, so that nobody reads what was there."""
+    with dispatched():
+        assert empty("", torch.zeros(1), (16, 16)).isnan().all()
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value), value
+
+
+@pytest.mark.parametrize("fp8_dtype", ["e5m2", torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("row", (5, 300)),
+        ("gemm", (5, 300)),
+        ("gemm", (0, 128)),
+        ("block", (130, 300)),
+        ("block", (2, 130, 0)),
+        ("block", (0, 1, 16)),
+    ],
+)
+def test_fp8_outputs_without_the_dispatcher(
+    layout: str, shape: tuple[int, ...], fp8_dtype: Any
+) -> None:
+    like, asked = torch.empty(1), (layout, fp8_dtype, False, 16)
+    fast = _C.empty_fp8(like, shape, *asked)
+    with dispatched():
+        assert _C.empty_fp8(like, shape, *asked) is None
+        slow = fp8_output("", None, like, shape, *asked)
+    assert type(fast) is Fp8Tensor
+    for field in fields(Fp8Tensor):
+        name = field.name
+        assert described(getattr(fast, name)) == described(getattr(slow, name)), name
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3, 16, 8), (0, 8, 1, 1, 0), (5, 4, 256, 128, 20)])
+def test_plans_without_the_dispatcher(sizes: tuple[int, int, int, int, int]) -> None:
+    like = torch.empty(1)
+    fast = _C.empty_plan(like, sizes)
+    with dispatched():
+        assert _C.empty_plan(like, sizes) is None
+        slow = new_plan("", like, sizes)
+    assert type(fast) is RoutingPlan
+    assert fast.sizes == slow.sizes == sizes
+    assert described(fast.slab) == described(slow.slab)
+
+
+def test_nothing_is_allocated_behind_whom_it_concerns() -> None:
+    """Under modes, beside others' arrays, of impossible sizes and words Python has the say."""
+    like = torch.empty(1)
+    with FakeTensorMode():
+        assert _C.empty(like, (2, 3), "float32") is None
+    others: list[Any] = [np.empty(1), like.to("meta"), None]
+    assert [_C.empty(other, (2, 3), None) for other in others] == [None] * 3
+    sizes: list[Any] = [(-1, 3), (2**70,), (2.0,), (1, 1, 1, 1), 3, (2**40, 2**40)]
+    assert [_C.empty(like, shape, None) for shape in sizes] == [None] * 6
+    words: list[Any] = [("column", "e4m3"), (None, "e4m3"), ("row", "e4m4"), ("row", None)]
+    assert [_C.empty_fp8(like, (4, 128), *w, True, 0) for w in words] == [None] * 4
+    assert _C.empty_fp8(like, (2, 4, 128), "row", "e4m3", True, 0) is None
+    plans: list[Any] = [(4, 2, 0, 1, 8), (4, 2, 3, 0, 8), (4, 2, 3, 2**20, 8), (4, 2, 3, 1, 2**40)]
+    assert [_C.empty_plan(like, sizes) for sizes in plans] == [None] * 4
+
+
+def test_numpy_while_torch_watches() -> None:
+    """torch's op takes tensors only: other frameworks' arrays pass it by."""
+    x = np.ones((4, 128), np.float32)
+    with torch.profiler.profile():
+        assert ops.quantize(x).data.shape == (4, 128)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -62,15 +62,22 @@ def grouped_gemm(a: fp8moe_cutlass.typing.ArrayArg, a_scale: fp8moe_cutlass.typi
 
 def grouped_gemm_wgrad(dy_t: fp8moe_cutlass.typing.ArrayArg, dy_t_scale: fp8moe_cutlass.typing.ArrayArg, dy_t_layout: str, x_t: fp8moe_cutlass.typing.ArrayArg, x_t_scale: fp8moe_cutlass.typing.ArrayArg, x_t_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, dw: fp8moe_cutlass.typing.ArrayArg, accumulate: bool) -> None: ...
 
-def needing_grad(arguments: tuple[Any, ...], arrays: int) -> int:
+def attach_torch(objects: dict[str, Any]) -> None:
+    """Hands over what eager calls ask of torch."""
+
+def eager(direct: Any, watched: Any, arrays: int, written: int) -> Any:
     """
-    Index of the first torch tensor among `arguments` that requires grad, -1 for none. Bit i of `arrays`: argument i is an array or None.
+    A function of an op's flat arguments: `direct`, or `watched` where torch watches.
     """
 
-def instances(arguments: tuple[Any, ...], chosen: int, type: object) -> list[Any]:
-    """
-    Those of `arguments` whose bit is set in `chosen` and that are of `type`.
-    """
+def empty(like: Any, shape: Any, dtype: Any) -> Any:
+    """A tensor beside `like` without torch's dispatcher, or None."""
+
+def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, interleave: int) -> Any:
+    """An Fp8Tensor beside `like` without torch's dispatcher, or None."""
+
+def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any:
+    """A RoutingPlan beside `like` without torch's dispatcher, or None."""
 
 def set_stream(handle: int) -> int:
     """

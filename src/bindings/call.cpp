@@ -176,31 +176,6 @@ Stream Call::stream() const {
 
 int64_t set_stream(int64_t handle) { return std::exchange(thread_stream, handle); }
 
-int64_t needing_grad(Arguments arguments, uint64_t arrays) {
-  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
-  const Py_ssize_t count = PyTuple_Size(arguments.ptr());
-  for (Py_ssize_t i = 0; i < count && arrays != 0; ++i, arrays >>= 1) {
-    PyObject* argument = PyTuple_GetItem(arguments.ptr(), i);
-    if ((arrays & 1) == 0 || argument == Py_None || PyTuple_Check(argument) ||
-        !exchange_api(Py_TYPE(argument)))
-      continue;
-    const nb::object needs = nb::steal(PyObject_GetAttr(argument, name));
-    if (!needs.is_valid()) PyErr_Clear();  // of another framework that offers the exchange API
-    if (needs.ptr() == Py_True) return i;
-  }
-  return -1;
-}
-
-nb::typed<nb::list, nb::any> instances(Arguments arguments, uint64_t chosen, nb::handle type) {
-  nb::typed<nb::list, nb::any> found;
-  const Py_ssize_t count = PyTuple_Size(arguments.ptr());
-  for (Py_ssize_t i = 0; i < count && chosen != 0; ++i, chosen >>= 1) {
-    const nb::handle argument = PyTuple_GetItem(arguments.ptr(), i);
-    if ((chosen & 1) != 0 && nb::isinstance(argument, type)) found.append(argument);
-  }
-  return found;
-}
-
 const ExchangeApi* exchange_api(PyTypeObject* type) {
   // The few types of one program (Tensor, Parameter): each is looked up once. Guarded by the GIL.
   struct Entry {

@@ -10,17 +10,6 @@ namespace fp8moe {
 // its own through the exchange API; 0, the default stream, at first. Returns the previous one.
 int64_t set_stream(int64_t handle);
 
-// An op's flat arguments.
-using Arguments = nanobind::typed<nanobind::tuple, nanobind::any, nanobind::ellipsis>;
-
-// Index of the first torch tensor among `arguments` that requires grad; -1: none does. Bit i of
-// `arrays`: argument i is an array or None.
-int64_t needing_grad(Arguments arguments, uint64_t arrays);
-
-// The `chosen` (bits as of `arrays`) of `arguments` that are of a type.
-nanobind::typed<nanobind::list, nanobind::any> instances(Arguments arguments, uint64_t chosen,
-                                                         nanobind::handle type);
-
 struct PlanSizes {
   int64_t tokens, slots, experts, align, capacity;
 };

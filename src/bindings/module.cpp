@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "call.h"
+#include "eager.h"
 #include "errors.h"
 #include "fp8moe/explain.h"
 #include "fp8moe/ops.h"
@@ -314,12 +315,22 @@ NB_MODULE(_C, m) {
   bind_transposes(m);
   bind_activation(m);
   bind_gemm(m);
-  m.def(
-      "needing_grad", &needing_grad, "arguments"_a, "arrays"_a,
-      "Index of the first torch tensor among `arguments` that requires grad, -1 for none. Bit i of "
-      "`arrays`: argument i is an array or None.");
-  m.def("instances", &instances, "arguments"_a, "chosen"_a, "type"_a,
-        "Those of `arguments` whose bit is set in `chosen` and that are of `type`.");
+  m.def("attach_torch", &attach_torch, nb::sig("def attach_torch(objects: dict[str, Any]) -> None"),
+        "Hands over what eager calls ask of torch.");
+  m.def("eager", &eager,
+        nb::sig("def eager(direct: Any, watched: Any, arrays: int, written: int) -> Any"),
+        "A function of an op's flat arguments: `direct`, or `watched` where torch watches.");
+  m.def("empty", &empty, "like"_a.none(), "shape"_a, "dtype"_a.none(),
+        nb::sig("def empty(like: Any, shape: Any, dtype: Any) -> Any"),
+        "A tensor beside `like` without torch's dispatcher, or None.");
+  m.def("empty_fp8", &empty_fp8, "like"_a.none(), "shape"_a, "layout"_a.none(),
+        "fp8_dtype"_a.none(), "pow2"_a, "interleave"_a,
+        nb::sig("def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, "
+                "interleave: int) -> Any"),
+        "An Fp8Tensor beside `like` without torch's dispatcher, or None.");
+  m.def("empty_plan", &empty_plan, "like"_a.none(), "sizes"_a,
+        nb::sig("def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any"),
+        "A RoutingPlan beside `like` without torch's dispatcher, or None.");
   m.def("set_stream", &set_stream, "handle"_a,
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
   m.def(

@@ -1,8 +1,9 @@
 """What the ops share: registration with torch, allocation of outputs, words into flat arguments.
 
 torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
-outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C; the
-torch op is taken where something traces, intercepts or watches (torch.compile, make_fx,
+outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C, through
+_C.eager and into outputs from _C.empty* (src/bindings/eager.cpp; what these leave is done here).
+The torch op is taken where something traces, intercepts or watches (torch.compile, make_fx,
 torch.jit.trace, dispatch modes, the profiler, which then names the op). Eager calls count up the
 versions of the outputs, as torch's in-place operations do; torch.ops.fp8moe.<op> itself, called
 directly, does not.
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.routing import RoutingPlan, empty_plan
 from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
 from fp8moe_cutlass.typing import Array, DType
 
@@ -49,17 +50,37 @@ if torch is not None:
         "int32": torch.int32,
         "uint8": torch.uint8,
     }
+    _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
-    # (size, stride, dtype) -> a tensor on the current device: what inductor's code allocates with.
-    # Private to torch, and so perhaps None.
-    _EMPTY_CPU, _EMPTY_CUDA = (
-        getattr(torch._C._dynamo.guards, f"_empty_strided_{device}", None)
-        for device in ("cpu", "cuda")
+    is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+    _guards = torch._C._dynamo.guards
+    _C.attach_torch(
+        {
+            "tensor": torch.Tensor,
+            "fp8_tensor": Fp8Tensor,
+            "plan": RoutingPlan,
+            "formats": {t: (f, _TORCH[f]) for t, f in _NAMES.items() if f in ("e4m3", "e5m2")},
+            "dtypes": _TORCH,
+            "forward_ad": forward_ad.__dict__,
+            "profiler": torch.autograd.profiler.__dict__,
+            "is_grad_enabled": torch.is_grad_enabled,
+            "dispatch_modes": torch._C._len_torch_dispatch_stack,
+            "is_jit_tracing": torch._C._is_tracing,
+            "is_deterministic": torch._C._get_deterministic_algorithms,
+            "increment_version": torch._C._increment_version,
+            "current_device": getattr(torch._C, "_cuda_getDevice", None),
+            "empty_cpu": getattr(_guards, "_empty_strided_cpu", None),
+            "empty_cuda": getattr(_guards, "_empty_strided_cuda", None),
+        }
     )
-    _is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
-    _is_deterministic = torch._C._get_deterministic_algorithms
-    _is_jit_tracing = torch._C._is_tracing
-    _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: None)  # no CUDA in torch
+else:
+    _FP8 = ()
+
+    def is_dynamo_compiling() -> bool:
+        return False
+
+
+_LOST = "require grad, its gradient would be lost; use fp8moe_cutlass.autograd or .nn, or detach it"
 
 
 def define(
@@ -86,43 +107,30 @@ def define(
     words = arguments.rstrip(")").split(", ")
     names = [w.split()[-1] for w in words]
     places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
-    arrays = sum(1 << i for i in places)  # bit i: argument i is one
-    written = sum(1 << i for i in places if "!)" in words[i] and names[i] != counts_in)
-    # A call looks up no module's attribute that it can hold.
-    is_compiling, is_grad_enabled = _is_compiling, torch.is_grad_enabled
-    dispatch_modes, profiler = _dispatch_modes, torch.autograd.profiler
-    is_jit_tracing = _is_jit_tracing
-    increment_version, tensor = torch._C._increment_version, torch.Tensor
-    needing_grad, instances = _C.needing_grad, _C.instances
-    is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
-    lost = (
-        "require grad, its gradient would be lost; use fp8moe_cutlass.autograd or .nn, or detach it"
-    )
+    written = [i for i in places if "!)" in words[i] and names[i] != counts_in]
 
-    def call(*args: Any) -> None:
-        if is_compiling():  # traced: no extension here
-            if is_grad_enabled():
-                for i in places:
-                    if getattr(args[i], "requires_grad", False):
-                        refuse(i)
+    def watched(*args: Any) -> None:
+        if torch.is_grad_enabled():
+            for i in places:
+                if getattr(args[i], "requires_grad", False):
+                    refuse(i, _LOST)
+        if torch.compiler.is_compiling():
             through_torch(*args)
             return
-        if is_grad_enabled() and (i := needing_grad(args, arrays)) >= 0:
-            refuse(i)
-        if forward_ad._current_level >= 0 and is_forward_ad_enabled():
+        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
             for i in places:
                 if _has_tangent(args[i]):
                     refuse(i, "have a tangent, which would be lost: ops have no forward-mode AD")
-        if dispatch_modes() or profiler._is_profiler_enabled or is_jit_tracing():
-            through_torch(*args)
-        else:
-            direct(*args)
-        # A backward that saved what is now overwritten must fail rather than read it; this is
-        # autograd.graph.increment_version at half its time.
-        increment_version(instances(args, written, tensor))
+        (through_torch if any(_is_torch(args[i]) for i in places) else direct)(*args)
+        torch._C._increment_version([args[i] for i in written if _is_torch(args[i])])
 
-    def refuse(i: int, what: str = lost) -> None:
+    def refuse(i: int, what: str) -> None:
         raise ValueError(f"[{name}] {names[i]} must not {what}")
+
+    eager = _C.eager(direct, watched, *(sum(1 << i for i in at) for at in (places, written)))
+
+    def call(*args: Any) -> None:
+        (watched if is_dynamo_compiling() else eager)(*args)
 
     return call
 
@@ -142,45 +150,13 @@ def _fill_nothing(*args: Any) -> None:
 
 def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
     """An uninitialized array of the framework and device of `like`; dtype None: its own too."""
-    return _empty(op, like, shape, dtype, _undispatched(like))
-
-
-def _empty(
-    op: str, like: Array, shape: tuple[int, ...], dtype: str | None, undispatched: Any
-) -> Array:
-    if undispatched is None and not _is_torch(like):
+    if not is_dynamo_compiling() and (array := _C.empty(like, shape, dtype)) is not None:
+        return array
+    if not _is_torch(like):
         return _numpy(op, like, shape, dtype)
     torch_dtype = like.dtype if dtype is None else _TORCH[dtype]
-    if undispatched is not None:
-        try:
-            return undispatched(shape, _strides(shape), torch_dtype)
-        except RuntimeError:  # takes Python's integers alone, and words no error for users
-            pass
     # Sizes as arguments: torch reads them in two thirds of a tuple's time.
     return torch.empty(*shape, dtype=torch_dtype, device=like.device)
-
-
-def _undispatched(like: Array) -> Any:
-    """What allocates beside `like` without torch's dispatcher, in less than half of torch.empty's
-    time, or None: something traces, intercepts or fills what is allocated, or needs another device.
-    """
-    if torch is None or not isinstance(like, torch.Tensor):
-        return None
-    if _is_compiling() or _dispatch_modes() or _is_deterministic() or _is_jit_tracing():
-        return None
-    if like.is_cuda:
-        return _EMPTY_CUDA if like.get_device() == _current_device() else None
-    return _EMPTY_CPU if like.is_cpu else None
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """torch.empty's, of one to three dimensions (of others too few or many, which is refused)."""
-    if len(shape) == 2:
-        return shape[1] or 1, 1
-    if len(shape) < 2:
-        return (1,)
-    k = shape[2] or 1
-    return (shape[1] or 1) * k, k, 1
 
 
 def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> Array:
@@ -219,6 +195,10 @@ def fp8_output(
     interleave: int = 0,
 ) -> Fp8Tensor:
     """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
+    if out is None and not is_dynamo_compiling():
+        out = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
+        if out is not None:
+            return out
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     if out is not None:
         asked = (layout, format, pow2, interleave)
@@ -230,16 +210,15 @@ def fp8_output(
             )
         return out
     block = (TILE, TILE) if layout == "block" else (1, TILE)
-    undispatched = _undispatched(like)
-    return Fp8Tensor(
-        _empty(op, like, shape, format, undispatched),
-        _empty(op, like, scale_shape(shape, layout), "float32", undispatched),
-        block,
-        layout,
-        pow2,
-        interleave,
-        format,
-    )
+    data = empty(op, like, shape, format)
+    scale_inv = empty(op, like, scale_shape(shape, layout), "float32")
+    return Fp8Tensor(data, scale_inv, block, layout, pow2, interleave, format)
+
+
+def new_plan(op: str, like: Array, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
+    """A plan beside `like` for an op to fill."""
+    plan: RoutingPlan | None = None if is_dynamo_compiling() else _C.empty_plan(like, sizes)
+    return plan or empty_plan(lambda words: empty(op, like, (words,), "int32"), sizes)
 
 
 # ---- words --------------------------------------------------------------------------------------
@@ -256,8 +235,8 @@ def dtype_name(op: str, argument: str, dtype: DType, *allowed: str) -> str:
 
 
 def shape_of(op: str, name: str, array: Array, count: int) -> tuple[int, ...]:
-    """The array's shape; ValueError if it has not `count` dimensions."""
-    shape = tuple(array.shape)
+    """The array's shape, a tuple of its framework; ValueError if it has not `count` dimensions."""
+    shape: tuple[int, ...] = array.shape
     if len(shape) != count:
         raise ValueError(f"[{op}] {name} must have {count} dimensions; got {list(shape)}")
     return shape
@@ -307,6 +286,8 @@ def _is_torch(array: Array) -> bool:
 def _codes(t: Fp8Tensor) -> Array:
     """The data; uint8 codes as torch's FP8 dtype, or with their format where there is none."""
     data = t.data
-    if torch is not None and isinstance(data, torch.Tensor):  # no NumPy here: dynamo traces it
+    if data.dtype in _FP8:
+        return data
+    if _is_torch(data):  # no NumPy here: dynamo traces it
         return data.view(_TORCH[str(t.fp8_dtype)]) if data.dtype is torch.uint8 else data
     return (data, t.fp8_dtype) if data.dtype == np.uint8 else data

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
-from fp8moe_cutlass.routing import RoutingPlan, empty_plan
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, new_plan
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
 
@@ -64,7 +64,7 @@ def dispatch_plan(
     capacity = segment * ranks if segment else tokens * min(slots, ranks)
     sizes = (tokens, ranks, ranks, 1, capacity)
     if out is None:
-        plan = empty_plan(lambda words: empty("dispatch_plan", topk_idx, (words,), "int32"), sizes)
+        plan = new_plan("dispatch_plan", topk_idx, sizes)
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
     elif out[0].sizes != sizes:
         raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
-from fp8moe_cutlass.routing import RoutingPlan, empty_plan
+from fp8moe_cutlass.ops._library import PLAN, define, flat_plan, new_plan
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
 _op = define(f"plan_from_counts(Tensor tokens_per_expert, Tensor(a!) plan, {PLAN})")
@@ -23,9 +23,7 @@ def plan_from_counts(
         )
     sizes = (capacity, 1, tokens_per_expert.shape[0], align, capacity)
     if out is None:
-        out = empty_plan(
-            lambda words: empty("plan_from_counts", tokens_per_expert, (words,), "int32"), sizes
-        )
+        out = new_plan("plan_from_counts", tokens_per_expert, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[plan_from_counts] out must be a plan of {sizes}; got {out.sizes}")
     _op(tokens_per_expert, *flat_plan(out))

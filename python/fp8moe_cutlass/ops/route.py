@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan
-from fp8moe_cutlass.routing import RoutingPlan, empty_plan
+from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, new_plan
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
 
@@ -53,7 +53,7 @@ def route(
     tokens, slots = given.shape
     sizes = (tokens, slots, num_experts, align, tokens * slots if capacity is None else capacity)
     if out is None:
-        out = empty_plan(lambda words: empty("route", given, (words,), "int32"), sizes)
+        out = new_plan("route", given, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[route] out must be a plan of {sizes}; got {out.sizes}")
     _op(topk_idx, routing_map, *flat_plan(out))

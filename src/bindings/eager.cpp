@@ -1,0 +1,250 @@
+#include "eager.h"
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "exchange_api.h"
+#include "fp8moe/plan.h"
+
+namespace fp8moe {
+namespace {
+
+namespace nb = nanobind;
+
+// A frozen dataclass, whose instances are made here without its __init__, in a third of its time.
+struct Dataclass {
+  explicit Dataclass(nb::object dataclass)
+      : type(dataclass),
+        fields(nb::steal<nb::tuple>(
+            PySequence_Tuple(nb::object(dataclass.attr("__dataclass_fields__")).ptr()))) {}
+
+  nb::object instance(PyObject* const* values) const {
+    static const auto create =
+        reinterpret_cast<newfunc>(PyType_GetSlot(&PyBaseObject_Type, Py_tp_new));
+    static PyObject* const no_arguments = PyTuple_New(0);
+    nb::object made =
+        nb::steal(create(reinterpret_cast<PyTypeObject*>(type.ptr()), no_arguments, nullptr));
+    for (size_t i = 0; made.is_valid() && i < fields.size(); ++i)
+      if (PyObject_GenericSetAttr(made.ptr(), fields[i].ptr(), values[i]) != 0) made.reset();
+    if (!made.is_valid()) nb::raise_python_error();
+    return made;
+  }
+
+  nb::object type;
+  nb::tuple fields;  // names, in order
+};
+
+struct Torch {
+  explicit Torch(nb::dict objects)
+      : tensor(objects["tensor"]),
+        fp8_tensor(objects["fp8_tensor"]),
+        plan(objects["plan"]),
+        dtypes(objects["dtypes"]),
+        formats(objects["formats"]),
+        forward_ad(objects["forward_ad"]),
+        profiler(objects["profiler"]),
+        is_grad_enabled(objects["is_grad_enabled"]),
+        dispatch_modes(objects["dispatch_modes"]),
+        is_jit_tracing(objects["is_jit_tracing"]),
+        is_deterministic(objects["is_deterministic"]),
+        increment_version(objects["increment_version"]),
+        current_device(objects["current_device"]),
+        empty_cpu(objects["empty_cpu"]),
+        empty_cuda(objects["empty_cuda"]) {}
+
+  nb::object tensor;  // the class
+  Dataclass fp8_tensor, plan;
+  nb::dict dtypes;                // name -> torch's dtype
+  nb::dict formats;               // name or dtype -> (name, torch's dtype)
+  nb::dict forward_ad, profiler;  // contents of the modules
+  nb::object is_grad_enabled, dispatch_modes, is_jit_tracing, is_deterministic;
+  nb::object increment_version, current_device;
+  nb::object empty_cpu, empty_cuda;  // (size, stride, dtype) -> tensor; None: this torch has none
+};
+
+const Torch* torch = nullptr;  // never freed: Python may be gone by then
+
+bool is_true(const nb::object& function) {
+  const nb::object answer = nb::steal(PyObject_CallNoArgs(function.ptr()));
+  const int truth = answer.is_valid() ? PyObject_IsTrue(answer.ptr()) : -1;
+  if (truth < 0) nb::raise_python_error();
+  return truth;
+}
+
+bool is_intercepted() { return is_true(torch->dispatch_modes) || is_true(torch->is_jit_tracing); }
+
+bool is_watched() {
+  static PyObject* const level_name = PyUnicode_InternFromString("_current_level");
+  static PyObject* const profiled_name = PyUnicode_InternFromString("_is_profiler_enabled");
+  PyObject* level = PyDict_GetItem(torch->forward_ad.ptr(), level_name);
+  PyObject* profiled = PyDict_GetItem(torch->profiler.ptr(), profiled_name);
+  return !level || PyLong_AsLong(level) >= 0 || profiled != Py_False || is_intercepted();
+}
+
+bool is_tensor(nb::handle object) {
+  const int is = PyObject_IsInstance(object.ptr(), torch->tensor.ptr());
+  if (is < 0) nb::raise_python_error();
+  return is;
+}
+
+bool needs_grad(const nb::args& arguments, uint64_t arrays) {
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  for (size_t i = 0; i < arguments.size() && arrays != 0; ++i, arrays >>= 1) {
+    PyObject* argument = arguments[i].ptr();
+    if ((arrays & 1) == 0 || argument == Py_None || PyTuple_Check(argument) ||
+        !exchange_api(Py_TYPE(argument)))
+      continue;
+    const nb::object needs = nb::steal(PyObject_GetAttr(argument, name));
+    if (!needs.is_valid()) PyErr_Clear();  // of another framework that offers the exchange API
+    if (needs.ptr() == Py_True) return true;
+  }
+  return false;
+}
+
+// What allocates beside `like` without the dispatcher; null: nothing may.
+PyObject* allocator(nb::handle like) {
+  const ExchangeApi* api = torch ? exchange_api(Py_TYPE(like.ptr())) : nullptr;
+  if (!api || !is_tensor(like) || is_intercepted() || is_true(torch->is_deterministic))
+    return nullptr;
+  nb::dlpack::dltensor view;
+  if (api->view(like.ptr(), &view) != 0) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  constexpr int32_t kCpu = 1, kCuda = 2;
+  PyObject* function = nullptr;
+  if (view.device.device_type == kCpu) function = torch->empty_cpu.ptr();
+  if (view.device.device_type == kCuda &&
+      nb::cast<int32_t>(torch->current_device()) == view.device.device_id)
+    function = torch->empty_cuda.ptr();
+  return function == Py_None ? nullptr : function;
+}
+
+// The integers of a tuple into `values`; how many, or -1 if it has others (symbolic ones, too), a
+// negative one or more than there is room for.
+template <Py_ssize_t kRoom>
+Py_ssize_t read(nb::handle tuple, int64_t (&values)[kRoom]) {
+  const Py_ssize_t count = PyTuple_Check(tuple.ptr()) ? PyTuple_Size(tuple.ptr()) : kRoom + 1;
+  if (count > kRoom) return -1;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* value = PyTuple_GetItem(tuple.ptr(), i);
+    values[i] = PyLong_CheckExact(value) ? PyLong_AsLongLong(value) : -1;
+    if (values[i] < 0) {
+      PyErr_Clear();
+      return -1;
+    }
+  }
+  return count;
+}
+
+struct Shape {
+  int64_t sizes[3];
+  Py_ssize_t count;
+
+  int64_t& operator[](Py_ssize_t i) { return sizes[i < 0 ? count + i : i]; }
+  nb::object tuple() const {
+    nb::object t = nb::steal(PyTuple_New(count));
+    for (Py_ssize_t i = 0; i < count; ++i)
+      PyTuple_SetItem(t.ptr(), i, PyLong_FromLongLong(sizes[i]));
+    return t;
+  }
+};
+
+nb::object allocate(PyObject* function, const Shape& shape, nb::handle dtype) {
+  Shape strides = shape;
+  int64_t stride = 1;
+  for (Py_ssize_t i = shape.count; i-- > 0;) {
+    strides[i] = stride;
+    if (i > 0 && shape.sizes[i] > 1) stride *= shape.sizes[i];
+  }
+  const nb::object size = shape.tuple(), step = strides.tuple();
+  PyObject* arguments[] = {size.ptr(), step.ptr(), dtype.ptr()};
+  nb::object array = nb::steal(PyObject_Vectorcall(function, arguments, 3, nullptr));
+  if (!array.is_valid()) PyErr_Clear();  // torch.empty says it in words for users
+  return array;
+}
+
+std::optional<Shape> scale_shape(Shape shape, std::string_view layout) {
+  const int64_t m = shape[-2], blocks = cdiv(shape[-1], kTile);
+  if (layout == "block") {
+    shape[-2] = cdiv(m, kTile);
+    shape[-1] = blocks;
+    return shape;
+  }
+  if (shape.count != 2) return std::nullopt;
+  if (layout == "row") return Shape{{m, blocks}, 2};
+  if (layout == "gemm") return Shape{{blocks, pad4(m)}, 2};
+  return std::nullopt;
+}
+
+}  // namespace
+
+void attach_torch(nb::dict objects) { torch = new Torch(objects); }
+
+nb::object eager(nb::object direct, nb::object watched, uint64_t arrays, uint64_t written) {
+  return nb::cpp_function([=](const nb::args& arguments) -> nb::object {
+    if (is_watched() || (is_true(torch->is_grad_enabled) && needs_grad(arguments, arrays)))
+      return watched(*arguments);
+    direct(*arguments);
+    nb::list counted;
+    uint64_t bits = written;
+    for (size_t i = 0; i < arguments.size() && bits != 0; ++i, bits >>= 1)
+      if ((bits & 1) != 0 && is_tensor(arguments[i])) counted.append(arguments[i]);
+    return torch->increment_version(counted);
+  });
+}
+
+nb::object empty(nb::handle like, nb::handle shape, nb::handle dtype) {
+  PyObject* function = allocator(like);
+  Shape sizes;
+  if (!function || (sizes.count = read(shape, sizes.sizes)) < 0) return nb::none();
+  const nb::object own = dtype.is_none() ? nb::object(like.attr("dtype")) : torch->dtypes[dtype];
+  nb::object array = allocate(function, sizes, own);
+  return array.is_valid() ? array : nb::none();
+}
+
+nb::object empty_fp8(nb::handle like, nb::handle shape, nb::handle layout, nb::handle fp8_dtype,
+                     nb::handle pow2, nb::handle interleave) {
+  PyObject* function = PyUnicode_Check(layout.ptr()) ? allocator(like) : nullptr;
+  Shape sizes;
+  if (!function || (sizes.count = read(shape, sizes.sizes)) < 2) return nb::none();
+  const std::string_view text = nb::cast<const char*>(layout);
+  const auto scales = scale_shape(sizes, text);
+  PyObject* format = PyDict_GetItem(torch->formats.ptr(), fp8_dtype.ptr());
+  if (!scales || !format) return nb::none();
+
+  const nb::object data = allocate(function, sizes, PyTuple_GetItem(format, 1));
+  if (!data.is_valid()) return nb::none();
+  const nb::object scale_inv = allocate(function, *scales, torch->dtypes["float32"]);
+  if (!scale_inv.is_valid()) return nb::none();
+  static PyObject* const row_tile = nb::make_tuple(1, kTile).release().ptr();
+  static PyObject* const block_tile = nb::make_tuple(kTile, kTile).release().ptr();
+  PyObject* values[] = {data.ptr(),
+                        scale_inv.ptr(),
+                        text == "block" ? block_tile : row_tile,
+                        layout.ptr(),
+                        pow2.ptr(),
+                        interleave.ptr(),
+                        PyTuple_GetItem(format, 0)};
+  return torch->fp8_tensor.instance(values);
+}
+
+nb::object empty_plan(nb::handle like, nb::tuple sizes) {
+  constexpr int64_t kMost = INT32_MAX;  // so that nothing overflows below
+  PyObject* function = allocator(like);
+  int64_t size[5];
+  if (!function || read(sizes, size) != 5) return nb::none();
+  const auto [tokens, slots, experts, align, capacity] = size;
+  if (tokens > kMost || slots > kMost || experts == 0 || experts > kMost || align == 0 ||
+      align > kTile || capacity > kMost)
+    return nb::none();
+  const RoutingPlan plan{{}, tokens, slots, experts, align, capacity};
+  const nb::object slab = allocate(function, {{plan.slab_size()}, 1}, torch->dtypes["int32"]);
+  if (!slab.is_valid()) return nb::none();
+  PyObject* values[] = {slab.ptr(),     sizes[0].ptr(), sizes[1].ptr(),
+                        sizes[2].ptr(), sizes[3].ptr(), sizes[4].ptr()};
+  return torch->plan.instance(values);
+}
+
+}  // namespace fp8moe
