@@ -193,7 +193,7 @@ class Limits:
 
     @cached_property
     def bf16_tflops(self) -> float:
-        """Dense bf16: 8192^3 on CUDA, 2048^3 on the CPU."""
-        n = 8192 if self.device.type == "cuda" else 2048
+        """Dense bf16: 8192^3 on CUDA, 512^3 on the CPU: 0.3 s in torch without AVX-512."""
+        n = 8192 if self.device.type == "cuda" else 512
         a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         return 2.0 * n**3 / self.timer.measure(lambda: a @ b)[0].ms / 1e9
