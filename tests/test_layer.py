@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, ops
+from fp8moe_cutlass.autograd import bf16
 from fp8moe_cutlass.routing import RoutingPlan
 from moe_problem import Problem, assert_same, problem
 from reference import Result, relative_error
@@ -370,6 +371,20 @@ def test_a_graph_that_is_retained_runs_backward_again(recipe: Fp8Recipe | None) 
     of = (x, *layer.parameters())
     first, second = (torch.autograd.grad(out, of, p.dout, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("wgrad", [False, True])
+def test_bf16_products_are_rounded_once(wgrad: bool) -> None:
+    """Operands that float32 sums exactly; transposed ones, too."""
+    ends = torch.tensor([3, 3, 7], dtype=torch.int32)
+    a, b = (torch.randint(-99, 100, s).bfloat16() for s in ((7, 48), (3, 48, 32)))
+    if wgrad:
+        b = torch.randint(-99, 100, (7, 32)).bfloat16()
+    got = bf16.grouped_mm(a.t() if wgrad else a, b, ends)
+    for e, rows in enumerate((slice(0, 3), slice(3, 3), slice(3, 7))):
+        left, right = (a[rows].t(), b[rows]) if wgrad else (a[rows], b[e])
+        want = (left.double() @ right.double()).bfloat16()
+        assert torch.equal(got[e] if wgrad else got[rows], want)
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
@@ -231,12 +230,12 @@ def snr(
     dz, _ = bf16.swiglu_backward(dh, z, row_probs)
     ends = plan.row_offsets[1:].contiguous()
     pairs = {
-        "fprop-1": (z, F.grouped_mm(x_rows, gate_up.mT, offs=ends)),
-        "fprop-2": (seen["y"], F.grouped_mm(h, down.mT, offs=ends)),
-        "dgrad-2": (dh, F.grouped_mm(dy, down, offs=ends)),
-        "dgrad-1": (seen["dx rows"], F.grouped_mm(dz, gate_up, offs=ends)),
-        "wgrad-1": (grads.gate_up(None, False, "float32"), _wgrad(dz, x_rows, ends)),
-        "wgrad-2": (grads.down(None, False, "float32"), _wgrad(dy, h, ends)),
+        "fprop-1": (z, bf16.grouped_mm(x_rows, gate_up.mT, ends)),
+        "fprop-2": (seen["y"], bf16.grouped_mm(h, down.mT, ends)),
+        "dgrad-2": (dh, bf16.grouped_mm(dy, down, ends)),
+        "dgrad-1": (seen["dx rows"], bf16.grouped_mm(dz, gate_up, ends)),
+        "wgrad-1": (grads.gate_up(None, False, "float32"), bf16.grouped_mm(dz.mT, x_rows, ends)),
+        "wgrad-2": (grads.down(None, False, "float32"), bf16.grouped_mm(dy.mT, h, ends)),
     }
     found = {}
     for name, (got, want) in pairs.items():
@@ -258,8 +257,3 @@ def _tokens(plan: RoutingPlan) -> Tensor:
     """[R] i64: the token of each row; any token where the row is undefined."""
     tokens: Tensor = plan.token_of_row.long().clamp(0, max(plan.tokens - 1, 0))
     return tokens
-
-
-def _wgrad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    dw: Tensor = F.grouped_mm(dy.mT, x, offs=ends)
-    return dw

@@ -112,11 +112,10 @@ PyObject* allocator(nb::handle like) {
     PyErr_Clear();
     return nullptr;
   }
-  constexpr int32_t kCpu = 1, kCuda = 2;
+  const auto [type, id] = view.device;
   PyObject* function = nullptr;
-  if (view.device.device_type == kCpu) function = torch->empty_cpu.ptr();
-  if (view.device.device_type == kCuda &&
-      nb::cast<int32_t>(torch->current_device()) == view.device.device_id)
+  if (type == nb::device::cpu::value) function = torch->empty_cpu.ptr();
+  if (type == nb::device::cuda::value && nb::cast<int32_t>(torch->current_device()) == id)
     function = torch->empty_cuda.ptr();
   return function == Py_None ? nullptr : function;
 }

@@ -308,6 +308,16 @@ def test_wgrad_formats_and_adversarial_operands(
     assert wgrad_error(dy, x, plan, dw) <= C_CUDA
 
 
+@DTYPES
+def test_fprop_without_channels_writes_zeros(dtype: torch.dtype) -> None:
+    plan = plan_of([3, 0, 2])
+    a, w = (
+        on_gpu(q) for q in (noise(plan.rows, 0, layout="gemm"), noise(3, 32, 0, layout="block"))
+    )
+    d = ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, 32, dtype=dtype), out_dtype=dtype)
+    assert not d.any()
+
+
 def test_wgrad_without_capacity_writes_zeros() -> None:
     plan = plan_of([0, 0])
     dy = on_gpu(noise(32, plan.columns, layout="block"))
