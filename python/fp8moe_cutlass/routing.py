@@ -142,7 +142,8 @@ class RoutingPlan:
 
 def rows_bound(capacity: int, experts: int, align: int) -> int:
     """align * floor((A + min(E, A) (align - 1)) / align): what any A assignments fit into."""
-    return align * ((capacity + min(experts, capacity) * (align - 1)) // align)
+    hit = experts if experts < capacity else capacity  # min() takes as long as all the rest
+    return align * ((capacity + hit * (align - 1)) // align)
 
 
 def words_before_rows(experts: int) -> int:

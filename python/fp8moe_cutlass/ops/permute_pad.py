@@ -50,7 +50,7 @@ def permute_pad(
     if probs is not None and permuted is None:
         permuted = empty("permute_pad", probs, (plan.rows,), "float32")
     if isinstance(x, Fp8Tensor):
-        shape = (plan.rows, shape_of("permute_pad", "x", x, 2)[1])
+        shape = (plan.rows, shape_of("permute_pad", "x", x.data, 2)[1])
         given = cast("Fp8Tensor | None", y)
         y8 = fp8_output("permute_pad", given, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
         _op(*flat(x), *flat_plan(plan), probs, *flat(y8), permuted, zero_unweighted)

@@ -35,7 +35,7 @@ def permute_transpose_fp8(
             "got pow2=False (permute_pad, then transpose_fp8 with requantize=True)"
         )
     layout = column_layout("permute_transpose_fp8", columns)
-    shape = (shape_of("permute_transpose_fp8", "t", t, 2)[1], plan.columns)
+    shape = (shape_of("permute_transpose_fp8", "t", t.data, 2)[1], plan.columns)
     q = fp8_output("permute_transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, True)
     _op(*flat(t), *flat_plan(plan), *flat(q))
     return q

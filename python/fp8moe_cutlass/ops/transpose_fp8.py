@@ -49,7 +49,7 @@ def transpose_fp8(
             f"be 'pow2'; got pow2={t.pow2}, scale={scale!r} (requantize=True rounds a second time)"
         )
     layout = column_layout("transpose_fp8", columns)
-    shape = (shape_of("transpose_fp8", "t", t, 2)[1], plan.columns)
+    shape = (shape_of("transpose_fp8", "t", t.data, 2)[1], plan.columns)
     q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
     _op(*flat(t), *flat_plan(plan), *flat(q), requantize, pow2, eps)
     return q
