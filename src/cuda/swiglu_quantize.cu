@@ -14,7 +14,7 @@ namespace fp8moe::cuda {
 namespace {
 
 constexpr const char* kOp = "swiglu_quantize";
-constexpr int kRowsPerBlock = 32;
+constexpr int kRowsPerBlock = 16;  // 32 take 1% longer
 constexpr int kTilesPerBlock = 4;
 
 struct RowsParams {
@@ -38,9 +38,10 @@ __device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)
   }
 }
 
-// No columns: 32 rows x 4 tiles a block, the next tile loaded while one is computed.
+// No columns: 16 rows x 4 tiles a block, the next tile loaded while one is computed.
 template <typename F, bool kClamp>
-__global__ __launch_bounds__(256, 4) void quantize_rows(const __grid_constant__ RowsParams p) {
+__global__ __launch_bounds__(8 * kRowsPerBlock,
+                             8) void quantize_rows(const __grid_constant__ RowsParams p) {
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
   const int64_t row = int64_t{kRowsPerBlock} * (blockIdx.x / groups) + threadIdx.x / 8;
   const int first = blockIdx.x % groups * kTilesPerBlock;
@@ -127,7 +128,7 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                              .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
   launch(kOp, clamp > 0.0f ? quantize_rows<F, true> : quantize_rows<F, false>,
-         static_cast<unsigned>(blocks), 256, 0, stream, params);
+         static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0, stream, params);
 }
 
 }  // namespace
