@@ -262,14 +262,16 @@ def flat(t: Fp8Tensor | None) -> tuple[Array, Array, str]:
     """An Fp8Tensor, or none, as the flat arguments (data, scale, layout)."""
     if t is None:
         return None, None, ""
-    return _codes(t), t.scale_inv, t.scale_layout
+    data = t.data
+    return data if data.dtype in _FP8 else _codes(t), t.scale_inv, t.scale_layout
 
 
 def flat_in(op: str, name: str, t: Fp8Tensor, layout: str) -> tuple[Array, Array]:
     """An Fp8Tensor where only `layout` is legal, as the flat arguments (data, scale)."""
     if t.scale_layout != layout:
         raise ValueError(f"[{op}] {name} must have scale layout {layout!r}; got {t.scale_layout!r}")
-    return _codes(t), t.scale_inv
+    data = t.data
+    return data if data.dtype in _FP8 else _codes(t), t.scale_inv
 
 
 def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:
@@ -286,8 +288,6 @@ def _is_torch(array: Array) -> bool:
 def _codes(t: Fp8Tensor) -> Array:
     """The data; uint8 codes as torch's FP8 dtype, or with their format where there is none."""
     data = t.data
-    if data.dtype in _FP8:
-        return data
     if _is_torch(data):  # no NumPy here: dynamo traces it
         return data.view(_TORCH[str(t.fp8_dtype)]) if data.dtype is torch.uint8 else data
     return (data, t.fp8_dtype) if data.dtype == np.uint8 else data
