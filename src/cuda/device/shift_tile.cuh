@@ -153,13 +153,14 @@ struct TokenOfTile {
     if constexpr (kScalesByRow) {
       __shared__ float4 near[kThreads];
       const auto at = reinterpret_cast<uintptr_t>(from) / 16 * 16;
-      const auto left = reinterpret_cast<uintptr_t>(p.scale_end) - at;
-      copy_async(&near[token], reinterpret_cast<const void*>(at),
-                 row < 0 ? 0 : static_cast<int>(min(left, uintptr_t{16})));
+      // Less than 16 bytes can be asked for, but memcheck takes them for 16.
+      const bool whole = at + 16 <= reinterpret_cast<uintptr_t>(p.scale_end);
+      copy_async(&near[token], reinterpret_cast<const void*>(at), row >= 0 && whole ? 16 : 0);
       copy_commit();
       copy_codes(p, tile, codes);
       copy_wait<2>();
       scale = reinterpret_cast<const float*>(&near[token])[(from - p.scale_inv) % 4];
+      if (row >= 0 && !whole) scale = __ldg(from);
     } else {
       if (row >= 0) scale = __ldg(from);
       copy_codes(p, tile, codes);
