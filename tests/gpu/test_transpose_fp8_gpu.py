@@ -75,11 +75,14 @@ def test_permute_transpose(kind, align, columns):
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("fp8_dtype", FP8)
 def test_ordinary_codes(fp8_dtype, columns):
-    """What quantize makes: no specials, and tokens whose scales are near each other, or are not."""
-    for tokens, spread in ((190, 0.0), (190, 2.0), (190, 6.0), (7100, 1.0)):
+    """What quantize makes: no specials, and tokens whose scales are near each other, or are not, or
+    far below 1, which those of zero tokens have.
+    """
+    ordinary = [(190, 0.0, 1.0), (190, 2.0, 1.0), (190, 6.0, 1.0), (190, 1.0, 1e-7)]
+    for tokens, spread, size in (*ordinary, (7100, 1.0, 1.0)):
         _, plan = plan_of("dropped", tokens=tokens, experts=5, slots=3, align=16)
         c = 400 if tokens < 1000 else 48
-        x = torch.randn(tokens, c) * torch.exp2(spread * torch.randn(tokens, 1))
+        x = size * torch.randn(tokens, c) * torch.exp2(spread * torch.randn(tokens, 1))
         x[torch.rand(tokens) < 0.05, : c // 2] = 0.0
         x[:, 7] = 0.0
         x[:, 9] *= 1e-4

@@ -72,8 +72,7 @@ __device__ __forceinline__ void store_streaming(void* p, V v) {
 // are read, the rest is zero. Completes by copy_wait.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes = 16) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
-               "r"(bytes)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
                : "memory");
 }
 // The same of 4 bytes (or 0).

@@ -55,7 +55,8 @@ __device__ __forceinline__ uint32_t factors_of_token(int field, int top) {
                                      : min(max(top - field, 0), kFp8ShiftToZero<F>));
 }
 
-// This thread's codes shifted and transposed in place. kKeepSpecials: specials stay what they are.
+// This thread's codes shifted and transposed in place, first a vector a token, then one for every 4
+// channels, a word of 4 tokens each. kKeepSpecials: specials stay what they are.
 // Otherwise false if there are any; `reached` becomes true with a nonzero code of S's scale.
 template <typename F, bool kKeepSpecials>
 __device__ __forceinline__ bool shift_codes(const TokenOfTile& token, int top, TileShared& shared,
@@ -118,6 +119,28 @@ __device__ __forceinline__ int shift_any_codes(const Params& p, const TokenOfTil
   shift_codes<F, true>(token, top, shared, reached);
   __syncthreads();
   return top;
+}
+
+// Channels below `channels` to rows of out, `ld` apart: 8 threads a channel, 16 tokens a thread.
+__device__ __forceinline__ void store_tile(const TileCodes& codes, uint8_t* out, int64_t ld,
+                                           int channels) {
+  constexpr int kGroup = 128;  // words of 4 tokens at all channels
+  const int chunk = threadIdx.x % 8, begin = threadIdx.x / 8;
+  const auto* word = reinterpret_cast<const uint32_t*>(codes.vector) + 4 * kGroup * chunk +
+                     begin / 4 * 32 + begin % 4;
+  out += begin * ld + 16 * chunk;
+#pragma unroll
+  for (int first = 0; first < 8; first += 4) {
+    uint4 v[4];  // read whether stored or not: no branches
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t* at = word + 4 * ((first + i) ^ chunk);
+      v[i] = {at[0], at[kGroup], at[2 * kGroup], at[3 * kGroup]};
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i, out += 16 * ld)
+      store_if(16 * (first + i) + begin < channels, out, v[i]);
+  }
 }
 
 template <typename F, bool kScalesByRow>

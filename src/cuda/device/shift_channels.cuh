@@ -1,28 +1,16 @@
-// The tiles of shift_columns.cu where each channel has its own scale S. Two passes over a tile's
-// codes, in packed f16, two channels an instruction: the channels' largest values,
-// then the codes, as value = code * 2^-k (k: how far the token's scale is under the largest of its
-// warp) and code' = value * 2^raise. Powers of two are exact there as long as value fits; the warps
-// whose tokens spread too far, or hold specials, compute in f32 instead.
+// The tiles of shift_columns.cu where each channel has its own scale S. A thread takes its codes
+// from shared memory once, shifts and transposes them in registers, and stores them. In packed f16,
+// two channels an instruction: value = code * 2^-k (k: how far the token's scale is under the
+// tile's largest), the channels' largest values, code' = value * 2^raise. Powers of two are exact
+// there as long as value fits; warps whose channels do not, or hold specials, compute in f32.
 #pragma once
 
 #include "cuda/device/shift_tile.cuh"
 
 namespace fp8moe::cuda::shift {
 
-constexpr int kChannelBlocksPerSm = 11;
+constexpr int kChannelBlocksPerSm = 9;
 constexpr int kLeastBase = 32;  // exponent field: what is made of it in f32 stays normal
-
-struct ChannelShared {
-  TileCodes codes;
-  alignas(16) float top[kWarps][128];  // of each warp's tokens, times 2^-kDown; [0]: then 1 / S
-  alignas(16) uint16_t raise[128];     // f16, from the largest base of the tile's warps
-  int base[kWarps];                    // exponent field: the largest scale of the warp's tokens
-};
-
-// f16: 2^x, -14 <= x <= 15, in both halves.
-__device__ __forceinline__ uint32_t halves_of_exponent(int x) {
-  return static_cast<uint32_t>(x + 15) * 0x04000400u;
-}
 
 // Codes come times 2^kUp, so that more of f16's exponents are of use. Down to 2^-kExact of the base
 // they are exact, subnormals and all; from 2^-kZero on their factor is zero.
@@ -33,226 +21,253 @@ constexpr int kZero = kUp<F> + 15;
 template <typename F>
 constexpr int kExact = F::kMantissa == 3 ? 21 : 8;
 
+// Real values times 2^-kDown fit in f32, large scales and all. Those that do not fit below are
+// under every scale there is; they only count as not zero.
+template <typename F>
+constexpr int kDown = F::kMantissa == 3 ? 9 : 16;
+
+// Of the largest code; and what takes a significand over its own, in f16, to the next exponent.
+template <typename F>
+constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> F::kMantissa) - F::kBias;
+template <typename F>
+constexpr uint32_t kCarry = F::kMantissa == 3 ? 0x80 : 0;
+
+struct ChannelShared {
+  TileCodes codes;
+  // f16, of each token, what its codes are multiplied by; NaN if no f16 can be that.
+  // [token / 8 % 2][token / 16][token % 8]: no bank conflicts.
+  alignas(128) uint16_t factor[kThreads];
+  // Exponent field of each token's scale; 0: a zero scale or no token; kPoison: a bad scale.
+  alignas(128) uint8_t field[kThreads];
+
+  // The largest field.
+  __device__ __forceinline__ int top() const {
+    const uint32_t four = reinterpret_cast<const uint32_t*>(field)[threadIdx.x % 32];
+    const uint32_t two = __vmaxu2(four & 0xFF00FFu, four >> 8 & 0xFF00FFu);
+    return static_cast<int>(__reduce_max_sync(kFullWarp, max(two & 0xFFFFu, two >> 16)));
+  }
+  // Read after a barrier.
+  __device__ __forceinline__ void set_factor(uint32_t of_token) {
+    const unsigned token = threadIdx.x;
+    factor[token / 8 % 2 * 64 + token / 16 * 8 + token % 8] = static_cast<uint16_t>(of_token);
+  }
+};
+
+// What a thread shifts and stores, of its warp's first 16 channels, then of the next: 16 tokens at
+// 4 channels. Eight lanes have all tokens of the same channels.
+struct Share {
+  static constexpr int kToken = 32;  // words from a token to the next
+
+  unsigned first;  // of its tokens' words, each of four codes
+  int channels;    // from the warp's first one on, those past the matrix's last not counted
+  uint8_t* out;    // the first channel's codes
+
+  __device__ __forceinline__ Share(const Params& p, int block, int tile) {
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    first = 512 * (lane % 8) + 4 * (2 * warp ^ lane % 8) + lane / 8;
+    channels = p.channels - 128 * tile - static_cast<int>(32 * warp);
+    out = p.out.data + strides(128 * tile + static_cast<int>(channel()), p.out.ld) +
+          (128 * block + static_cast<int>(first_token()));
+  }
+  // The first one, and the first token, within the tile.
+  static __device__ __forceinline__ unsigned channel() {
+    return threadIdx.x / 32 * 32 + threadIdx.x % 32 / 8 * 4;
+  }
+  static __device__ __forceinline__ unsigned first_token() { return threadIdx.x % 8 * 16; }
+
+  __device__ __forceinline__ void next(int64_t ld) { first ^= 4, channels -= 16, out += 16 * ld; }
+
+  __device__ __forceinline__ uint32_t* words(ChannelShared& shared) const {
+    return reinterpret_cast<uint32_t*>(shared.codes.vector) + first;
+  }
+  __device__ __forceinline__ void load(ChannelShared& shared, uint32_t (&code)[16]) const {
+    const uint32_t* word = words(shared);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) code[j] = word[kToken * j];
+  }
+  // Two tokens' each.
+  static __device__ __forceinline__ void load_factors(const ChannelShared& shared,
+                                                      uint32_t (&factors)[8]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 v = *reinterpret_cast<const uint4*>(&shared.factor[64 * i + threadIdx.x % 8 * 8]);
+      factors[4 * i] = v.x, factors[4 * i + 1] = v.y;
+      factors[4 * i + 2] = v.z, factors[4 * i + 3] = v.w;
+    }
+  }
+  // code[4 q + i]: channel i at tokens 4 q ... 4 q + 3.
+  __device__ __forceinline__ void store(const uint32_t (&code)[16], int64_t ld) const {
+    uint8_t* to = out;
+#pragma unroll
+    for (int i = 0; i < 4; ++i, to += ld)
+      cuda::store(to, uint4{code[i], code[4 + i], code[8 + i], code[12 + i]});
+  }
+};
+
+// f16: what a token's codes are multiplied by. NaN where none is exact.
+template <typename F>
+__device__ __forceinline__ uint32_t channel_factor(int field, int base) {
+  if (base == kPoison || (field != 0 && base - field > kExact<F>)) return 0x7FFF;
+  return max(field - (base - kZero<F>), 0) << 10;
+}
+
+// Both halves of `pair` times factor kHalf of two.
+template <int kHalf>
+__device__ __forceinline__ uint32_t multiply_by_half(uint32_t pair, uint32_t factors) {
+  uint32_t product;
+  if constexpr (kHalf == 0)
+    asm("{\n .reg .b16 l, h;\n .reg .b32 b;\n mov.b32 {l, h}, %2;\n mov.b32 b, {l, l};\n"
+        " mul.rn.f16x2 %0, %1, b;\n}"
+        : "=r"(product)
+        : "r"(pair), "r"(factors));
+  else
+    asm("{\n .reg .b16 l, h;\n .reg .b32 b;\n mov.b32 {l, h}, %2;\n mov.b32 b, {h, h};\n"
+        " mul.rn.f16x2 %0, %1, b;\n}"
+        : "=r"(product)
+        : "r"(pair), "r"(factors));
+  return product;
+}
+
 // max(most, |v|) of two packed pairs; NaN where there is one.
 __device__ __forceinline__ uint32_t most_or_nan(uint32_t most, uint32_t v) {
   asm("{\n .reg .b32 m;\n abs.f16x2 m, %1;\n max.NaN.f16x2 %0, %0, m;\n}" : "+r"(most) : "r"(v));
   return most;
 }
 
-// Real values times 2^-kDown fit in f32, large scales and all. Those that do not fit below are
-// under every scale there is; they only count as not zero.
+// Of two channels, `most` in f16 times 2^(kUp - base): how their codes get from there to their
+// scales. False if f16 cannot: specials, or values far under their tokens' scales.
 template <typename F>
-constexpr int kDown = F::kMantissa == 3 ? 9 : 16;
+__device__ __forceinline__ bool raise_of(uint32_t most, uint32_t& raise) {
+  constexpr uint32_t kBoth = 0x00010001u;
+  constexpr uint32_t kLeast = (static_cast<uint32_t>(kMaxExponent<F>) << 10) * kBoth;
+  const uint32_t over = most | 0x80008000u;  // minuends that borrow nothing from each other
+  const uint32_t small = (over - kBoth) & ~(over - kLeast);  // neither zero nor large enough
+  raise = ((static_cast<uint32_t>(kMaxExponent<F> + 30) << 10) * kBoth -
+           ((most + kCarry<F> * kBoth) & 0x7C007C00u)) &
+          0x7C007C00u;
+  return ((small | (most + 0x04000400u)) & 0x80008000u) == 0;
+}
+
+// Which of the thread's four channels' scales is its to store: four of the eight lanes that know
+// have one.
+__device__ __forceinline__ unsigned own_scale() {
+  return threadIdx.x % 8 / 4 * 2 + threadIdx.x % 2;
+}
+
+// False, and nothing written, if it cannot be done in f16. scale_inv: of the thread's channels.
+template <typename F>
+__device__ __forceinline__ bool shift_channels_in_f16(const Share& share, int base,
+                                                      ChannelShared& shared, int64_t ld,
+                                                      float* scale_inv) {
+  uint32_t code[16], factors[8], low[16], high[16];
+  share.load_factors(shared, factors);
+  share.load(shared, code);
+  uint32_t most[2] = {};  // of two channels each
+#pragma unroll
+  for (int j = 0; j < 16; j += 2) {
+    const uint32_t by = factors[j / 2];
+    low[j] = multiply_by_half<0>(halves_of_codes<F, 0>(code[j]), by);
+    high[j] = multiply_by_half<0>(halves_of_codes<F, 1>(code[j]), by);
+    low[j + 1] = multiply_by_half<1>(halves_of_codes<F, 0>(code[j + 1]), by);
+    high[j + 1] = multiply_by_half<1>(halves_of_codes<F, 1>(code[j + 1]), by);
+    most[0] = most_or_nan(most_or_nan(most[0], low[j]), low[j + 1]);
+    most[1] = most_or_nan(most_or_nan(most[1], high[j]), high[j + 1]);
+  }
+  // Of the eight lanes of the same channels four get the first two, four the others.
+  const bool second = (threadIdx.x & 4) != 0;
+  const uint32_t given = __shfl_xor_sync(kFullWarp, second ? most[0] : most[1], 4);
+  uint32_t top = most_or_nan(second ? most[1] : most[0], given);
+  top = most_or_nan(top, __shfl_xor_sync(kFullWarp, top, 2));
+  top = most_or_nan(top, __shfl_xor_sync(kFullWarp, top, 1));
+  uint32_t raise;
+  if (!__all_sync(kFullWarp, raise_of<F>(top, raise))) return false;
+  const uint32_t of_channel = threadIdx.x % 2 != 0 ? top >> 16 : top & 0xFFFFu;
+  const int exponent = static_cast<int>((of_channel + kCarry<F>) >> 10);
+  const int field = base + exponent - (15 + kUp<F> + kMaxExponent<F>);
+  if (threadIdx.x % 4 < 2) scale_inv[own_scale()] = scale_of_field(of_channel == 0 ? 127 : field);
+  const uint32_t other = __shfl_xor_sync(kFullWarp, raise, 4);
+  const uint32_t raise_low = second ? other : raise, raise_high = second ? raise : other;
+#pragma unroll
+  for (int four = 0; four < 16; four += 4) {
+    uint32_t first[4], last[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      first[j] = multiply_halves(low[four + j], raise_low);
+      last[j] = multiply_halves(high[four + j], raise_high);
+    }
+    transposed_codes<F>(first, code[four], code[four + 1]);
+    transposed_codes<F>(last, code[four + 2], code[four + 3]);
+  }
+  share.store(code, ld);
+  return true;
+}
 
 // S of a channel = the smallest power of two whose largest code holds the channel's largest value,
 // `top` (times 2^-kDown). Its exponent field.
 template <typename F>
 __device__ __forceinline__ int field_of(float top) {
-  constexpr int kMaxExponent = static_cast<int>(F::kMaxCode >> F::kMantissa) - F::kBias;
-  constexpr uint32_t kMaxMantissa = F::kMaxCode & ((1u << F::kMantissa) - 1);
   if (top == 0.0f) return 127;
   const bool small = top < 0x1p-126f;
-  const uint32_t bits = __float_as_uint(small ? top * 0x1p24f : top);
-  const int carry = (bits >> (23 - F::kMantissa) & ((1u << F::kMantissa) - 1)) > kMaxMantissa;
-  const int exponent = static_cast<int>(bits >> 23) - (small ? 24 : 0) + kDown<F>;
-  return max(exponent - kMaxExponent + carry, 1);
+  const uint32_t bits = __float_as_uint(small ? top * 0x1p24f : top) + (kCarry<F> << 13);
+  return max(static_cast<int>(bits >> 23) - (small ? 24 : 0) + kDown<F> - kMaxExponent<F>, 1);
 }
 
-// How f16 holds the codes of a warp's tokens.
-struct Factors {
-  uint32_t own;  // of the thread's token: 2^(kUp - k), zero for one without values
-  int base;      // of the warp
-  unsigned far;  // bits of tokens whose values, if they have any, are not exact
-
-  template <typename F>
-  __device__ __forceinline__ void set(int field) {
-    base = max(__reduce_max_sync(kFullWarp, field), kLeastBase);
-    own = static_cast<uint32_t>(max(field - (base - kZero<F>), 0)) * 0x04000400u;
-    far = __ballot_sync(kFullWarp, field != 0 && base - field > kExact<F>);
-  }
-  // Whether f16 holds all of the thread's codes, specials aside.
-  __device__ __forceinline__ bool exact(const TokenOfTile& token, TileCodes& codes) const {
-    if (far == 0) return true;
-    const unsigned of_eight = far >> (threadIdx.x % 32 / 8 * 8);
-    uint32_t any = 0;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const uint4 v = token.vector(codes, j / 4, j % 4);
-      if (of_eight >> j & 1) any |= v.x | v.y | v.z | v.w;
-    }
-    return (any & kMagnitudes) == 0;
-  }
-};
-
-// The largest values of the warp's tokens at each channel. True if f16 could tell.
+// The same of any codes, in f32.
 template <typename F>
-__device__ __forceinline__ bool channel_tops_in_f16(const TokenOfTile& token,
-                                                    const Factors& factors, TileCodes& codes,
-                                                    float (&top)[128]) {
-  const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8, group = in_warp / 8;
-  uint32_t most[8] = {};  // of channel pairs
+__device__ __forceinline__ void shift_any_channels(const Share& share, int base,
+                                                   ChannelShared& shared, int64_t ld,
+                                                   float* scale_inv) {
+  uint32_t* word = share.words(shared);
+  float top[4] = {}, inverse[4];
+#pragma unroll 1
+  for (int j = 0; j < 16; ++j) {
+    const uint32_t code = word[Share::kToken * j] & kMagnitudes;
+    const float scale = scale_of_field(shared.field[Share::first_token() + j]);
+    float v[4];
+    fp8_decode4<F>(code, v);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (half == 0) copy_wait<1>();
-    if (half == 1) copy_wait<0>();
+    for (int i = 0; i < 4; ++i)
+      if ((code >> 8 * i & 0xFF) < F::kFirstNan)
+        top[i] = fmaxf(top[i], __fmul_ru(v[i], scale * scale_of_field(127 - kDown<F>)));
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int field = base == kPoison ? kPoison : field_of<F>(lanes_max<8>(top[i]));
+    if (threadIdx.x % 8 == 0) scale_inv[i] = scale_of_field(field);
+    inverse[i] = field >= 254 ? 0x1p-127f : scale_of_field(254 - field);
+  }
+#pragma unroll 1
+  for (int four = 0; four < 4; ++four, word += 4 * Share::kToken) {
+    uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint4 v = token.vector(codes, half, j);
-      const uint32_t code[4] = {v.x, v.y, v.z, v.w};
-      const uint32_t by = __shfl_sync(kFullWarp, factors.own, 4 * half + j, 8);
-#pragma unroll
-      for (int four = 0; four < 4; ++four) {
-        uint32_t &low = most[2 * four], &high = most[2 * four + 1];
-        low = most_or_nan(low, multiply_halves(halves_of_codes<F, 0>(code[four]), by));
-        high = most_or_nan(high, multiply_halves(halves_of_codes<F, 1>(code[four]), by));
-      }
-    }
-  }
-  // Of the four lanes of the same channels each ends with the maxima of a quarter of them.
-#pragma unroll
-  for (int n = 4, step = 16; n >= 2; n /= 2, step /= 2) {
-    const bool second = (in_warp & step) != 0;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const uint32_t keep = second ? most[i + n] : most[i], give = second ? most[i] : most[i + n];
-      most[i] = most_or_nan(keep, __shfl_xor_sync(kFullWarp, give, step));
-    }
-  }
-  // An infinity or a NaN overflows into its half's sign.
-  const uint32_t special = (most_or_nan(most[0], most[1]) + 0x04000400u) & 0x80008000u;
-  if (!__all_sync(kFullWarp, special == 0 && factors.exact(token, codes))) return false;
-  const float unit = scale_of_field(factors.base - kUp<F> - kDown<F>);
-  const float2 a = unpack2<Fp16>(most[0]), b = unpack2<Fp16>(most[1]);
-  *reinterpret_cast<float4*>(&top[16 * lane + 4 * group]) = {a.x * unit, a.y * unit, b.x * unit,
-                                                             b.y * unit};
-  return true;
-}
-
-// The same of any scales and codes. A word of codes at a time, to need few registers.
-template <typename F>
-__device__ __forceinline__ void channel_tops_in_f32(const TokenOfTile& token, TileCodes& codes,
-                                                    float (&tops)[128]) {
-  const int in_warp = threadIdx.x % 32, lane = threadIdx.x % 8;
-#pragma unroll 1
-  for (int four = 0; four < 4; ++four) {
-    float top[4] = {};
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const uint32_t word =
-          reinterpret_cast<const uint32_t*>(&token.vector(codes, j / 4, j % 4))[four];
-      const float scale = scale_of_field(__shfl_sync(kFullWarp, token.field, j, 8));
-      const float down = scale * scale_of_field(127 - kDown<F>);
+      const uint32_t code = word[Share::kToken * j];
+      const float scale = scale_of_field(shared.field[Share::first_token() + 4 * four + j]);
       float v[4];
-      fp8_decode4<F>(word, v);
-      // fmaxf ignores E4M3's NaNs; E5M2's infinities are left out here.
-      const uint32_t special = F::kMantissa == 3 ? 0 : specials<F>(word);
+      fp8_decode4<F>(code, v);
+      // A ratio over 2^40 meets only zeros.
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (special >> (8 * i + 7) & 1) v[i] = 0.0f;
-        top[i] = fmaxf(top[i], __fmul_ru(fabsf(v[i]), down));
-      }
+      for (int i = 0; i < 4; ++i) v[i] *= fminf(scale * inverse[i], 0x1p40f);
+      codes[j] = keep_specials<F>(fp8_encode4<F>(v[0], v[1], v[2], v[3]), code);
     }
+    transpose_4x4(codes);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      top[i] = fmaxf(top[i], __shfl_xor_sync(kFullWarp, top[i], 8));
-      top[i] = fmaxf(top[i], __shfl_xor_sync(kFullWarp, top[i], 16));
-    }
-    if (in_warp < 8)
-      *reinterpret_cast<float4*>(&tops[16 * lane + 4 * four]) = {top[0], top[1], top[2], top[3]};
+    for (int i = 0; i < 4; ++i) word[Share::kToken * i] = codes[i];  // nobody else's
   }
+  uint32_t code[16];
+  share.load(shared, code);
+  share.store(code, ld);
 }
 
-// Of channel threadIdx.x: S, and how codes get there. True if f16 cannot, whose largest power
-// of two is 2^15: a channel of values far under its tokens' scales.
-template <typename F>
-__device__ __forceinline__ bool set_scale(ChannelShared& shared, int base, int channels,
-                                          float* scale_inv) {
-  const int channel = threadIdx.x;
-  float top = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.top[w][channel]);
-  const int field = base == kPoison ? kPoison : field_of<F>(top);
-  if (channel < channels) scale_inv[channel] = scale_of_field(field);
-  // 1 / S, where only this thread read that channel's maxima.
-  shared.top[0][channel] = field >= 254 ? 0x1p-127f : scale_of_field(254 - field);
-  const int raise = base - field - kUp<F>;  // of a channel without values: anything
-  shared.raise[channel] = static_cast<uint16_t>(halves_of_exponent(max(min(raise, 15), -14)));
-  return top > 0.0f && raise > 15;
-}
-
-// The codes of half of the thread's tokens, to be replaced in place.
-struct HalfOfCodes {
-  uint32_t code[4][4];  // [token][4 channels each]
-
-  __device__ __forceinline__ HalfOfCodes(const TokenOfTile& token, TileCodes& codes, int half) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint4 v = token.vector(codes, half, j);
-      code[j][0] = v.x, code[j][1] = v.y, code[j][2] = v.z, code[j][3] = v.w;
-    }
-  }
-};
-
-// The shift in f16: a product that is not exact is subnormal there, far under the format's least
-// subnormal, so only what becomes zero is rounded twice. `under`: the warp's base to the tile's.
-template <typename F>
-__device__ __forceinline__ void shift_in_f16(const TokenOfTile& token, const Factors& factors,
-                                             int under, ChannelShared& shared) {
-  const int lane = threadIdx.x % 8;
-  const uint32_t factor = halves_of_exponent(-under);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const HalfOfCodes before(token, shared.codes, half);
-    uint32_t by[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) by[j] = __shfl_sync(kFullWarp, factors.own, 4 * half + j, 8);
-#pragma unroll
-    for (int four = 0; four < 4; ++four) {
-      const uint2 raise = *reinterpret_cast<const uint2*>(&shared.raise[16 * lane + 4 * four]);
-      const uint32_t raise_low = multiply_halves(raise.x, factor);
-      const uint32_t raise_high = multiply_halves(raise.y, factor);
-      uint32_t low[4], high[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t code = before.code[j][four];
-        low[j] = multiply_halves(multiply_halves(halves_of_codes<F, 0>(code), by[j]), raise_low);
-        high[j] = multiply_halves(multiply_halves(halves_of_codes<F, 1>(code), by[j]), raise_high);
-      }
-      uint4 after;
-      transposed_codes<F>(low, after.x, after.y);
-      transposed_codes<F>(high, after.z, after.w);
-      token.vector(shared.codes, half, four) = after;
-    }
-  }
-}
-
-template <typename F>
-__device__ __forceinline__ void shift_in_f32(const TokenOfTile& token, ChannelShared& shared) {
-  const int lane = threadIdx.x % 8;
+// The scale of a token without a nonzero code does not count. Between barriers, codes being there.
+__device__ __forceinline__ void forget_scales_of_zeros(ChannelShared& shared) {
+  const unsigned lane = threadIdx.x % 8, eight = threadIdx.x / 8;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    const HalfOfCodes before(token, shared.codes, half);
-    float scale[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      scale[j] = scale_of_field(__shfl_sync(kFullWarp, token.field, 4 * half + j, 8));
-#pragma unroll
-    for (int four = 0; four < 4; ++four) {
-      const float4 inverse = *reinterpret_cast<const float4*>(&shared.top[0][16 * lane + 4 * four]);
-      uint32_t codes[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t code = before.code[j][four];
-        float v[4];
-        fp8_decode4<F>(code, v);
-        // A ratio over 2^40 meets only zeros.
-        v[0] *= fminf(scale[j] * inverse.x, 0x1p40f), v[1] *= fminf(scale[j] * inverse.y, 0x1p40f);
-        v[2] *= fminf(scale[j] * inverse.z, 0x1p40f), v[3] *= fminf(scale[j] * inverse.w, 0x1p40f);
-        codes[j] = keep_specials<F>(fp8_encode4<F>(v[0], v[1], v[2], v[3]), code);
-      }
-      transpose_4x4(codes);
-      token.vector(shared.codes, half, four) = {codes[0], codes[1], codes[2], codes[3]};
-    }
+  for (unsigned j = 0; j < 8; ++j) {
+    const uint4 v = shared.codes.vector[64 * eight + 8 * j + lane];
+    const unsigned any = __ballot_sync(kFullWarp, ((v.x | v.y | v.z | v.w) & kMagnitudes) != 0);
+    uint8_t& field = shared.field[8 * eight + j];
+    if (lane == 0 && (any >> (8 * (eight % 4)) & 0xFF) == 0 && field != kPoison) field = 0;
   }
 }
 
@@ -260,30 +275,32 @@ template <typename F, bool kScalesByRow>
 __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
     const __grid_constant__ Params p) {
   __shared__ ChannelShared shared;
-  const int block = blockIdx.x, tile = blockIdx.y, warp = threadIdx.x / 32;
+  const int block = blockIdx.x, tile = blockIdx.y;
   const TokenBlock tokens = token_block(p.plan, block);
   if (tokens.expert < 0) return;
   TokenOfTile token{};
   token.load<kScalesByRow>(p, tokens, tile, shared.codes);
-  Factors factors;
-  factors.set<F>(token.field);
-  const bool in_f16 = channel_tops_in_f16<F>(token, factors, shared.codes, shared.top[warp]);
-  if (!in_f16) channel_tops_in_f32<F>(token, shared.codes, shared.top[warp]);
-  if (threadIdx.x % 32 == 0) shared.base[warp] = factors.base;
+  shared.field[threadIdx.x] = static_cast<uint8_t>(token.field);
   __syncthreads();
-
-  const int base = __reduce_max_sync(kFullWarp, shared.base[threadIdx.x % kWarps]);
-  const int channels = p.channels - 128 * tile;
-  const bool steep = set_scale<F>(
-      shared, base, channels, p.out.scale + tile * p.out.scale_tile + block * p.out.scale_block);
-  const bool any_steep = __syncthreads_or(steep);
-  if (any_steep || !in_f16 || base - factors.base > 14)
-    shift_in_f32<F>(token, shared);
-  else
-    shift_in_f16<F>(token, factors, base - factors.base, shared);
-  __syncthreads();
-  store_tile(shared.codes, p.out.data + int64_t{128} * tile * p.out.ld + int64_t{128} * block,
-             p.out.ld, channels);
+  int base = max(shared.top(), kLeastBase);
+  shared.set_factor(channel_factor<F>(token.field, base));
+  copy_wait<0>();
+  if (__syncthreads_or(token.field != 0 && base - token.field > kExact<F>)) {
+    forget_scales_of_zeros(shared);
+    __syncthreads();
+    base = max(shared.top(), kLeastBase);
+    shared.set_factor(channel_factor<F>(shared.field[threadIdx.x], base));
+    __syncthreads();
+  }
+  Share share(p, block, tile);
+  float* scale_inv =
+      p.out.scale + strides(block, p.out.scale_block) + (128 * tile + Share::channel());
+#pragma unroll 1
+  for (int half = 0; half < 2 && share.channels > 0;
+       ++half, share.next(p.out.ld), scale_inv += 16) {
+    if (!shift_channels_in_f16<F>(share, base, shared, p.out.ld, scale_inv))
+      shift_any_channels<F>(share, base, shared, p.out.ld, scale_inv);
+  }
 }
 
 }  // namespace fp8moe::cuda::shift

@@ -1,6 +1,6 @@
 // What the kernels of shift_columns.cu share: a block of 128 threads for a tile of 128 tokens and
-// 128 channels, 8 tokens at 16 channels a thread. Codes wait in shared memory, not in registers, so
-// that 10 to 12 tiles of an SM are on their way.
+// 128 channels. Codes wait in shared memory, not in registers, so that 9 to 12 tiles of an SM are
+// on their way.
 #pragma once
 
 #include "cuda/device/outputs.cuh"
@@ -19,8 +19,9 @@ struct Params {
   const uint8_t* codes;  // [rows, C]
   const float* scale_inv;
   const float* scale_end;
-  int64_t scale_row, scale_tile;
-  int64_t stride;  // of rows
+  int64_t scale_tile;
+  uint32_t scale_row;
+  uint32_t stride;  // of rows
   int channels;
   bool gather;
   PlanView plan;
@@ -98,15 +99,13 @@ __device__ __forceinline__ void transposed_codes(const uint32_t (&halves)[4], ui
   transpose_pairs(first, second);
 }
 
-// Codes of 4 tokens at 16 channels are one thread's, and 4 vectors: first one a token, then, in
-// place, one for every 4 channels, a word of 4 tokens each. [token / 4][vector][channel / 16], the
-// last swizzled by token / 16: no bank conflicts.
+// [token][channel / 16], the vectors of a token swizzled by token / 16: no bank conflicts.
 struct TileCodes {
-  alignas(128) uint4 vector[32 * 4 * 8];
+  alignas(128) uint4 vector[kThreads * 8];
 };
 
-// What a thread has of its tile: one token's row and scale, 16 channels of the 8 tokens of its
-// lanes.
+// What a thread has of its tile as codes arrive: one token's row and scale, 16 channels of the 8
+// tokens of its lanes.
 struct TokenOfTile {
   int row;    // -1: none
   int field;  // of its scale; 0: zero scale or no token; kPoison: a bad scale
@@ -119,16 +118,16 @@ struct TokenOfTile {
   // Zeros where there is nothing. Of 8 tokens the first four arrive by copy_wait<1>.
   __device__ __forceinline__ void copy_codes(const Params& p, int tile, TileCodes& codes) const {
     const int channel = 128 * tile + 16 * static_cast<int>(threadIdx.x % 8);
-    const uint8_t* codes_of_tile = p.codes + channel;
-    const auto stride = static_cast<uint64_t>(p.stride);
+    const uint8_t* from = p.codes + channel;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int of_token = __shfl_sync(kFullWarp, row, 4 * half + j, 8);
         const bool wanted = of_token >= 0 && channel < p.channels;
-        const uint8_t* from = codes_of_tile + static_cast<uint32_t>(max(of_token, 0)) * stride;
-        copy_async(&vector(codes, half, j), from, wanted ? 16 : 0);
+        copy_async(&vector(codes, half, j),
+                   from + uint64_t{static_cast<uint32_t>(max(of_token, 0))} * p.stride,
+                   wanted ? 16 : 0);
       }
       copy_commit();
     }
@@ -147,19 +146,20 @@ struct TokenOfTile {
       row = tokens.first_row + token;
       if (p.gather) row = p.plan.token_of_row[row];
     }
-    const float* from = p.scale_inv + tile * p.scale_tile +
-                        static_cast<uint32_t>(max(row, 0)) * static_cast<uint64_t>(p.scale_row);
+    const float* from = p.scale_inv + strides(tile, p.scale_tile) +
+                        uint64_t{static_cast<uint32_t>(max(row, 0))} * p.scale_row;
     float scale = 0.0f;
     if constexpr (kScalesByRow) {
       __shared__ float4 near[kThreads];
-      const auto at = reinterpret_cast<uintptr_t>(from) / 16 * 16;
+      const auto at = reinterpret_cast<uintptr_t>(from) & ~uintptr_t{15};
       // Less than 16 bytes can be asked for, but memcheck takes them for 16.
       const bool whole = at + 16 <= reinterpret_cast<uintptr_t>(p.scale_end);
       copy_async(&near[token], reinterpret_cast<const void*>(at), row >= 0 && whole ? 16 : 0);
       copy_commit();
       copy_codes(p, tile, codes);
       copy_wait<2>();
-      scale = reinterpret_cast<const float*>(&near[token])[(from - p.scale_inv) % 4];
+      scale =
+          reinterpret_cast<const float*>(&near[token])[reinterpret_cast<uintptr_t>(from) / 4 % 4];
       if (row >= 0 && !whole) scale = __ldg(from);
     } else {
       if (row >= 0) scale = __ldg(from);
@@ -169,27 +169,5 @@ struct TokenOfTile {
     if (field == kPoison) atomicAdd(p.plan.status + kBadScale, 1);
   }
 };
-
-// Channels below `channels` to rows of out, `ld` apart: 8 threads a channel, 16 tokens a thread.
-__device__ __forceinline__ void store_tile(const TileCodes& codes, uint8_t* out, int64_t ld,
-                                           int channels) {
-  constexpr int kGroup = 128;  // words of 4 tokens at all channels
-  const int chunk = threadIdx.x % 8, begin = threadIdx.x / 8;
-  const auto* word = reinterpret_cast<const uint32_t*>(codes.vector) + 4 * kGroup * chunk +
-                     begin / 4 * 32 + begin % 4;
-  out += begin * ld + 16 * chunk;
-#pragma unroll
-  for (int first = 0; first < 8; first += 4) {
-    uint4 v[4];  // read whether stored or not: no branches
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t* at = word + 4 * ((first + i) ^ chunk);
-      v[i] = {at[0], at[kGroup], at[2 * kGroup], at[3 * kGroup]};
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i, out += 16 * ld)
-      store_if(16 * (first + i) + begin < channels, out, v[i]);
-  }
-}
 
 }  // namespace fp8moe::cuda::shift
