@@ -94,7 +94,7 @@ struct StagedHidden {
                                          float (&h)[8]) const {
     float gate[8], up[8], sigmoid[8];
     unpack<Bf16>(&packed[0].x, gate), unpack<Bf16>(&packed[1].x, up);
-    sigmoids.eight(packed[0], sigmoid);
+    sigmoids.eight<1>(packed[0], sigmoid);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);

@@ -55,14 +55,14 @@ struct ChannelShared {
 
 // What a thread shifts and stores, of its warp's first 16 channels, then of the next: 16 tokens at
 // 4 channels. Eight lanes have all tokens of the same channels.
-struct Share {
+struct Patch {
   static constexpr int kToken = 32;  // words from a token to the next
 
   unsigned first;  // of its tokens' words, each of four codes
   int channels;    // from the warp's first one on, those past the matrix's last not counted
   uint8_t* out;    // the first channel's codes
 
-  __device__ __forceinline__ Share(const Params& p, int block, int tile) {
+  __device__ __forceinline__ Patch(const Params& p, int block, int tile) {
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     first = 512 * (lane % 8) + 4 * (2 * warp ^ lane % 8) + lane / 8;
     channels = p.channels - 128 * tile - static_cast<int>(32 * warp);
@@ -156,12 +156,12 @@ __device__ __forceinline__ unsigned own_scale() {
 
 // False, and nothing written, if it cannot be done in f16. scale_inv: of the thread's channels.
 template <typename F>
-__device__ __forceinline__ bool shift_channels_in_f16(const Share& share, int base,
+__device__ __forceinline__ bool shift_channels_in_f16(const Patch& patch, int base,
                                                       ChannelShared& shared, int64_t ld,
                                                       float* scale_inv) {
   uint32_t code[16], factors[8], low[16], high[16];
-  share.load_factors(shared, factors);
-  share.load(shared, code);
+  patch.load_factors(shared, factors);
+  patch.load(shared, code);
   uint32_t most[2] = {};  // of two channels each
 #pragma unroll
   for (int j = 0; j < 16; j += 2) {
@@ -198,7 +198,7 @@ __device__ __forceinline__ bool shift_channels_in_f16(const Share& share, int ba
     transposed_codes<F>(first, code[four], code[four + 1]);
     transposed_codes<F>(last, code[four + 2], code[four + 3]);
   }
-  share.store(code, ld);
+  patch.store(code, ld);
   return true;
 }
 
@@ -214,15 +214,15 @@ __device__ __forceinline__ int field_of(float top) {
 
 // The same of any codes, in f32.
 template <typename F>
-__device__ __forceinline__ void shift_any_channels(const Share& share, int base,
+__device__ __forceinline__ void shift_any_channels(const Patch& patch, int base,
                                                    ChannelShared& shared, int64_t ld,
                                                    float* scale_inv) {
-  uint32_t* word = share.words(shared);
+  uint32_t* word = patch.words(shared);
   float top[4] = {}, inverse[4];
 #pragma unroll 1
   for (int j = 0; j < 16; ++j) {
-    const uint32_t code = word[Share::kToken * j] & kMagnitudes;
-    const float scale = scale_of_field(shared.field[Share::first_token() + j]);
+    const uint32_t code = word[Patch::kToken * j] & kMagnitudes;
+    const float scale = scale_of_field(shared.field[Patch::first_token() + j]);
     float v[4];
     fp8_decode4<F>(code, v);
 #pragma unroll
@@ -237,12 +237,12 @@ __device__ __forceinline__ void shift_any_channels(const Share& share, int base,
     inverse[i] = field >= 254 ? 0x1p-127f : scale_of_field(254 - field);
   }
 #pragma unroll 1
-  for (int four = 0; four < 4; ++four, word += 4 * Share::kToken) {
+  for (int four = 0; four < 4; ++four, word += 4 * Patch::kToken) {
     uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t code = word[Share::kToken * j];
-      const float scale = scale_of_field(shared.field[Share::first_token() + 4 * four + j]);
+      const uint32_t code = word[Patch::kToken * j];
+      const float scale = scale_of_field(shared.field[Patch::first_token() + 4 * four + j]);
       float v[4];
       fp8_decode4<F>(code, v);
       // A ratio over 2^40 meets only zeros.
@@ -252,11 +252,11 @@ __device__ __forceinline__ void shift_any_channels(const Share& share, int base,
     }
     transpose_4x4(codes);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) word[Share::kToken * i] = codes[i];  // nobody else's
+    for (int i = 0; i < 4; ++i) word[Patch::kToken * i] = codes[i];  // nobody else's
   }
   uint32_t code[16];
-  share.load(shared, code);
-  share.store(code, ld);
+  patch.load(shared, code);
+  patch.store(code, ld);
 }
 
 // The scale of a token without a nonzero code does not count. Between barriers, codes being there.
@@ -292,14 +292,14 @@ __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
     shared.set_factor(channel_factor<F>(shared.field[threadIdx.x], base));
     __syncthreads();
   }
-  Share share(p, block, tile);
+  Patch patch(p, block, tile);
   float* scale_inv =
-      p.out.scale + strides(block, p.out.scale_block) + (128 * tile + Share::channel());
+      p.out.scale + strides(block, p.out.scale_block) + (128 * tile + Patch::channel());
 #pragma unroll 1
-  for (int half = 0; half < 2 && share.channels > 0;
-       ++half, share.next(p.out.ld), scale_inv += 16) {
-    if (!shift_channels_in_f16<F>(share, base, shared, p.out.ld, scale_inv))
-      shift_any_channels<F>(share, base, shared, p.out.ld, scale_inv);
+  for (int half = 0; half < 2 && patch.channels > 0;
+       ++half, patch.next(p.out.ld), scale_inv += 16) {
+    if (!shift_channels_in_f16<F>(patch, base, shared, p.out.ld, scale_inv))
+      shift_any_channels<F>(patch, base, shared, p.out.ld, scale_inv);
   }
 }
 
