@@ -451,6 +451,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, (128, 128)),
         r"block must be \(1, 128\)",
     ),
+    "tensor of another format": (
+        lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, fp8_dtype="e5m2"),
+        "fp8_dtype must be that of data, float8_e4m3fn; got e5m2",
+    ),
     "tensor format": (
         lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, fp8_dtype="e8m0"),
         "got 'e8m0'",

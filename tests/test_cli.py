@@ -496,6 +496,8 @@ def test_ctrl_c_asks_first_and_stops_second() -> None:
         (("--seeds", 0), "seeds must be at least 1; got 0"),
         (("--seed", -1), "Invalid value for '--seed'"),
         (("--stop-at", 0), "Invalid value for '--stop-at'"),
+        (("--minutes", "nan"), "--minutes must be at least 0; got nan"),
+        (("--minutes", -1), "--minutes must be at least 0; got -1.0"),
         (("--out", __file__), "File exists"),
     ],
 )

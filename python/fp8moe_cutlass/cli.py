@@ -293,6 +293,8 @@ class Stop:
     """When to stop: Ctrl-C (after the step it came in), a step, or a deadline."""
 
     def __init__(self, at: int | None, minutes: float | None) -> None:
+        if minutes is not None and not minutes >= 0:
+            raise ValueError(f"--minutes must be at least 0; got {minutes}")
         self.at = at
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.asked = False

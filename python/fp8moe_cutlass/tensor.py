@@ -72,21 +72,22 @@ class Fp8Tensor:
             raise ValueError(
                 f"[Fp8Tensor] block must be {tile} with scale_layout {scale_layout!r}; got {block}"
             )
-        if fp8_dtype is None:
-            name = str(data.dtype).removeprefix("torch.")
-            if name not in _FORMATS:
-                raise ValueError(
-                    "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
-                    f"fp8_dtype given; got {name}"
-                )
-            fp8_dtype = _FORMATS[name]
-        elif fp8_dtype not in ("e4m3", "e5m2"):
+        if fp8_dtype not in ("e4m3", "e5m2", None):
             raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
+        name = str(data.dtype).removeprefix("torch.")
+        own_format = _FORMATS.get(name, fp8_dtype)
+        if own_format is None:
+            raise ValueError(
+                "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
+                f"fp8_dtype given; got {name}"
+            )
+        if fp8_dtype not in (own_format, None):
+            raise ValueError(f"[Fp8Tensor] fp8_dtype must be that of data, {name}; got {fp8_dtype}")
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv
         own["block"], own["scale_layout"], own["pow2"] = block, scale_layout, pow2
-        own["interleave"], own["fp8_dtype"] = interleave, fp8_dtype
+        own["interleave"], own["fp8_dtype"] = interleave, own_format
 
     @property
     def shape(self) -> tuple[int, ...]:
