@@ -8,10 +8,8 @@ namespace fp8moe::cuda {
 void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan, const Tensor& d,
                   Stream stream) {
   const DeviceGuard guard(d.device);
-  if (a.data.shape[1] == 0) {  // sums of nothing; no tensor map is that narrow
-    FP8MOE_CUDA_CHECK(cudaMemsetAsync(d.data, 0, d.numel() * size_of(d.dtype), stream_of(stream)));
-    return;
-  }
+  // Sums of nothing; no tensor map is that narrow.
+  if (a.data.shape[1] == 0) return write_zeros(d, stream);
   const DeviceInfo& device = device_info(d.device);
   const int64_t n = w.data.shape[1];
   gemm::Config config = gemm::choose_config(gemm::Kind::rows, n, d.dtype == DType::bf16);

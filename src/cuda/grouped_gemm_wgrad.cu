@@ -42,9 +42,7 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   const DeviceGuard guard(dw.device);
   const DeviceInfo& device = device_info(dw.device);
   if (plan.columns() == 0) {  // no expert can have a token
-    if (!accumulate)
-      FP8MOE_CUDA_CHECK(
-          cudaMemsetAsync(dw.data, 0, dw.numel() * size_of(dw.dtype), stream_of(stream)));
+    if (!accumulate) write_zeros(dw, stream);
     return;
   }
   const bool bf16 = dw.dtype == DType::bf16;

@@ -265,10 +265,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
                  Stream stream) {
   const DeviceGuard guard(y.data.device);
   if (plan.tokens == 0) {  // what rows there are (of segments) are padding
-    for (const Tensor& t : {y.data, y.scale_inv, permuted_probs})
-      if (t.defined() && t.numel() > 0)
-        FP8MOE_CUDA_CHECK(
-            cudaMemsetAsync(t.data, 0, t.numel() * size_of(t.dtype), stream_of(stream)));
+    for (const Tensor& t : {y.data, y.scale_inv, permuted_probs}) write_zeros(t, stream);
     return;
   }
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);

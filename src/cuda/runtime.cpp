@@ -20,6 +20,12 @@ void throw_cuda_error(cudaError_t error, const char* expression) {
                   cudaGetErrorString(error));
 }
 
+void write_zeros(const Tensor& t, Stream stream) {
+  if (!t.defined() || t.numel() == 0) return;
+  FP8MOE_CUDA_CHECK(cudaMemsetAsync(t.data, 0, static_cast<size_t>(t.numel() * size_of(t.dtype)),
+                                    stream_of(stream)));
+}
+
 DeviceGuard::DeviceGuard(Device device) {
   int current = 0;
   FP8MOE_CUDA_CHECK(cudaGetDevice(&current));

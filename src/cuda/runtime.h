@@ -45,6 +45,9 @@ const DeviceInfo& device_info(Device device);
 
 inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 
+// t = 0, queued; nothing for a tensor not given or empty. On the current device.
+void write_zeros(const Tensor& t, Stream stream);
+
 // Enough blocks for `work` items, at most `per_sm` for each SM: the grid of a loop over items.
 unsigned persistent_grid(Device device, int64_t work, int per_sm);
 

@@ -270,8 +270,8 @@ def flat_in(op: str, name: str, t: Fp8Tensor, layout: str) -> tuple[Array, Array
     """An Fp8Tensor where only `layout` is legal, as the flat arguments (data, scale)."""
     if t.scale_layout != layout:
         raise ValueError(f"[{op}] {name} must have scale layout {layout!r}; got {t.scale_layout!r}")
-    data = t.data
-    return data if data.dtype in _FP8 else _codes(t), t.scale_inv
+    data, scale_inv, _ = flat(t)
+    return data, scale_inv
 
 
 def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:

@@ -26,8 +26,7 @@ __device__ __forceinline__ uint32_t shift_factors(int k) {
 template <typename F>
 __device__ __forceinline__ uint32_t shift_halves(uint32_t halves, uint32_t factors) {
   if constexpr (F::kMantissa == 3) return multiply_halves(halves, factors);
-  return multiply_halves(multiply_halves(halves, __byte_perm(factors, 0, 0x1010)),
-                         __byte_perm(factors, 0, 0x3232));
+  return multiply_halves(multiply_halves(halves, first_twice(factors)), second_twice(factors));
 }
 constexpr uint32_t kNoShift = 0x3C003C00u;  // factors of k = 0
 

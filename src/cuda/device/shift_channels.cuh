@@ -111,23 +111,6 @@ __device__ __forceinline__ uint32_t channel_factor(int field, int base) {
   return max(field - (base - kZero<F>), 0) << 10;
 }
 
-// Both halves of `pair` times factor kHalf of two.
-template <int kHalf>
-__device__ __forceinline__ uint32_t multiply_by_half(uint32_t pair, uint32_t factors) {
-  uint32_t product;
-  if constexpr (kHalf == 0)
-    asm("{\n .reg .b16 l, h;\n .reg .b32 b;\n mov.b32 {l, h}, %2;\n mov.b32 b, {l, l};\n"
-        " mul.rn.f16x2 %0, %1, b;\n}"
-        : "=r"(product)
-        : "r"(pair), "r"(factors));
-  else
-    asm("{\n .reg .b16 l, h;\n .reg .b32 b;\n mov.b32 {l, h}, %2;\n mov.b32 b, {h, h};\n"
-        " mul.rn.f16x2 %0, %1, b;\n}"
-        : "=r"(product)
-        : "r"(pair), "r"(factors));
-  return product;
-}
-
 // max(most, |v|) of two packed pairs; NaN where there is one.
 __device__ __forceinline__ uint32_t most_or_nan(uint32_t most, uint32_t v) {
   asm("{\n .reg .b32 m;\n abs.f16x2 m, %1;\n max.NaN.f16x2 %0, %0, m;\n}" : "+r"(most) : "r"(v));
@@ -148,12 +131,6 @@ __device__ __forceinline__ bool raise_of(uint32_t most, uint32_t& raise) {
   return ((small | (most + 0x04000400u)) & 0x80008000u) == 0;
 }
 
-// Which of the thread's four channels' scales is its to store: four of the eight lanes that know
-// have one.
-__device__ __forceinline__ unsigned own_scale() {
-  return threadIdx.x % 8 / 4 * 2 + threadIdx.x % 2;
-}
-
 // False, and nothing written, if it cannot be done in f16. scale_inv: of the thread's channels.
 template <typename F>
 __device__ __forceinline__ bool shift_channels_in_f16(const Patch& patch, int base,
@@ -165,11 +142,11 @@ __device__ __forceinline__ bool shift_channels_in_f16(const Patch& patch, int ba
   uint32_t most[2] = {};  // of two channels each
 #pragma unroll
   for (int j = 0; j < 16; j += 2) {
-    const uint32_t by = factors[j / 2];
-    low[j] = multiply_by_half<0>(halves_of_codes<F, 0>(code[j]), by);
-    high[j] = multiply_by_half<0>(halves_of_codes<F, 1>(code[j]), by);
-    low[j + 1] = multiply_by_half<1>(halves_of_codes<F, 0>(code[j + 1]), by);
-    high[j + 1] = multiply_by_half<1>(halves_of_codes<F, 1>(code[j + 1]), by);
+    const uint32_t by = first_twice(factors[j / 2]), next = second_twice(factors[j / 2]);
+    low[j] = multiply_halves(halves_of_codes<F, 0>(code[j]), by);
+    high[j] = multiply_halves(halves_of_codes<F, 1>(code[j]), by);
+    low[j + 1] = multiply_halves(halves_of_codes<F, 0>(code[j + 1]), next);
+    high[j + 1] = multiply_halves(halves_of_codes<F, 1>(code[j + 1]), next);
     most[0] = most_or_nan(most_or_nan(most[0], low[j]), low[j + 1]);
     most[1] = most_or_nan(most_or_nan(most[1], high[j]), high[j + 1]);
   }
@@ -184,7 +161,9 @@ __device__ __forceinline__ bool shift_channels_in_f16(const Patch& patch, int ba
   const uint32_t of_channel = threadIdx.x % 2 != 0 ? top >> 16 : top & 0xFFFFu;
   const int exponent = static_cast<int>((of_channel + kCarry<F>) >> 10);
   const int field = base + exponent - (15 + kUp<F> + kMaxExponent<F>);
-  if (threadIdx.x % 4 < 2) scale_inv[own_scale()] = scale_of_field(of_channel == 0 ? 127 : field);
+  // Four of the eight store one of the four scales each.
+  const unsigned own = threadIdx.x % 8 / 4 * 2 + threadIdx.x % 2;
+  if (threadIdx.x % 4 < 2) scale_inv[own] = scale_of_field(of_channel == 0 ? 127 : field);
   const uint32_t other = __shfl_xor_sync(kFullWarp, raise, 4);
   const uint32_t raise_low = second ? other : raise, raise_high = second ? raise : other;
 #pragma unroll

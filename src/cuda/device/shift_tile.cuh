@@ -57,6 +57,16 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return product;
 }
 
+// One of two packed halves, twice: moves that a product takes in.
+__device__ __forceinline__ uint32_t first_twice(uint32_t halves) {
+  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %0;\n mov.b32 %0, {l, l};\n}" : "+r"(halves));
+  return halves;
+}
+__device__ __forceinline__ uint32_t second_twice(uint32_t halves) {
+  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %0;\n mov.b32 %0, {h, h};\n}" : "+r"(halves));
+  return halves;
+}
+
 // Codes 2 kPair and the next of a word. A code of E5M2 is the upper half of its f16.
 template <typename F, int kPair>
 __device__ __forceinline__ uint32_t halves_of_codes(uint32_t codes) {

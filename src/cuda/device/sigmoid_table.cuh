@@ -42,8 +42,8 @@ struct SigmoidTable {
             *reinterpret_cast<const float*>(bytes + (at >> 16))};
   }
 
-  // The last kComputed pairs are computed: 32 lanes' reads of anything take 3.4 cycles, and where
-  // shared memory is what a kernel waits for, a quarter less of them is worth the instructions.
+  // The last kComputed pairs are computed. A warp's reads collide, 3.4 cycles for one: where shared
+  // memory is what a kernel waits for, a quarter fewer of them is worth the instructions.
   template <int kComputed = 0>
   __device__ __forceinline__ void eight(const uint4& gates, float (&sigmoid)[8]) const {
     const uint32_t words[4] = {gates.x, gates.y, gates.z, gates.w};
