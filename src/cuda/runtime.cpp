@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <mutex>
 #include <string>
 
@@ -67,6 +68,21 @@ const DeviceInfo& device_info(Device device) {
   const auto index = static_cast<size_t>(device.index);
   std::call_once(once[index], [&] { infos[index] = read_info(device.index); });
   return infos[index];
+}
+
+int launch_number(LaunchNumbers& numbers, cudaStream_t stream, const char* op) {
+  cudaStreamCaptureStatus status{};
+  FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  unsigned long long id = 0;
+  if (status == cudaStreamCaptureStatusNone) FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
+  const int number =
+      status == cudaStreamCaptureStatusNone ? numbers.of_stream(id) : numbers.of_capture();
+  if (number == kNoNumber && numbers.first_to_say())
+    std::fprintf(stderr,
+                 "[%s] all %d numbers of launches are given out, one a stream and one a captured "
+                 "launch: further ones may be slower\n",
+                 op, numbers.count());
+  return number;
 }
 
 unsigned persistent_grid(Device device, int64_t work, int per_sm) {

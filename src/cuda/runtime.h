@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/launch_numbers.h"
 #include "fp8moe/error.h"
 #include "fp8moe/tensor.h"
 
@@ -48,38 +49,30 @@ inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(
 // t = 0, queued; nothing for a tensor not given or empty. On the current device.
 void write_zeros(const Tensor& t, Stream stream);
 
+// The number of a launch of `op` on `stream`. Says once that there are no more.
+int launch_number(LaunchNumbers& numbers, cudaStream_t stream, const char* op);
+
 // Enough blocks for `work` items, at most `per_sm` for each SM: the grid of a loop over items.
 unsigned persistent_grid(Device device, int64_t work, int per_sm);
 
 #if defined(__CUDACC__)
 // One launch, checked. `op` names the caller in the error. Above 48 KB of shared memory the kernel
-// is opted in first. cluster: blocks a cluster, along x.
+// is opted in first.
 template <typename... Params, typename... Args>
-void launch_clusters(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, int cluster,
-                     size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, Args&&... args) {
   constexpr size_t kWithoutOptIn = 48 * 1024;
   if (shared_bytes > kWithoutOptIn)
     FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(shared_bytes)));
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Args&&>(args)...);
   if (error == cudaSuccess) error = cudaGetLastError();
   if (error != cudaSuccess) throw_cuda_error(error, op);
-}
-
-template <typename... Params, typename... Args>
-void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
-            cudaStream_t stream, Args&&... args) {
-  launch_clusters(op, kernel, grid, block, 1, shared_bytes, stream, static_cast<Args&&>(args)...);
 }
 #endif
 

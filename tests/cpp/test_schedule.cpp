@@ -11,9 +11,11 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/gemm/queues.h"
+#include "cuda/launch_numbers.h"
 
 using namespace fp8moe::cuda::gemm;
+using fp8moe::cuda::kNoNumber;
+using fp8moe::cuda::LaunchNumbers;
 
 namespace {
 
@@ -97,14 +99,14 @@ void take(const Sizes& sizes, int ctas, std::mt19937& random) {
   CHECK(taken == dealt && queue == 0);
 }
 
-void queue_numbers() {
-  QueueNumbers numbers(3);
+void launch_numbers() {
+  LaunchNumbers numbers(3);
   const int first = numbers.of_stream(7), captured = numbers.of_capture();
   CHECK(first != captured && numbers.of_stream(7) == first);
   const int other = numbers.of_stream(8);
   CHECK(other != first && other != captured && std::max({first, captured, other}) < 3);
-  CHECK(numbers.of_capture() == kNoQueue && numbers.of_stream(9) == kNoQueue);
-  CHECK(numbers.of_stream(8) == other && numbers.of_stream(9) == kNoQueue);
+  CHECK(numbers.of_capture() == kNoNumber && numbers.of_stream(9) == kNoNumber);
+  CHECK(numbers.of_stream(8) == other && numbers.of_stream(9) == kNoNumber);
 }
 
 template <int TileN>
@@ -160,7 +162,7 @@ void narrow() {
 int main() {
   narrow();
   std::mt19937 random(7);
-  queue_numbers();
+  launch_numbers();
   const std::vector<std::vector<int>> fixed{{5, 0, 130, 1, 64, 65, 257},
                                             {0, 0, 700, 0},
                                             {300},

@@ -109,8 +109,8 @@ __global__ __launch_bounds__(512 * kTeams,
   prefetch_plan(p.plan);
   const int total = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
   const auto [begin, items] = share_of(total, kTeams * gridDim.x, blockIdx.x + team * gridDim.x);
-  TileItem item{}, next{.block = begin / p.tiles - 1};
-  if (items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + begin % p.tiles);
+  TileItem item{}, next{};
+  if (items > 0) next = item_at(p.plan, p.tiles, begin);
   if (p.weights == nullptr && T::thread() < 128) shared.weight[T::thread()] = 1.0f;
   const uint16_t* staged = first_row_of(p, next);
 #pragma unroll

@@ -17,6 +17,7 @@ struct SwigluBackward {
   float* dprobs;  // [R] or nullptr
   Pow2Scaling scaling;
   int rows_per_block = 0;  // of backward_rows
+  int launch = 0;          // of backward_tiles, with dprobs: its number (launch_numbers.h)
 };
 
 // dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.

@@ -1,15 +1,19 @@
 // swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
 // power-of-two scales.
 //
-// One block an SM, for as long as there are tiles. A cluster takes a range of the blocks of 128
-// tokens, and its blocks take the tiles of them in turn. A thread asks for a vector of the next
-// tile as soon as it has read that of this one, so a whole tile is always on its way. dgate, dup
-// and h are held as f32 (96 registers a thread) until the maxima of the tile are known, so every
-// output is a single quantization. A tile's columns leave while the next one is computed. The sums
-// of dprob meet over distributed shared memory, to be added in order.
+// One block an SM takes a range of the tiles, in which those of a block of 128 tokens follow one
+// another. A thread asks for a vector of the next tile as soon as it has read that of this one, so
+// a whole tile is always on its way. dgate, dup and h are held as f32 (96 registers a thread) until
+// the maxima of the tile are known, so every output is a single quantization. A tile's columns
+// leave while the next one is computed.
+//
+// dprob is added up in the order of the tiles. Where a range ends inside a block of tokens its last
+// sums are handed on, warp by warp, to the next range. Ranges begin with these tiles and end with
+// those whose sums take over the range before, so that nobody waits but where ranges are shorter
+// than a block of tokens; and they wait for lower blocks of the grid alone, which started earlier.
 #pragma once
 
-#include <cooperative_groups.h>
+#include <cuda/atomic>
 
 #include "cuda/device/sigmoid_table.cuh"
 #include "cuda/device/split_barrier.cuh"
@@ -20,12 +24,24 @@ namespace fp8moe::cuda {
 
 using BackwardTile = Tile<16>;
 
-// A cluster's share of the blocks of tokens, and a block's share of their tiles.
-struct BackwardShare {
-  int ranks, rank;    // of the cluster
-  int begin, blocks;  // of tokens
-  int held;           // blocks of tokens whose sums of dprob fit at a time
-  int items;          // of this block
+// Ranges of one launch, and launches that may run at the same time (launch_numbers.h).
+constexpr int kMostRanges = 144, kMostLaunches = 8192;
+
+// Bit w of [launch][i]: warp w of range i - 1 has left its rows' sums in dprobs for range i. Zero
+// between launches.
+static __device__ unsigned handed_on[kMostLaunches][kMostRanges];
+
+// A range of the tiles: [begin, whole) of a block of tokens that the range before began, [whole,
+// last) of whole ones, [last, end) of its last one. Any but the last may be empty.
+struct BackwardRange {
+  int begin, whole, last, end;
+
+  // The tile to take after another, `last` being the first: the last block of tokens, the whole
+  // ones, and then the one begun before.
+  __device__ __forceinline__ int after(int tile) const {
+    if (++tile == end) tile = whole;
+    return tile == last ? begin : tile;
+  }
 };
 
 struct BackwardTilesShared {
@@ -42,7 +58,8 @@ struct BackwardTilesShared {
   float most[3][T::kWarps];
   alignas(16) float prob[128];  // a warp's own 8
   SigmoidTable<14> sigmoids;
-  float sums[kSums][128];  // of dprob, of this block's last tiles
+  float sums[kSums][128];  // of dprob, of tiles not yet added up
+  BackwardRange range;
   SplitBarrier maxima_done, scales_done, codes_done;
 };
 static_assert(sizeof(BackwardTilesShared) <= 227 * 1024);
@@ -52,22 +69,28 @@ struct SwigluBackwardColumns {
   ColumnsOut h;   // [I, Kcap] e4m3, or none; of the same kind
 };
 
-// Blocks of tokens whose sums of dprob a cluster holds at a time. 0: not even one's.
-constexpr int blocks_of_sums(int ranks, int tiles) {
-  return (BackwardTilesShared::kSums - 1) * ranks / tiles;
+__device__ __forceinline__ BackwardRange backward_range(const SwigluBackward& p) {
+  const int all = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
+  const auto [begin, count] = share_of(all, gridDim.x, blockIdx.x);
+  const int end = begin + count;
+  const int last = max(begin, (end - 1) / p.tiles * p.tiles);
+  const int whole = min((begin + p.tiles - 1) / p.tiles * p.tiles, last);
+  return {begin, of_warp(whole), of_warp(last), end};
 }
 
-__device__ __forceinline__ BackwardShare backward_share(const SwigluBackward& p) {
-  const auto cluster = cooperative_groups::this_cluster();
-  const int ranks = cluster.num_blocks(), rank = cluster.block_rank();
-  const int all = p.plan.col_offsets[p.plan.experts] / 128;
-  const auto [begin, blocks] = share_of(all, gridDim.x / ranks, blockIdx.x / ranks);
-  return {.ranks = ranks,
-          .rank = rank,
-          .begin = begin,
-          .blocks = blocks,
-          .held = of_warp(blocks_of_sums(ranks, p.tiles)),
-          .items = of_warp((blocks * p.tiles - rank + ranks - 1) / ranks)};
+__device__ __forceinline__ int index_of(const SwigluBackward& p, const TileItem& item) {
+  return item.block * p.tiles + item.tile;
+}
+
+__device__ __forceinline__ TileItem item_after(const SwigluBackward& p, const BackwardRange& range,
+                                               TileItem item) {
+  const int index = index_of(p, item), next = of_warp(range.after(index));
+  int count = 1;
+  if (next != index + 1) {  // one call of what follows, or two would spill registers
+    item = {.block = next / p.tiles - 1};
+    count = p.tiles + next % p.tiles;
+  }
+  return item_after(p.plan, p.tiles, item, count);
 }
 
 // Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
@@ -142,27 +165,51 @@ __device__ __forceinline__ void store_rows(const SwigluBackward& p, const TileIt
   }
 }
 
-// dprob of the blocks of tokens that come first in what is left of the cluster's share, as many as
-// there are sums of; their tiles are done. Returns where they end.
-__device__ __forceinline__ int store_dprobs(const SwigluBackward& p, const BackwardShare& share,
-                                            int first, BackwardTilesShared& shared) {
-  constexpr int kSums = BackwardTilesShared::kSums;
-  const int last = min(share.blocks, first + share.held);
-  const auto cluster = cooperative_groups::this_cluster();
-  cluster.sync();
-  const int quarter = of_warp(threadIdx.x / 128), r = threadIdx.x % 128;
-  for (int block = first + 4 * share.rank + quarter; block < last; block += 4 * share.ranks) {
-    const TokenBlock b = token_block(p.plan, share.begin + block);
-    int rank = block * p.tiles % share.ranks, slot = block * p.tiles / share.ranks % kSums;
-    float sum = 0.0f;
-    for (int tile = 0; tile < p.tiles; ++tile) {
-      sum += *cluster.map_shared_rank(&shared.sums[slot][r], rank);
-      if (++rank == share.ranks) rank = 0, slot = slot + 1 == kSums ? 0 : slot + 1;
+// The row whose sum lanes_tree_sum_each gives to this thread.
+__device__ __forceinline__ int sum_row() {
+  using T = BackwardTile;
+  return T::row() + 2 * (T::lane() % 2) + T::lane() / 2 % 2;
+}
+
+// Adds up the sums of dprob that are held, the last of them of this item's tile, where its block of
+// tokens or the range ends or no more can be held. Returns how many are held then. Its branches and
+// loops keep the warp together, which leaves the kernel's uniform registers to it.
+__device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem& item, int held,
+                                        BackwardTilesShared& shared) {
+  using T = BackwardTile;
+  using Flag = ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>;
+  const int next = index_of(p, item) + 1;
+  const bool ends_block = item.tile + 1 == p.tiles, ends_range = next == of_warp(shared.range.end);
+  if (!ends_block && !ends_range && held < BackwardTilesShared::kSums) return held;
+  const bool takes_over = item.tile + 1 > held && next - held == of_warp(shared.range.begin);
+  const int mine = of_warp(1 << threadIdx.x / 32);
+  const int r = sum_row();
+  const bool stores = T::lane() < 4 && r < item.rows;
+  float* const dprob = p.dprobs + item.first_row + (stores ? r : 0);
+  float sum = 0.0f;
+  if (takes_over) {
+    Flag flag(handed_on[p.launch][blockIdx.x]);
+    while ((of_warp(static_cast<int>(flag.load(::cuda::memory_order_acquire))) & mine) == 0) {
     }
-    if (r < b.rows) p.dprobs[b.first_row + int64_t{r}] = sum;
+    __syncwarp();
+    sum = __ldcg(dprob);
+    flag.fetch_and(~static_cast<unsigned>(mine), ::cuda::memory_order_relaxed);
   }
-  cluster.sync();  // the sums have been read
-  return last;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < held; ++i) sum += shared.sums[i][r];
+  if (!ends_block && !ends_range) {
+    __syncwarp();
+    if (T::lane() < 4) shared.sums[0][r] = sum;
+    return 1;
+  }
+  if (stores) *dprob = sum;
+  if (!ends_block) {
+    __syncwarp();
+    Flag(handed_on[p.launch][blockIdx.x + 1])
+        .fetch_or(static_cast<unsigned>(mine), ::cuda::memory_order_release);
+  }
+  return 0;
 }
 
 template <typename F, ColumnKind kKind, bool kClamp>
@@ -178,12 +225,14 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     shared.scales_done.start(T::kWarps);
     shared.codes_done.start(T::kWarps);
   }
-  const BackwardShare share = backward_share(p);
-  TileItem item{}, next{.block = share.begin - 1};
-  if (share.items > 0) next = item_after(p.plan, p.tiles, next, p.tiles + share.rank);
+  const BackwardRange range = backward_range(p);
+  if (threadIdx.x == 0) shared.range = range;
+  const int items = range.end - range.begin;
+  TileItem item{}, next{};
+  if (items > 0) next = item_at(p.plan, p.tiles, range.last);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (share.items > 0) load_row(p, next, j, shared);
+    if (items > 0) load_row(p, next, j, shared);
     copy_commit();
   }
   shared.sigmoids.fill();
@@ -203,16 +252,13 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
     T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
   };
   const int quarter = of_warp(threadIdx.x / 128);  // of the block: an output's column scales each
-  int summed = 0;                                  // blocks of tokens whose dprob is out
+  int held = 0;                                    // sums of dprob
 #pragma unroll 1
-  for (int n = 0; n < share.items; ++n) {
+  for (int n = 0; n < items; ++n) {
     const int last_block = item.block, last_tile = item.tile;
     item = next;
-    const bool more = n + 1 < share.items;
-    if (more) next = item_after(p.plan, p.tiles, item, share.ranks);
-    if (p.dprobs != nullptr)
-      while (item.block - share.begin >= summed + share.held)
-        summed = store_dprobs(p, share, summed, shared);
+    const bool more = n + 1 < items;
+    if (more) next = item_after(p, shared.range, item);
     float v[3][4][8], prob[4], row_most[8], sum[4], most[3];
     copy_wait<3>();
     __syncwarp();
@@ -241,9 +287,7 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
         if (j == o / 2 && n > 0) store_columns(o, n - 1, last_block, last_tile);
     }
     const float row_sum = lanes_tree_sum_each<16>(sum);
-    if (T::lane() < 4)
-      shared.sums[n % BackwardTilesShared::kSums][T::row() + 2 * (T::lane() % 2) + T::lane() / 2] =
-          row_sum;
+    if (T::lane() < 4) shared.sums[held][sum_row()] = row_sum;
 #pragma unroll
     for (int o = 0; o < 2; ++o)
       most[o] = fmaxf(fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
@@ -286,12 +330,11 @@ __global__ __launch_bounds__(512, 1) void backward_tiles(
         if (threadIdx.x == 32 * o && columns[o] > 0)
           T::block_scale_store(outs[o], tile_of(item.tile, o), item.block, scale_inv[o]);
     }
+    if (p.dprobs != nullptr) held = add_sums(p, item, held + 1, shared);
   }
 #pragma unroll
   for (int o = 0; o < 3; ++o)
-    if (share.items > 0) store_columns(o, share.items - 1, item.block, item.tile);
-  if (p.dprobs != nullptr)
-    while (summed < share.blocks) summed = store_dprobs(p, share, summed, shared);
+    if (items > 0) store_columns(o, items - 1, item.block, item.tile);
 }
 
 }  // namespace fp8moe::cuda

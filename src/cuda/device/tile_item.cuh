@@ -49,4 +49,9 @@ __device__ __forceinline__ TileItem item_after(const PlanView& plan, int tiles, 
   return item;
 }
 
+// The item that is `index` in all, of one tile after the other of each block of tokens.
+__device__ __forceinline__ TileItem item_at(const PlanView& plan, int tiles, int index) {
+  return item_after(plan, tiles, {.block = index / tiles - 1}, tiles + index % tiles);
+}
+
 }  // namespace fp8moe::cuda

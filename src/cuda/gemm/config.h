@@ -87,9 +87,8 @@ constexpr bool narrow_tiles(int64_t k_blocks, int64_t experts, bool bf16, bool a
   return !bf16 && !add && few_tokens(k_blocks, experts, 3);
 }
 
-// What CTAs take tiles by: a counter on the device, zero between launches (queues.h).
+// What CTAs take tiles by: a counter on the device, zero between launches (launch_numbers.h).
 inline constexpr int kQueues = 1 << 16;
-inline constexpr int kNoQueue = -1;  // tiles are dealt in turn
 
 // Rows of tiles in a band (schedule.h), by measurement. Rows: 16, or those of a wave that takes all
 // columns. wgrad: fewer where its stores weigh more.

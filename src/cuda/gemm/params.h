@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/gemm/schedule.h"
+#include "cuda/launch_numbers.h"
 
 namespace fp8moe::cuda::gemm {
 
@@ -22,7 +23,7 @@ struct Params : Sizes {
   bool strips;                   // D's columns are whole boxes, and it is not f32 of rows: d_strip
   bool add;                      // tokens_*: to what D holds
   bool fetch;  // and D is f32: what it holds is brought and added to, else it is reduced into
-  int queue = kNoQueue;  // tokens_*: its number, where CTAs take tiles as they come free
+  int queue = kNoNumber;  // tokens_*: its number, where CTAs take tiles as they come free
 };
 
 }  // namespace fp8moe::cuda::gemm

@@ -34,7 +34,7 @@ __device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));
     if constexpr (kKind != Kind::rows) {
-      if (more && params.queue != kNoQueue)
+      if (more && params.queue != kNoNumber)
         schedule.skip(take(queues[params.queue], schedule.count()));
     }
   }
