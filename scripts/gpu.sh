@@ -19,7 +19,7 @@
 # --gemm      fp8moe-cutlass bench --gemm in GEMM_SECONDS (360) and --accuracy: gemm.json, accuracy.json
 # --oracle    builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize  the GPU tests again under compute-sanitizer, SANITIZE_SECONDS (500) for each of
-#             SANITIZE_TOOLS (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test; racecheck without those of GEMMs and SwiGLU
+#             SANITIZE_TOOLS (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test; racecheck without those of GEMMs, the router and SwiGLU
 # --ncu       Nsight Compute's counters of every kernel of a quick bench
 # --only      pytest -k PATTERN, for --tests and --sanitize
 # --op        only this op, for --bench and --ncu; may be repeated. --quick: one tiny shape an op
@@ -166,8 +166,9 @@ if [[ $sanitize ]]; then
   for tool in ${SANITIZE_TOOLS:-memcheck racecheck synccheck}; do
     step "$tool"
     leave_out=$slow
-    # It knows no order between warps that mbarriers make (docs/notes): GEMMs, SwiGLU backward.
-    [[ $tool == racecheck ]] && leave_out+=" or gemm or swiglu"
+    # It knows no order between warps that mbarriers make (docs/notes): GEMMs, cuBLAS's of the router
+    # among them, SwiGLU backward.
+    [[ $tool == racecheck ]] && leave_out+=" or gemm or swiglu or router"
     # Each tensor its own allocation. torch's own kernels are not what is checked. INT: pytest says
     # what it did in time.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout -s INT "${SANITIZE_SECONDS:-500}" compute-sanitizer --tool "$tool" --error-exitcode 9 \
