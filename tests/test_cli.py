@@ -219,10 +219,18 @@ def test_bench_of_one_op_counts_its_bytes(command: Command, tmp_path: Path) -> N
     assert row["bytes"] == 256 * 256 + 256 * 2 * 4 + 256 * 256 * 2  # codes, scales, bf16
 
 
-def test_bench_refuses_a_budget_of_nothing(command: Command) -> None:
-    code, out = command("bench", "--sweep", "--budget", 0)
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--sweep", "--budget", 0), "--budget must be at least 1 second; got 0.0"),
+        (("--gemm", "--budget", "nan"), "--budget must be at least 1 second; got nan"),
+        (("--layer", "--budget", 5), "--budget needs --sweep or --gemm; got 5.0"),
+    ],
+)
+def test_bench_refuses_a_budget_that_is_none(command: Command, args: Any, message: str) -> None:
+    code, out = command("bench", *args)
     assert code == 2
-    assert "Invalid value for '--budget'" in out
+    assert message in out
 
 
 def test_bench_refuses_an_unknown_op(command: Command) -> None:

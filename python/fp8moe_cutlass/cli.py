@@ -141,7 +141,7 @@ def bench(
         bool, typer.Option("--accuracy", help="The GEMMs' error beside that of others.")
     ] = False,
     budget: Annotated[
-        float | None, typer.Option(min=1, help="Seconds --sweep (90) or --gemm (480) may take.")
+        float | None, typer.Option(help="Seconds --sweep (90) or --gemm (480) may take.")
     ] = None,
     memory: Annotated[
         bool,
@@ -186,6 +186,10 @@ def bench(
         raise ValueError(
             "--op (and --gemm), --layer, --sweep, --memory, --accuracy and --ep exclude each other"
         )
+    if budget is not None and not (sweep or gemm):
+        raise ValueError(f"--budget needs --sweep or --gemm; got {budget}")
+    if budget is not None and not budget >= 1:
+        raise ValueError(f"--budget must be at least 1 second; got {budget}")
     if ep is None and (soak or trace):
         raise ValueError("--soak and --trace need --ep")
     if soak is not None and trace is not None:
