@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int last = min(begin + kRun, tiles);
     const auto load = [&](int block) {
       const int first = 128 * block + 4 * lane;  // c is a multiple of 4
-      return block < last && first < q.c ? load_once<uint32_t>(q.data + r * q.ld + first) : 0;
+      return block < last && first < q.c ? cuda::load<uint32_t>(q.data + r * q.ld + first) : 0;
     };
     for (int s0 = 0; s0 == 0 || s0 < slots; s0 += 32) {
       // A lane finds a slot's column tile, then all lanes count their codes for each slot.

@@ -18,6 +18,7 @@ struct Params {
   // Scale of row r of expert e and tile t: e per_expert + r / high per_row + t per_tile.
   int64_t per_expert, per_row, per_tile;
   int high;
+  uint64_t read_policy;
 };
 
 constexpr int kThreads = 256;  // at most
@@ -40,7 +41,7 @@ __global__ __launch_bounds__(kThreads) void dequantize_rows(const __grid_constan
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     if (first + j >= p.m) break;
-    codes[j] = load_once<uint2>(p.q + at + int64_t{j} * p.k);
+    codes[j] = load<uint2>(p.q + at + int64_t{j} * p.k, p.read_policy);
     s[j] = __ldg(scale +
                  (p.high == 1 ? first + j : (first + j) / static_cast<int>(kTile)) * p.per_row);
   }
@@ -81,7 +82,8 @@ void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream) {
                                 .per_expert = cdiv(m, kTile) * tiles,
                                 .per_row = gemm ? 1 : tiles,
                                 .per_tile = gemm ? pad4(m) : 1,
-                                .high = block ? static_cast<int>(kTile) : 1};
+                                .high = block ? static_cast<int>(kTile) : 1,
+                                .read_policy = read_once_policy(x)};
       launch("dequantize", dequantize_rows<F, T>, static_cast<unsigned>(experts * across * down),
              threads, 0, stream_of(stream), params);
     });

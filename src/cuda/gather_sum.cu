@@ -23,6 +23,7 @@ struct Params {
   float* dprobs;                 // [T, S]
   int slots;
   int vectors;  // 16 bytes each, in a row
+  uint64_t read_policy;
 };
 
 template <typename T>
@@ -42,7 +43,8 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Par
 #pragma unroll
       for (int j = 0; j < kBatch; ++j)
         if (first + j < n)
-          words[j] = load_once<uint4>(column + int64_t{kept[first + j].row} * p.vectors * 16);
+          words[j] =
+              load<uint4>(column + int64_t{kept[first + j].row} * p.vectors * 16, p.read_policy);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j)
         if (first + j < n) {
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Par
           for (int i = 0; i < kN; ++i) sum[i] = __fmaf_rn(prob, x[i], sum[i]);
         }
     }
-    store_streaming(p.out + (token * p.vectors + v) * 16, pack<T>(sum));
+    store(p.out + (token * p.vectors + v) * 16, pack<T>(sum));
   }
   if (p.dprobs != nullptr)
     for (int s = threadIdx.x; s < p.slots; s += kThreads) {
@@ -76,7 +78,8 @@ void gather_sum(const char* op, const Tensor& y, const RoutingPlan& plan, const 
                       .permuted_dprobs = permuted_dprobs.as<const float>(),
                       .dprobs = dprobs.as<float>(),
                       .slots = static_cast<int>(plan.slots),
-                      .vectors = static_cast<int>(out.shape[1] * size_of(out.dtype) / 16)};
+                      .vectors = static_cast<int>(out.shape[1] * size_of(out.dtype) / 16),
+                      .read_policy = read_once_policy(out)};
   dispatch_float(out.dtype, [&]<typename T>() {
     launch(op, sum_rows<T>, static_cast<unsigned>(plan.tokens), kThreads,
            plan.slots * sizeof(KeptSlot), stream_of(stream), params);

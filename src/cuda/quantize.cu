@@ -22,6 +22,7 @@ struct Params {
   RowsOut q;   // [M, K] e4m3 or e5m2
   int64_t m;
   int k, tiles, blocks_of_row;
+  uint64_t read_policy;
   Scaling scaling;
 };
 
@@ -38,7 +39,7 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     x[j].clear();
-    if (inside && row + j < p.m) x[j].load(p.x + (row + j) * p.k + column);
+    if (inside && row + j < p.m) x[j].load(p.x + (row + j) * p.k + column, p.read_policy);
   }
   float scale_inv[kRows];
 #pragma unroll
@@ -79,6 +80,7 @@ void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream
                                 .k = static_cast<int>(k),
                                 .tiles = static_cast<int>(tiles),
                                 .blocks_of_row = static_cast<int>(blocks_of_row),
+                                .read_policy = read_once_policy(q.data),
                                 .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
       launch("quantize", quantize_rows<F, T>,
              static_cast<unsigned>(cdiv(m, kBlockRows) * blocks_of_row), 32 * kWarps, 0,

@@ -16,7 +16,6 @@ template <typename T>
 struct Params {
   const T* x;  // [R, C]
   int channels, tiles;
-  int at_once;  // blocks that run at once
   PlanView plan;
   RowsOut rows;        // [R, C]
   ColumnsOut columns;  // [C, Kcap]
@@ -44,20 +43,6 @@ using Values = Eight<T>[2][4];
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 16; }
 __device__ __forceinline__ int group() { return threadIdx.x / 16; }
-
-// A block's tile of x to L2.
-template <typename T>
-__device__ __forceinline__ void prefetch_tile(const Params<T>& p, unsigned block) {
-  constexpr int kLines = sizeof(T), kTokens = kThreads / kLines;  // of a row; at a time
-  if (block >= gridDim.x) return;
-  const TokenBlock tokens = token_block(p.plan, block / p.tiles);
-  const int channel = 128 * (block % p.tiles) + 128 / kLines * (threadIdx.x % kLines);
-  const int token = threadIdx.x / kLines;
-#pragma unroll
-  for (int i = 0; i < 128; i += kTokens)
-    if (token + i < tokens.tokens && channel < p.channels)
-      prefetch_line(p.x + (tokens.first_row + int64_t{token + i}) * p.channels + channel);
-}
 
 // The rows' codes and scales. The largest |x| of the thread.
 template <typename F, typename T>
@@ -132,8 +117,6 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_both(
       if (token < tokens.tokens && channel < p.channels)
         x[half][j].load(p.x + int64_t{tokens.first_row + token} * p.channels + channel);
     }
-  // As the registers of three blocks hold too little on its way to keep memory busy.
-  prefetch_tile(p, blockIdx.x + p.at_once);
 
   float scale[8];
   float* scale_inv = p.columns.scale + tile * p.columns.scale_tile + block * p.columns.scale_block;
@@ -207,7 +190,6 @@ void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& ro
       const Params<T> params = {.x = x.as<T>(),
                                 .channels = static_cast<int>(c),
                                 .tiles = static_cast<int>(tiles),
-                                .at_once = kBlocksPerSm<T> * device_info(x.device).sm_count,
                                 .plan = view_of(plan),
                                 .rows = rows_out(rows),
                                 .columns = columns_out(columns),

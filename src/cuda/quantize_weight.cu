@@ -20,7 +20,6 @@ struct Params {
   float* scale_t;  // its transpose
   int n, k, n_tiles, k_tiles;
   int interleave;  // 0: rows of q in w's order
-  int at_once;     // blocks that run at once
   Scaling scaling;
 };
 
@@ -40,38 +39,14 @@ __device__ __forceinline__ int stored_row(int i, int n, int interleave) {
   return (j / interleave * 2 + up) * interleave + j % interleave;
 }
 
-struct Place {
-  int n_tile, k_tile;
-  int64_t expert;
-
-  template <typename T>
-  __device__ __forceinline__ Place(const Params<T>& p, unsigned block)
-      : n_tile(block / p.k_tiles % p.n_tiles),
-        k_tile(block % p.k_tiles),
-        expert(block / p.k_tiles / p.n_tiles) {}
-};
-
-// A block's tile of w to L2.
-template <typename T>
-__device__ __forceinline__ void prefetch_tile(const Params<T>& p, unsigned block) {
-  constexpr int kLines = sizeof(T), kRows = kThreads / kLines;  // of a row; at a time
-  if (block >= gridDim.x) return;
-  const Place at(p, block);
-  const int column = 128 * at.k_tile + 128 / kLines * (threadIdx.x % kLines);
-  const int row = 128 * at.n_tile + threadIdx.x / kLines;
-#pragma unroll
-  for (int i = 0; i < 128; i += kRows)
-    if (row + i < p.n && column < p.k)
-      prefetch_line(p.w + (at.expert * p.n + row + i) * p.k + column);
-}
-
 // 16 lanes share a row: a warp stores whole lines of 128 codes. A thread holds rows
 // 64 half + 4 group + j at columns 8 lane, 8 of them.
 template <typename F, typename T>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
     const __grid_constant__ Params<T> p) {
   __shared__ Shared shared;
-  const auto [n_tile, k_tile, expert] = Place(p, blockIdx.x);
+  const int n_tile = blockIdx.x / p.k_tiles % p.n_tiles, k_tile = blockIdx.x % p.k_tiles;
+  const int64_t expert = blockIdx.x / p.k_tiles / p.n_tiles;
   const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
   const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
   const int64_t base = expert * p.n * p.k;
@@ -85,8 +60,6 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
       if (row + 64 * half + j < p.n && column < p.k)
         x[half][j].load(p.w + base + int64_t{row + 64 * half + j} * p.k + column);
     }
-  // As the registers of three blocks hold too little on its way to keep memory busy.
-  prefetch_tile(p, blockIdx.x + p.at_once);
   float top = 0.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -150,7 +123,6 @@ void quantize_blocks(const char* op, const Tensor& x, int64_t experts, int64_t n
                                 .n_tiles = static_cast<int>(n_tiles),
                                 .k_tiles = static_cast<int>(k_tiles),
                                 .interleave = static_cast<int>(interleave),
-                                .at_once = kBlocksPerSm<T> * device_info(x.device).sm_count,
                                 .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
       launch(op, quantize_tiles<F, T>, static_cast<unsigned>(experts * n_tiles * k_tiles), kThreads,
              0, stream_of(stream), params);

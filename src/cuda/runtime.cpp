@@ -70,6 +70,11 @@ const DeviceInfo& device_info(Device device) {
   return infos[index];
 }
 
+uint64_t read_once_policy(const Tensor& written) {
+  const int64_t bytes = written.numel() * size_of(written.dtype);
+  return 4 * bytes <= 3 * device_info(written.device).l2_bytes ? kLeavesFirst : kLeavesInTurn;
+}
+
 int launch_number(LaunchNumbers& numbers, cudaStream_t stream, const char* op) {
   cudaStreamCaptureStatus status{};
   FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));

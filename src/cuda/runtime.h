@@ -44,6 +44,15 @@ struct DeviceInfo {
 // Read once per device and kept.
 const DeviceInfo& device_info(Device device);
 
+// How long L2 keeps a line, in the words of createpolicy on sm_90 (CUTLASS: TMA::CacheHintSm90).
+inline constexpr uint64_t kLeavesFirst = 0x12F0000000000000;
+inline constexpr uint64_t kLeavesInTurn = 0x1000000000000000;
+
+// For what a kernel reads once. Where L2 can hold what is `written`, reads leave first, and the
+// next kernel finds the writes there. Where it cannot, reads that leave before the writes do make a
+// kernel up to 11% slower (docs/notes).
+uint64_t read_once_policy(const Tensor& written);
+
 inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 
 // t = 0, queued; nothing for a tensor not given or empty. On the current device.

@@ -24,6 +24,7 @@ struct RowsParams {
   int rows, intermediate, tiles;
   PlanView plan;
   RowsOut h;
+  uint64_t read_policy;
   Pow2Scaling scaling;
 };
 
@@ -54,20 +55,20 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
   float* scale = p.h.scale + row * p.h.scale_row + first * p.h.scale_tile;
 
   uint4 packed[kTilesPerBlock][4];  // two of them at a time, once unrolled
-  const auto load = [&](int tile) {
+  const auto bring = [&](int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       packed[tile][half] = packed[tile][2 + half] = uint4{0, 0, 0, 0};
       if (!kind.token || first + tile >= p.tiles) continue;
-      packed[tile][half] = load_once<uint4>(gates + 128 * tile + 64 * half);
-      packed[tile][2 + half] = load_once<uint4>(ups + 128 * tile + 64 * half);
+      packed[tile][half] = load<uint4>(gates + 128 * tile + 64 * half, p.read_policy);
+      packed[tile][2 + half] = load<uint4>(ups + 128 * tile + 64 * half, p.read_policy);
     }
   };
-  load(0);
+  bring(0);
 #pragma unroll
   for (int tile = 0; tile < kTilesPerBlock; ++tile) {
     if (first + tile >= p.tiles) break;
-    if (tile + 1 < kTilesPerBlock) load(tile + 1);
+    if (tile + 1 < kTilesPerBlock) bring(tile + 1);
     float gate[16], up[16], h[16];
     unpack16(packed[tile][0], packed[tile][1], gate);
     unpack16(packed[tile][2], packed[tile][3], up);
@@ -125,6 +126,7 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                              .tiles = static_cast<int>(tiles),
                              .plan = view_of(plan),
                              .h = rows_out(h),
+                             .read_policy = read_once_policy(h.data),
                              .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
   launch(kOp, clamp > 0.0f ? quantize_rows<F, true> : quantize_rows<F, false>,

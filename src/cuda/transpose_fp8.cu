@@ -15,7 +15,7 @@ struct DequantizedSource {
   RowsOut q;
 
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
-    const uint2 codes = load_once<uint2>(q.data + row * q.ld + column);
+    const uint2 codes = load<uint2>(q.data + row * q.ld + column);
     const float s = __ldg(q.scale + row * q.scale_row + column / 128 * q.scale_tile);
     fp8_decode4<F>(codes.x, v), fp8_decode4<F>(codes.y, v + 4);
 #pragma unroll

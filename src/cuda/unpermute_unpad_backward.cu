@@ -24,6 +24,7 @@ struct Params {
   PlanView plan;
   int slots;
   int vectors;  // 16 bytes each, in a row
+  uint64_t read_policy;
   int64_t tokens;
   unsigned zero_blocks_an_expert;
 };
@@ -31,7 +32,8 @@ struct Params {
 // The row of a kept slot, by one warp.
 template <typename T>
 __device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, char* dy,
-                                               float prob, int vectors, int lane) {
+                                               float prob, int vectors, uint64_t read_policy,
+                                               int lane) {
   constexpr int kN = 16 / sizeof(T);
   constexpr int kLanes = 128 / kN;  // of a 128-term tile: 16 or 32
   float dot = 0.0f;
@@ -41,8 +43,8 @@ __device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, 
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const bool has = 32 * j < left;
-      g[j] = has ? load_shared_by_blocks<uint4>(dout + 512 * j) : uint4{0, 0, 0, 0};
-      r[j] = has ? load_once<uint4>(y + 512 * j) : uint4{0, 0, 0, 0};
+      g[j] = has ? load<uint4>(dout + 512 * j) : uint4{0, 0, 0, 0};
+      r[j] = has ? load<uint4>(y + 512 * j, read_policy) : uint4{0, 0, 0, 0};
     }
     float sum[kBatch];
 #pragma unroll
@@ -54,7 +56,7 @@ __device__ __forceinline__ float scale_and_dot(const char* dout, const char* y, 
       for (int i = 0; i < kN; ++i) term[i] = b[i] * a[i];
 #pragma unroll
       for (float& x : a) x *= prob;
-      if (32 * j < left) store_streaming(dy + 512 * j, pack<T>(a));
+      if (32 * j < left) store(dy + 512 * j, pack<T>(a));
       sum[j] = tree_sum<kN>(term);
     }
     // Lane l has the tiles of vector 2 (l % 2) + l / 2 % 2; they are added in their order.
@@ -85,8 +87,9 @@ __global__ void __launch_bounds__(256, kBlocksPerSm) backward(const __grid_const
   const int64_t row_bytes = int64_t{p.vectors} * 16;
   for (int i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
     const KeptSlot slot = kept[i];
-    const float dot = scale_and_dot<T>(p.dout + token * row_bytes, p.y + slot.row * row_bytes,
-                                       p.dy + slot.row * row_bytes, slot.prob, p.vectors, lane);
+    const float dot =
+        scale_and_dot<T>(p.dout + token * row_bytes, p.y + slot.row * row_bytes,
+                         p.dy + slot.row * row_bytes, slot.prob, p.vectors, p.read_policy, lane);
     if (lane == 0) dprobs[slot.slot] = dot;
   }
 }
@@ -110,6 +113,7 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
                       .plan = view_of(plan),
                       .slots = static_cast<int>(plan.slots),
                       .vectors = static_cast<int>(dout.shape[1] * size_of(dout.dtype) / 16),
+                      .read_policy = read_once_policy(dy),
                       .tokens = plan.tokens,
                       .zero_blocks_an_expert = zero_blocks_an_expert};
   const auto warps = static_cast<unsigned>(std::min<int64_t>(plan.slots, 8));

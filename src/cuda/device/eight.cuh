@@ -3,6 +3,7 @@
 
 #include "cuda/device/convert.cuh"
 #include "cuda/device/memory.cuh"
+#include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
 
@@ -16,10 +17,10 @@ struct Eight {
     for (uint32_t& w : word) w = 0;
   }
   // p: the first of the eight, 16-byte aligned.
-  __device__ __forceinline__ void load(const T* p) {
+  __device__ __forceinline__ void load(const T* p, uint64_t policy = kLeavesInTurn) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      const uint4 w = load_once<uint4>(reinterpret_cast<const uint32_t*>(p) + i);
+      const uint4 w = cuda::load<uint4>(reinterpret_cast<const uint32_t*>(p) + i, policy);
       word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
     }
   }

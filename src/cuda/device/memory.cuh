@@ -5,35 +5,31 @@
 
 namespace fp8moe::cuda {
 
-// Read once and never written by this kernel: passes by L1.
+// Never written by this kernel.
 template <typename V>
-__device__ __forceinline__ V load_once(const void* p);
-
-template <>
-__device__ __forceinline__ uint32_t load_once<uint32_t>(const void* p) {
-  uint32_t v;
-  asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-template <>
-__device__ __forceinline__ uint2 load_once<uint2>(const void* p) {
-  uint2 v;
-  asm("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-template <>
-__device__ __forceinline__ uint4 load_once<uint4>(const void* p) {
-  uint4 v;
-  asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(p));
-  return v;
-}
-
-// Read again by another block soon (a gathered row): stays in L1 and L2.
-template <typename V>
-__device__ __forceinline__ V load_shared_by_blocks(const void* p) {
+__device__ __forceinline__ V load(const void* p) {
   return __ldg(static_cast<const V*>(p));
+}
+
+// The same by a policy of L2's (runtime.h). L1::no_allocate and __ldcs say kLeavesFirst, too.
+template <typename V>
+__device__ __forceinline__ V load(const void* p, uint64_t policy);
+
+template <>
+__device__ __forceinline__ uint2 load<uint2>(const void* p, uint64_t policy) {
+  uint2 v;
+  asm("ld.global.nc.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
+      : "=r"(v.x), "=r"(v.y)
+      : "l"(p), "l"(policy));
+  return v;
+}
+template <>
+__device__ __forceinline__ uint4 load<uint4>(const void* p, uint64_t policy) {
+  uint4 v;
+  asm("ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p), "l"(policy));
+  return v;
 }
 
 // The line of p is on its way to L2.
@@ -73,6 +69,13 @@ __device__ __forceinline__ void store_streaming(void* p, V v) {
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes = 16) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+               : "memory");
+}
+// The same where another block reads the line next to it soon: L2 fetches 256 bytes.
+__device__ __forceinline__ void copy_async_of_pair(void* shared, const void* global, int bytes) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+               "r"(bytes)
                : "memory");
 }
 // The same of 4 bytes (or 0).

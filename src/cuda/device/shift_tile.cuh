@@ -135,9 +135,9 @@ struct TokenOfTile {
       for (int j = 0; j < 4; ++j) {
         const int of_token = __shfl_sync(kFullWarp, row, 4 * half + j, 8);
         const bool wanted = of_token >= 0 && channel < p.channels;
-        copy_async(&vector(codes, half, j),
-                   from + uint64_t{static_cast<uint32_t>(max(of_token, 0))} * p.stride,
-                   wanted ? 16 : 0);
+        copy_async_of_pair(&vector(codes, half, j),
+                           from + uint64_t{static_cast<uint32_t>(max(of_token, 0))} * p.stride,
+                           wanted ? 16 : 0);
       }
       copy_commit();
     }

@@ -16,11 +16,11 @@ struct FloatSource {
   __device__ __forceinline__ void load(int64_t offset, float (&v)[8]) const {
     const auto* p = static_cast<const char*>(data);
     if (dtype == DType::f32) {
-      const uint4 a = load_once<uint4>(p + 4 * offset), b = load_once<uint4>(p + 4 * offset + 16);
+      const uint4 a = cuda::load<uint4>(p + 4 * offset), b = cuda::load<uint4>(p + 4 * offset + 16);
       const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
       unpack<float>(words, v);
     } else {
-      const uint4 a = load_once<uint4>(p + 2 * offset);
+      const uint4 a = cuda::load<uint4>(p + 2 * offset);
       const uint32_t words[4] = {a.x, a.y, a.z, a.w};
       if (dtype == DType::bf16)
         unpack<Bf16>(words, v);
@@ -42,7 +42,7 @@ struct PreActivation {
   __device__ __forceinline__ void load(int64_t row, int column, float (&v)[8]) const {
     const int64_t offset = row * width + column;
     if (dense.data != nullptr) return dense.load(offset, v);
-    const uint2 packed = load_once<uint2>(codes + offset);
+    const uint2 packed = cuda::load<uint2>(codes + offset);
     const float s = scale_inv[row * scale_row + column / 128 * scale_tile];
     if (fp8 == DType::e4m3) {
       fp8_decode4<E4M3>(packed.x, v), fp8_decode4<E4M3>(packed.y, v + 4);

@@ -104,7 +104,7 @@ constexpr int tokens_band(int64_t k_blocks, int64_t experts, bool bf16) {
 // written, which short tiles feel; to bring what D holds, add and store costs a tile a wait, which
 // long ones feel. Both give the same bits.
 constexpr bool fetches_output(int64_t k_blocks, int64_t experts) {
-  return few_tokens(k_blocks, experts, 12);
+  return few_tokens(k_blocks, experts, 20);
 }
 
 }  // namespace fp8moe::cuda::gemm
