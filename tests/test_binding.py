@@ -38,11 +38,30 @@ def extension(name: str) -> Callable[..., None]:
     return lambda **call: op(**call, workspace=torch.zeros(1 << 16, dtype=torch.uint8))
 
 
+SIZES = ("tokens", "slots", "experts", "align", "capacity")
+
+
 def entry(name: str) -> Callable[..., None]:
-    """How the functional forms call the flat op."""
+    """How the functional forms call the op, of its flat arguments."""
     module = importlib.import_module(f"fp8moe_cutlass.ops.{name.removesuffix('_backward')}")
     call = module._backward if name.endswith("_backward") else module._op
-    return lambda **arguments: call(*arguments.values())
+
+    def run(**flat: Any) -> None:
+        given = []
+        while flat:
+            key = next(iter(flat))
+            value = flat.pop(key)
+            if key == "plan":
+                value = value if value is None else RoutingPlan(value, *(flat[k] for k in SIZES))
+                flat = {k: v for k, v in flat.items() if k not in SIZES}
+            elif f"{key}_scale" in flat:
+                scale, layout = flat.pop(f"{key}_scale"), flat.pop(f"{key}_layout", "row")
+                block = (128, 128) if layout == "block" else (1, 128)
+                value = value if scale is None else Fp8Tensor(value, scale, block, layout)
+            given.append(value)
+        call(*given)
+
+    return run
 
 
 def tensors(call: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -65,16 +65,18 @@ def grouped_gemm_wgrad(dy_t: fp8moe_cutlass.typing.ArrayArg, dy_t_scale: fp8moe_
 def attach_torch(objects: dict[str, Any]) -> None:
     """Hands over what eager calls ask of torch."""
 
-def eager(direct: Any, watched: Any, arrays: int, written: int) -> Any:
+def eager(direct: Any, watched: Any, kinds: str, arrays: int, written: int) -> Any:
     """
-    A function of an op's flat arguments: `direct`, or `watched` where torch watches.
+    A function of an op's arguments: `direct` of the flat ones, or `watched` where torch watches.
     """
 
 def empty(like: Any, shape: Any, dtype: Any) -> Any:
     """A tensor beside `like` without torch's dispatcher, or None."""
 
-def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, interleave: int) -> Any:
-    """An Fp8Tensor beside `like` without torch's dispatcher, or None."""
+def fp8_output(out: Any, like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, interleave: int) -> Any:
+    """
+    `out` if it is what is asked for, an Fp8Tensor beside `like` without torch's dispatcher, or None.
+    """
 
 def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any:
     """A RoutingPlan beside `like` without torch's dispatcher, or None."""

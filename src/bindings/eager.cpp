@@ -1,7 +1,9 @@
 #include "eager.h"
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "exchange_api.h"
@@ -29,6 +31,14 @@ struct Dataclass {
       if (PyObject_GenericSetAttr(made.ptr(), fields[i].ptr(), values[i]) != 0) made.reset();
     if (!made.is_valid()) nb::raise_python_error();
     return made;
+  }
+
+  bool made(PyObject* object) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr();
+  }
+  // A new reference; null with Python's error set.
+  PyObject* get(PyObject* instance, size_t field) const {
+    return PyObject_GetAttr(instance, fields[field].ptr());
   }
 
   nb::object type;
@@ -63,6 +73,8 @@ struct Torch {
   nb::object empty_cpu, empty_cuda;  // (size, stride, dtype) -> tensor; None: this torch has none
 };
 
+constexpr size_t kLayout = 3;  // of an Fp8Tensor's fields; pow2, interleave and fp8_dtype follow
+
 const Torch* torch = nullptr;  // never freed: Python may be gone by then
 
 bool is_true(const nb::object& function) {
@@ -88,10 +100,85 @@ bool is_tensor(nb::handle object) {
   return is;
 }
 
-bool needs_grad(const nb::args& arguments, uint64_t arrays) {
+// An op's flat arguments.
+class Flat {
+ public:
+  Flat() = default;
+  Flat(const Flat&) = delete;
+  Flat& operator=(const Flat&) = delete;
+  ~Flat() {
+    for (PyObject* argument : *this) Py_DECREF(argument);
+  }
+
+  // Those that `given` stand for (eager.h); false, and no more to be asked, if an argument is not
+  // what is common.
+  bool take(const nb::args& given, std::string_view kinds) {
+    if (given.size() != kinds.size()) return false;
+    for (size_t i = 0; i < kinds.size(); ++i)
+      if (!take(given[i].ptr(), kinds[i])) {
+        PyErr_Clear();
+        return false;
+      }
+    return true;
+  }
+
+  PyObject* const* begin() const { return values_; }
+  PyObject* const* end() const { return values_ + size_; }
+  size_t size() const { return size_; }
+  PyObject* operator[](size_t i) const { return values_[i]; }
+
+ private:
+  static constexpr size_t kRoom = 48;
+
+  bool add(PyObject* own) {
+    if (!own || size_ == kRoom) {
+      Py_XDECREF(own);
+      return false;
+    }
+    values_[size_++] = own;
+    return true;
+  }
+  bool add_borrowed(PyObject* borrowed) { return add(Py_NewRef(borrowed)); }
+
+  bool take(PyObject* given, char kind) {
+    if (kind == '.') return add_borrowed(given);
+    return kind == 'p' ? take_plan(given) : take_fp8(given, kind == '3');
+  }
+
+  bool take_plan(PyObject* given) {
+    static PyObject* const zero = PyLong_FromLong(0);
+    const Dataclass& plan = torch->plan;
+    const bool none = given == Py_None;
+    if (!none && !plan.made(given)) return false;
+    for (size_t i = 0; i < plan.fields.size(); ++i)
+      if (!(none ? add_borrowed(i == 0 ? Py_None : zero) : add(plan.get(given, i)))) return false;
+    return true;
+  }
+
+  bool take_fp8(PyObject* given, bool layout) {
+    static PyObject* const no_layout = PyUnicode_InternFromString("");
+    const Dataclass& fp8 = torch->fp8_tensor;
+    if (!fp8.made(given))
+      return add_borrowed(given) && add_borrowed(Py_None) && (!layout || add_borrowed(no_layout));
+    return add(fp8.get(given, 0)) && is_fp8(values_[size_ - 1]) && add(fp8.get(given, 1)) &&
+           (!layout || add(fp8.get(given, kLayout)));
+  }
+
+  // Of one of torch's FP8 dtypes, not of uint8 codes.
+  static bool is_fp8(PyObject* data) {
+    static PyObject* const name = PyUnicode_InternFromString("dtype");
+    const nb::object dtype = nb::steal(PyObject_GetAttr(data, name));
+    return dtype.is_valid() && PyDict_GetItem(torch->formats.ptr(), dtype.ptr()) != nullptr;
+  }
+
+  PyObject* values_[kRoom];
+  size_t size_ = 0;
+};
+
+bool needs_grad(const Flat& arguments, uint64_t arrays) {
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
   for (size_t i = 0; i < arguments.size() && arrays != 0; ++i, arrays >>= 1) {
-    PyObject* argument = arguments[i].ptr();
+    PyObject* argument = arguments[i];
     if ((arrays & 1) == 0 || argument == Py_None || PyTuple_Check(argument) ||
         !exchange_api(Py_TYPE(argument)))
       continue;
@@ -181,15 +268,19 @@ std::optional<Shape> scale_shape(Shape shape, std::string_view layout) {
 
 void attach_torch(nb::dict objects) { torch = new Torch(objects); }
 
-nb::object eager(nb::object direct, nb::object watched, uint64_t arrays, uint64_t written) {
-  return nb::cpp_function([=](const nb::args& arguments) -> nb::object {
-    if (is_watched() || (is_true(torch->is_grad_enabled) && needs_grad(arguments, arrays)))
-      return watched(*arguments);
-    direct(*arguments);
+nb::object eager(nb::object direct, nb::object watched, const char* kinds, uint64_t arrays,
+                 uint64_t written) {
+  return nb::cpp_function([=, kinds = std::string(kinds)](const nb::args& given) -> nb::object {
+    Flat flat;
+    if (is_watched() || !flat.take(given, kinds) ||
+        (is_true(torch->is_grad_enabled) && needs_grad(flat, arrays)))
+      return watched(*given);
+    if (!nb::steal(PyObject_Vectorcall(direct.ptr(), flat.begin(), flat.size(), nullptr)))
+      nb::raise_python_error();
     nb::list counted;
     uint64_t bits = written;
-    for (size_t i = 0; i < arguments.size() && bits != 0; ++i, bits >>= 1)
-      if ((bits & 1) != 0 && is_tensor(arguments[i])) counted.append(arguments[i]);
+    for (size_t i = 0; i < flat.size() && bits != 0; ++i, bits >>= 1)
+      if ((bits & 1) != 0 && is_tensor(flat[i])) counted.append(nb::handle(flat[i]));
     return torch->increment_version(counted);
   });
 }
@@ -203,15 +294,27 @@ nb::object empty(nb::handle like, nb::handle shape, nb::handle dtype) {
   return array.is_valid() ? array : nb::none();
 }
 
-nb::object empty_fp8(nb::handle like, nb::handle shape, nb::handle layout, nb::handle fp8_dtype,
-                     nb::handle pow2, nb::handle interleave) {
+nb::object fp8_output(nb::handle out, nb::handle like, nb::handle shape, nb::handle layout,
+                      nb::handle fp8_dtype, nb::handle pow2, nb::handle interleave) {
+  PyObject* format = torch ? PyDict_GetItem(torch->formats.ptr(), fp8_dtype.ptr()) : nullptr;
+  if (!format) return nb::none();
+  if (!out.is_none()) {
+    PyObject* asked[] = {layout.ptr(), pow2.ptr(), interleave.ptr(), PyTuple_GetItem(format, 0)};
+    if (!torch->fp8_tensor.made(out.ptr())) return nb::none();
+    for (size_t i = 0; i < std::size(asked); ++i) {
+      const nb::object has = nb::steal(torch->fp8_tensor.get(out.ptr(), kLayout + i));
+      const int same = has.is_valid() ? PyObject_RichCompareBool(has.ptr(), asked[i], Py_EQ) : -1;
+      if (same < 0) nb::raise_python_error();
+      if (!same) return nb::none();
+    }
+    return nb::borrow(out);
+  }
   PyObject* function = PyUnicode_Check(layout.ptr()) ? allocator(like) : nullptr;
   Shape sizes;
   if (!function || (sizes.count = read(shape, sizes.sizes)) < 2) return nb::none();
   const std::string_view text = nb::cast<const char*>(layout);
   const auto scales = scale_shape(sizes, text);
-  PyObject* format = PyDict_GetItem(torch->formats.ptr(), fp8_dtype.ptr());
-  if (!scales || !format) return nb::none();
+  if (!scales) return nb::none();
 
   const nb::object data = allocate(function, sizes, PyTuple_GetItem(format, 1));
   if (!data.is_valid()) return nb::none();

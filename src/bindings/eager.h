@@ -13,12 +13,15 @@ namespace fp8moe {
 // Takes torch's objects by the names in eager.cpp. Before it, no array is torch's.
 void attach_torch(nanobind::dict objects);
 
-// A function of an op's flat arguments. It calls `direct` with them and counts up the versions of
-// the tensors in `written`. Where torch traces, intercepts or profiles, where a forward-mode
-// gradient is taken, or one of the `arrays` requires grad, it calls `watched` instead, which does
-// all that by itself. Bit i of `arrays` and `written`: argument i.
-nanobind::object eager(nanobind::object direct, nanobind::object watched, uint64_t arrays,
-                       uint64_t written);
+// A function that calls `direct` with the flat arguments that its own stand for and counts up the
+// versions of the tensors in `written`. Where torch traces, intercepts or profiles, where a
+// forward-mode gradient is taken, or one of the `arrays` requires grad, it calls `watched` instead,
+// with its own arguments, which does all that by itself. Bit i of `arrays` and `written`: flat
+// argument i. kinds, a character an argument: '3' an Fp8Tensor's data, scale and layout, '2' the
+// first two of them (of another array: itself, and none), 'p' a RoutingPlan's slab and sizes, '.'
+// itself.
+nanobind::object eager(nanobind::object direct, nanobind::object watched, const char* kinds,
+                       uint64_t arrays, uint64_t written);
 
 // An uninitialized tensor on the device of `like`, allocated without torch's dispatcher, or None if
 // `like` is not torch's or not on the current device, if something traces, intercepts or fills what
@@ -26,10 +29,11 @@ nanobind::object eager(nanobind::object direct, nanobind::object watched, uint64
 // `like`.
 nanobind::object empty(nanobind::handle like, nanobind::handle shape, nanobind::handle dtype);
 
-// The same for an Fp8Tensor; None for what is no layout or format, too.
-nanobind::object empty_fp8(nanobind::handle like, nanobind::handle shape, nanobind::handle layout,
-                           nanobind::handle fp8_dtype, nanobind::handle pow2,
-                           nanobind::handle interleave);
+// `out`, or if it is None an Fp8Tensor made the same way; None for what is no layout or format, and
+// for an `out` that is not what the arguments ask for, too.
+nanobind::object fp8_output(nanobind::handle out, nanobind::handle like, nanobind::handle shape,
+                            nanobind::handle layout, nanobind::handle fp8_dtype,
+                            nanobind::handle pow2, nanobind::handle interleave);
 
 // The same for a RoutingPlan, of whose slab nothing is written; None for sizes no plan can have,
 // too.

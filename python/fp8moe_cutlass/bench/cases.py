@@ -259,11 +259,13 @@ def transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
 @case
 def permute_transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, _ = routing(shape, device)
-    q = ops.quantize(normal(shape["T"], shape["H"], device=device))
-    for columns in ("block", "column"):
-        run, out = into(ops.permute_transpose_fp8, q, plan, columns=columns)
-        moved = size_of(q, plan.row_of) + written(plan, out)
-        yield Work(columns, run, moved, inputs={"q": q, "plan": plan})
+    x = normal(shape["T"], shape["H"], device=device)
+    q_row, q_gemm = ops.quantize(x), ops.quantize(x, scale_layout="gemm")
+    for q, named in ((q_row, ""), (q_gemm, ", scales of x in gemm layout")):
+        for columns in ("block", "column"):
+            run, out = into(ops.permute_transpose_fp8, q, plan, columns=columns)
+            moved = size_of(q, plan.row_of) + written(plan, out)
+            yield Work(columns + named, run, moved, inputs={"q": q, "plan": plan})
 
 
 @case

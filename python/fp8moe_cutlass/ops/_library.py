@@ -1,4 +1,4 @@
-"""What the ops share: registration with torch, allocation of outputs, words into flat arguments.
+"""What the ops share: registration with torch, allocation of outputs, flat arguments.
 
 torch is optional. With it, every op is also torch.ops.fp8moe.<op> over flat arguments: it fills the
 outputs it is given and returns nothing, and has no autograd. Eager calls go straight to _C, through
@@ -86,7 +86,9 @@ _LOST = "require grad, its gradient would be lost; use fp8moe_cutlass.autograd o
 def define(
     schema: str, run: Callable[..., None] | None = None, *, counts_in: str = ""
 ) -> Callable[..., None]:
-    """Registers `name(arguments)` with torch, if it is here, and returns the way to call it.
+    """Registers `name(arguments)` with torch, if it is here, and returns the way to call it: an
+    Fp8Tensor stands for `x, x_scale[, x_layout]`, a RoutingPlan for `plan` and its sizes, None for
+    either.
 
     run: the implementation, _C.<name> if not given. The caller refuses arguments that require grad
     where grad mode is on, because their gradient would be lost. counts_in: an output of which the
@@ -94,8 +96,11 @@ def define(
     """
     name, _, arguments = schema.partition("(")
     direct: Callable[..., None] = run or getattr(_C, name)
+    words = arguments.rstrip(")").split(", ")
+    names = [w.split()[-1] for w in words]
+    kinds = _kinds(names)
     if torch is None:
-        return direct
+        return lambda *args: direct(*_flatten(kinds, args))
     _LIBRARY.define(f"{schema} -> ()")
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, direct, key)
@@ -104,12 +109,11 @@ def define(
     # Selective checkpointing keeps what an op returns, which here is nothing: its backward would
     # leave the op out and read outputs that nobody filled.
     SAC_IGNORED_OPS.add(through_torch)
-    words = arguments.rstrip(")").split(", ")
-    names = [w.split()[-1] for w in words]
     places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
     written = [i for i in places if "!)" in words[i] and names[i] != counts_in]
 
-    def watched(*args: Any) -> None:
+    def watched(*given: Any) -> None:
+        args = _flatten(kinds, given)
         if torch.is_grad_enabled():
             for i in places:
                 if getattr(args[i], "requires_grad", False):
@@ -127,12 +131,47 @@ def define(
     def refuse(i: int, what: str) -> None:
         raise ValueError(f"[{name}] {names[i]} must not {what}")
 
-    eager = _C.eager(direct, watched, *(sum(1 << i for i in at) for at in (places, written)))
+    bits = (sum(1 << i for i in at) for at in (places, written))
+    eager = _C.eager(direct, watched, kinds, *bits)
 
     def call(*args: Any) -> None:
         (watched if is_dynamo_compiling() else eager)(*args)
 
     return call
+
+
+def _kinds(names: list[str]) -> str:
+    """What each argument of a call stands for in the schema: "3" an Fp8Tensor's data, scale and
+    layout, "2" the first two of them, "p" a plan's slab and sizes, "." itself."""
+    kinds, at = "", 0
+    while at < len(names):
+        name, *after = names[at : at + 3]
+        if after == [f"{name}_scale", f"{name}_layout"]:
+            kind, count = "3", 3
+        elif after[:1] == [f"{name}_scale"]:
+            kind, count = "2", 2
+        elif name == "plan":
+            kind, count = "p", 6
+        else:
+            kind, count = ".", 1
+        kinds += kind
+        at += count
+    return kinds
+
+
+def _flatten(kinds: str, given: tuple[Any, ...]) -> list[Any]:
+    """What `given` stands for, as the schema has it. An array that is no Fp8Tensor has no scale."""
+    args: list[Any] = []
+    for kind, arg in zip(kinds, given, strict=True):
+        if kind == ".":
+            args.append(arg)
+        elif kind == "p":
+            args += (None, 0, 0, 0, 0, 0) if arg is None else (arg.slab, *arg.sizes)
+        else:
+            fp8 = isinstance(arg, Fp8Tensor)
+            flat = (_codes(arg), arg.scale_inv, arg.scale_layout) if fp8 else (arg, None, "")
+            args += flat[: int(kind)]
+    return args
 
 
 def _has_tangent(t: Any) -> bool:
@@ -195,10 +234,12 @@ def fp8_output(
     interleave: int = 0,
 ) -> Fp8Tensor:
     """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
-    if out is None and not is_dynamo_compiling():
-        out = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
-        if out is not None:
-            return out
+    if not is_dynamo_compiling():
+        made: Fp8Tensor | None = _C.fp8_output(
+            out, like, shape, layout, fp8_dtype, pow2, interleave
+        )
+        if made is not None:
+            return made
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     if out is not None:
         asked = (layout, format, pow2, interleave)
@@ -258,27 +299,10 @@ def column_layout(op: str, columns: str) -> str:
     raise ValueError(f"[{op}] columns must be 'block' or 'column'; got {columns!r}")
 
 
-def flat(t: Fp8Tensor | None) -> tuple[Array, Array, str]:
-    """An Fp8Tensor, or none, as the flat arguments (data, scale, layout)."""
-    if t is None:
-        return None, None, ""
-    data = t.data
-    return data if data.dtype in _FP8 else _codes(t), t.scale_inv, t.scale_layout
-
-
-def flat_in(op: str, name: str, t: Fp8Tensor, layout: str) -> tuple[Array, Array]:
-    """An Fp8Tensor where only `layout` is legal, as the flat arguments (data, scale)."""
+def require_layout(op: str, name: str, t: Fp8Tensor, layout: str) -> None:
+    """ValueError for an Fp8Tensor where only `layout` is legal, if it has another."""
     if t.scale_layout != layout:
         raise ValueError(f"[{op}] {name} must have scale layout {layout!r}; got {t.scale_layout!r}")
-    data, scale_inv, _ = flat(t)
-    return data, scale_inv
-
-
-def flat_plan(plan: RoutingPlan | None) -> tuple[Any, int, int, int, int, int]:
-    """A plan, or none, as the flat arguments (slab, tokens, slots, experts, align, capacity)."""
-    if plan is None:
-        return (None, 0, 0, 0, 0, 0)
-    return plan.slab, plan.tokens, plan.slots, plan.experts, plan.align, plan.capacity
 
 
 def _is_torch(array: Array) -> bool:
@@ -288,6 +312,8 @@ def _is_torch(array: Array) -> bool:
 def _codes(t: Fp8Tensor) -> Array:
     """The data; uint8 codes as torch's FP8 dtype, or with their format where there is none."""
     data = t.data
+    if data.dtype in _FP8:
+        return data
     if _is_torch(data):  # no NumPy here: dynamo traces it
         return data.view(_TORCH[str(t.fp8_dtype)]) if data.dtype is torch.uint8 else data
     return (data, t.fp8_dtype) if data.dtype == np.uint8 else data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, flat, flat_plan
+from fp8moe_cutlass.ops._library import PLAN, define
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array
@@ -35,4 +35,4 @@ def count_codes(
     """
     if columns is not None and not (t.pow2 and columns.pow2):
         raise ValueError("[count_codes] columns need power-of-two scales; got pow2=False")
-    _op(*flat(t), *flat_plan(plan), *flat(columns), stride, counts)
+    _op(t, plan, columns, stride, counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, dtype_name, empty, flat
+from fp8moe_cutlass.ops._library import define, dtype_name, empty
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
@@ -18,5 +18,5 @@ def dequantize(t: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = N
         raise ValueError(f"[dequantize] t must not be interleaved; got interleave={t.interleave}")
     name = dtype_name("dequantize", "dtype", dtype, "float32", "float16", "bfloat16")
     x = empty("dequantize", t.data, t.shape, name) if out is None else out
-    _op(*flat(t), x)
+    _op(t, x)
     return x

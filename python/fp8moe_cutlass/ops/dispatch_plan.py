@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, new_plan
+from fp8moe_cutlass.ops._library import PLAN, define, empty, new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -68,5 +68,5 @@ def dispatch_plan(
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
     elif out[0].sizes != sizes:
         raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
-    _op(topk_idx, num_experts, segment, *flat_plan(out[0]), out[1])
+    _op(topk_idx, num_experts, segment, out[0], out[1])
     return out

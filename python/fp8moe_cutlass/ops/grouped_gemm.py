@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, flat_in, flat_plan
+from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, require_layout
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -35,5 +35,7 @@ def grouped_gemm(
     if out is None:
         out = empty("grouped_gemm", a.data, (a.data.shape[0], w.data.shape[1]), name)
     op = "grouped_gemm"
-    _op(*flat_in(op, "a", a, "gemm"), *flat_in(op, "w", w, "block"), *flat_plan(plan), out)
+    require_layout(op, "a", a, "gemm")
+    require_layout(op, "w", w, "block")
+    _op(a, w, plan, out)
     return out

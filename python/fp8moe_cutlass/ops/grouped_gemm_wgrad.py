@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, flat, flat_plan
+from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -35,5 +35,5 @@ def grouped_gemm_wgrad(
             raise ValueError("[grouped_gemm_wgrad] accumulate=True adds to out; got out=None")
         shape = (plan.experts, dy_t.shape[0], x_t.shape[0])
         out = empty("grouped_gemm_wgrad", dy_t.data, shape, name)
-    _op(*flat(dy_t), *flat(x_t), *flat_plan(plan), out, accumulate)
+    _op(dy_t, x_t, plan, out, accumulate)
     return out

@@ -8,8 +8,6 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     define,
     empty,
-    flat,
-    flat_plan,
     fp8_output,
     shape_of,
 )
@@ -53,11 +51,11 @@ def permute_pad(
         shape = (plan.rows, shape_of("permute_pad", "x", x.data, 2)[1])
         given = cast("Fp8Tensor | None", y)
         y8 = fp8_output("permute_pad", given, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
-        _op(*flat(x), *flat_plan(plan), probs, *flat(y8), permuted, zero_unweighted)
+        _op(x, plan, probs, y8, permuted, zero_unweighted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:
         y = empty("permute_pad", x, (plan.rows, shape_of("permute_pad", "x", x, 2)[1]))
-    _op(x, None, "", *flat_plan(plan), probs, y, None, "", permuted, zero_unweighted)
+    _op(x, plan, probs, y, permuted, zero_unweighted)
     return y, permuted
 
 
@@ -80,5 +78,5 @@ def permute_pad_backward(
     if dprobs is not None and dprobs_out is None:
         shape = (plan.tokens, plan.slots)
         dprobs_out = empty("permute_pad_backward", dprobs, shape, "float32")
-    _backward(dy, *flat_plan(plan), dprobs, dx, dprobs_out)
+    _backward(dy, plan, dprobs, dx, dprobs_out)
     return dx, dprobs_out

@@ -6,8 +6,6 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
     define,
-    flat,
-    flat_plan,
     fp8_output,
     shape_of,
 )
@@ -37,5 +35,5 @@ def permute_transpose_fp8(
     layout = column_layout("permute_transpose_fp8", columns)
     shape = (shape_of("permute_transpose_fp8", "t", t.data, 2)[1], plan.columns)
     q = fp8_output("permute_transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, True)
-    _op(*flat(t), *flat_plan(plan), *flat(q))
+    _op(t, plan, q)
     return q

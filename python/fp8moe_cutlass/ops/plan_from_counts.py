@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, flat_plan, new_plan
+from fp8moe_cutlass.ops._library import PLAN, define, new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -26,5 +26,5 @@ def plan_from_counts(
         out = new_plan("plan_from_counts", tokens_per_expert, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[plan_from_counts] out must be a plan of {sizes}; got {out.sizes}")
-    _op(tokens_per_expert, *flat_plan(out))
+    _op(tokens_per_expert, out)
     return out

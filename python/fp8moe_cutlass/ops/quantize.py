@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, flat, fp8_output, is_pow2, shape_of
+from fp8moe_cutlass.ops._library import define, fp8_output, is_pow2, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind, ScaleLayout
 
@@ -35,5 +35,5 @@ def quantize(
         )
     pow2 = is_pow2("quantize", scale)
     q = fp8_output("quantize", out, x, shape_of("quantize", "x", x, 2), layout, fp8_dtype, pow2)
-    _op(x, *flat(q), pow2, eps)
+    _op(x, q, pow2, eps)
     return q

@@ -6,8 +6,6 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
     define,
-    flat,
-    flat_plan,
     fp8_output,
     is_pow2,
     shape_of,
@@ -46,5 +44,5 @@ def quantize_dual(
     given = out or (None, None)
     rows = fp8_output("quantize_dual", given[0], x, (r, c), scale_layout, fp8_dtype, pow2)
     cols = fp8_output("quantize_dual", given[1], x, (c, plan.columns), t_layout, fp8_dtype, pow2)
-    _op(x, *flat_plan(plan), *flat(rows), *flat(cols), pow2, eps)
+    _op(x, plan, rows, cols, pow2, eps)
     return rows, cols

@@ -7,7 +7,6 @@ from fp8moe_cutlass.ops._library import (
     define,
     dtype_name,
     empty,
-    flat_plan,
     is_pow2,
     shape_of,
 )
@@ -59,5 +58,5 @@ def quantize_pack(
         slots = 0 if topk_idx is None else shape_of("quantize_pack", "topk_idx", topk_idx, 2)[1]
         shape = (plan.rows, packed_row_bytes(hidden, slots))
         out = empty("quantize_pack", x, shape, "uint8")
-    _op(x, topk_idx, probs, num_experts or 0, *flat_plan(plan), out, format, pow2, eps)
+    _op(x, topk_idx, probs, num_experts or 0, plan, out, format, pow2, eps)
     return out

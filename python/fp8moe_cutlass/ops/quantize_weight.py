@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from fp8moe_cutlass.ops._library import define, flat_in, fp8_output, is_pow2, shape_of
+from fp8moe_cutlass.ops._library import define, fp8_output, is_pow2, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
 
@@ -68,8 +68,5 @@ def quantize_weight(
         rows = fp8_output(op, given[0], w, (e, n, k), "block", fp8_dtype, pow2, interleave)
     if only != "rows":
         transpose = fp8_output(op, given[1], w, (e, k, n), "block", fp8_dtype, pow2)
-    none = (None, None)
-    flat_rows = none if rows is None else flat_in(op, "q", rows, "block")
-    flat_transpose = none if transpose is None else flat_in(op, "q_t", transpose, "block")
-    _op(w, *flat_rows, *flat_transpose, pow2, eps, interleave)
+    _op(w, rows, transpose, pow2, eps, interleave)
     return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, new_plan
+from fp8moe_cutlass.ops._library import PLAN, define, empty, new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -56,5 +56,5 @@ def route(
         out = new_plan("route", given, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[route] out must be a plan of {sizes}; got {out.sizes}")
-    _op(topk_idx, routing_map, *flat_plan(out))
+    _op(topk_idx, routing_map, out)
     return out

@@ -6,8 +6,6 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
     define,
-    flat,
-    flat_plan,
     fp8_output,
     is_pow2,
     shape_of,
@@ -51,5 +49,5 @@ def transpose_fp8(
     layout = column_layout("transpose_fp8", columns)
     shape = (shape_of("transpose_fp8", "t", t.data, 2)[1], plan.columns)
     q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
-    _op(*flat(t), *flat_plan(plan), *flat(q), requantize, pow2, eps)
+    _op(t, plan, q, requantize, pow2, eps)
     return q

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fp8moe_cutlass.ops._library import PLAN, define, empty, flat_plan, shape_of
+from fp8moe_cutlass.ops._library import PLAN, define, empty, shape_of
 from fp8moe_cutlass.ops.permute_pad import permute_pad
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -28,7 +28,7 @@ def unpermute_unpad(
     """
     if out is None:
         out = empty("unpermute_unpad", y, (plan.tokens, shape_of("unpermute_unpad", "y", y, 2)[1]))
-    _op(y, *flat_plan(plan), probs, out)
+    _op(y, plan, probs, out)
     return out
 
 
@@ -58,5 +58,5 @@ def unpermute_unpad_backward(
     if probs is not None and dprobs is None:
         shape = (plan.tokens, plan.slots)
         dprobs = empty("unpermute_unpad_backward", probs, shape, "float32")
-    _backward(dout, *flat_plan(plan), y, probs, dy, dprobs)
+    _backward(dout, plan, y, probs, dy, dprobs)
     return dy, dprobs
