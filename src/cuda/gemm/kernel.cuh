@@ -22,6 +22,9 @@ inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
 // setmaxnreg; under 40 the producers would spill.
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kConsumerRegisters = 232;
+// Where the loop over a tile's K-blocks begins: of a K that is a multiple of 512 tiles begin at
+// stage 0, and their second K-block enters it.
+inline constexpr int kUnrolledFrom = 1;
 
 // Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile; of an edge tile two
 // parts of 64 columns each: a low tile's are neighbours in B, a flank tile's 128 rows apart in A;
@@ -93,17 +96,18 @@ struct Consumer {
     }
   }
 
-  // The K-block in stage s. Under its multiply run `meanwhile` and, but for a tile's first one,
-  // `prepare`. Ends when the next stage is full, too: there always is one, if only to tell the end.
-  // The wait comes before the release because ptxas then starts it early among the multiply-adds
-  // and not behind them.
+  template <Shape kShape>
+  using Parts = float[kShape == Shape::edge ? kBox : (kShape == Shape::whole ? TileN : kBox) / 2];
+
+  // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
+  // `prepare`.
   template <bool First, Shape kShape, typename Meanwhile>
-  __device__ __forceinline__ void step(int s, const Operands& at,
-                                       Promoter<kKind, TileN, kShape>& scales,
-                                       const float4* of_blocks, Meanwhile meanwhile) {
+  __device__ __forceinline__ void begin_step(int s, const Operands& at,
+                                             Promoter<kKind, TileN, kShape>& scales,
+                                             const float4* of_blocks, Parts<kShape>& part,
+                                             Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
     constexpr int kColumns = kShape == Shape::whole ? TileN : kBox;
-    float part[kShape == Shape::edge ? kBox : kColumns / 2];  // of this K-block
     scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
     multiply<A, B, kColumns>(at.a + s * kStride, at.b + s * kStride, part);
@@ -113,15 +117,51 @@ struct Consumer {
     meanwhile();
     if constexpr (kKind == Kind::tokens_column && !First) scales.prepare(ring.scale_b(s));
     finish(part);
+  }
+
+  // Promotes its parts. Ends when the next stage is full, too: there always is one, if only to tell
+  // the end. The wait comes before the release because ptxas then starts it early among the
+  // multiply-adds and not behind them.
+  template <bool First, Shape kShape>
+  __device__ __forceinline__ void end_step(int s, const Promoter<kKind, TileN, kShape>& scales,
+                                           const Parts<kShape>& part) {
     phases ^= 1u << s;
     scales.template add<First>(part, sums, ring.scale_b(s));
     await(after(s));
     release(ring.empty(s));
   }
 
-  // The K-blocks of a tile; under the first one's multiply runs `meanwhile`, after it `then`. From
-  // stage 0 on the loop over a whole tile is unrolled over the stages: addresses, descriptors and
-  // barriers are immediates, and no branch is taken but the one back.
+  // Both, in `stage`.
+  template <bool First, Shape kShape, typename Meanwhile>
+  __device__ __forceinline__ void step(const Operands& at, Promoter<kKind, TileN, kShape>& scales,
+                                       const float4* of_blocks, Meanwhile meanwhile) {
+    Parts<kShape> part;
+    begin_step<First>(stage, at, scales, of_blocks, part, meanwhile);
+    end_step<First>(stage, scales, part);
+    stage = after(stage);
+  }
+
+  // `now` K-blocks from stage kUnrolledFrom on, but for the last one's end; returns its stage.
+  // Unrolled over the stages: addresses, descriptors and barriers are immediates, and no branch is
+  // taken but the one back. Whether a K-block is the last is asked before its parts are promoted:
+  // the answer is there long before the multiply is done, and nothing waits for it behind the
+  // promotion, where the next multiply should begin.
+  __device__ __forceinline__ int unrolled_steps(int now, const Operands& at,
+                                                Promoter<kKind, TileN, Shape::whole>& scales,
+                                                const float4* of_blocks,
+                                                Parts<Shape::whole>& part) {
+    for (;; now -= kStages, of_blocks += kStages) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) {
+        const int s = (kUnrolledFrom + i) % kStages;
+        begin_step<false>(s, at, scales, of_blocks + i, part, [] {});
+        if (now == i + 1) return s;
+        end_step<false>(s, scales, part);
+      }
+    }
+  }
+
+  // The K-blocks of a tile; under the first one's multiply runs `meanwhile`, after it `then`.
   template <Shape kShape, typename Meanwhile, typename Then>
   __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile, Then then) {
     constexpr bool kWhole = kShape == Shape::whole;
@@ -129,26 +169,21 @@ struct Consumer {
     const Operands at = kWhole ? whole : operands<kShape>(ring, half, tile.low());
     const auto nothing = [] {};
     const float4* of_blocks = ring.run(runs.at());
-    step<true, kShape>(stage, at, scales, of_blocks++, meanwhile);
-    stage = after(stage);
+    step<true, kShape>(at, scales, of_blocks++, meanwhile);
     then();
     for (int left = tile.k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
       int now = min(left, in_run);
       left -= now;
-      for (; now > 0 && (!kWhole || stage != 0); --now) {
-        step<false, kShape>(stage, at, scales, of_blocks++, nothing);
-        stage = after(stage);
-      }
-      while (kWhole && now > 0) {
-#pragma unroll
-        for (int s = 0; s < kStages; ++s) {
-          step<false, kShape>(s, at, scales, of_blocks + s, nothing);
-          if (--now == 0) {
-            stage = after(s);
-            break;
-          }
+      const bool few = now < kStages;
+      for (; now > 0 && (!kWhole || few || stage != kUnrolledFrom); --now)
+        step<false, kShape>(at, scales, of_blocks++, nothing);
+      if constexpr (kWhole) {
+        if (now > 0) {
+          Parts<kShape> part;
+          stage = unrolled_steps(now, at, scales, of_blocks, part);
+          end_step<false>(stage, scales, part);
+          stage = after(stage);
         }
-        of_blocks += kStages;
       }
       close_run();
       if (left == 0) break;

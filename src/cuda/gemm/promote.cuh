@@ -210,14 +210,15 @@ class Promoter<Kind::tokens_column, TileN, Shape::whole> {
   }
   __device__ __forceinline__ void prepare(const float* of_columns) {
 #pragma unroll
-    for (int g = 0; g < kPrepared; ++g) prepared_[g] = products(of_columns, g);
-    if (row_ >= 0) return;
-    // Never reached, but what it would store has to be known here: ptxas would sink the products
-    // below the wait.
-    for (int g = 0; g < kPrepared; ++g)
-      asm volatile("st.volatile.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(16 * g),
-                   "f"(prepared_[g].x), "f"(prepared_[g].y), "f"(prepared_[g].z),
-                   "f"(prepared_[g].w));
+    for (int g = 0; g < kPrepared; ++g) {
+      const float4 v = prepared_[g] = products(of_columns, g);
+      // Never stored, but ptxas has to know it here, and would else sink it below the wait. No
+      // branch, which would let it make the products twice.
+      asm volatile(
+          "{\n .reg .pred never;\n setp.lt.s32 never, %0, 0;\n"
+          " @never st.volatile.shared.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(row_),
+          "r"(16 * g), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+    }
   }
   template <bool First>
   __device__ __forceinline__ void add(const float (&part)[TileN / 2], float2 (&sums)[TileN / 4],
