@@ -314,6 +314,39 @@ def test_numpy_while_torch_watches() -> None:
         assert ops.quantize(x).data.shape == (4, 128)
 
 
+def in_other_arrays(q: Fp8Tensor, kind: str) -> Fp8Tensor:
+    """The same codes and scales, of a subclass, as torch's uint8 or as NumPy's."""
+    rest = (q.block, q.scale_layout, q.pow2, q.interleave)
+    if kind == "subclass":
+        return type("Named", (Fp8Tensor,), {})(q.data, q.scale_inv, *rest)
+    codes, scale = q.data.view(torch.uint8), q.scale_inv
+    if kind == "numpy":
+        codes, scale = codes.numpy(), scale.numpy()
+    return Fp8Tensor(codes, scale, *rest, fp8_dtype="e4m3")
+
+
+def zeros_like(q: Fp8Tensor) -> Fp8Tensor:
+    data, scale = torch.zeros_like(q.data), torch.zeros_like(q.scale_inv)
+    return Fp8Tensor(data, scale, q.block, q.scale_layout)
+
+
+@pytest.mark.parametrize("kind", ["subclass", "uint8", "numpy"])
+def test_what_an_eager_call_takes_apart_in_python(kind: str) -> None:
+    """Beside torch's tensors: inputs and given outputs."""
+    p = problem()
+    x8, rows8 = in_other_arrays(p.x8, kind), in_other_arrays(p.rows8, kind)
+    assert torch.equal(ops.dequantize(x8, out=torch.empty_like(p.x)), ops.dequantize(p.x8))
+    q, y = (in_other_arrays(zeros_like(t), kind) for t in (p.x8, p.rows8))
+    ops.quantize(p.x, out=q)
+    ops.permute_pad(x8, p.plan, out=(y, None))
+    for made, expected in ((q, p.x8), (y, p.rows8)):
+        codes, scale = (torch.as_tensor(array) for array in (made.data, made.scale_inv))
+        assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(scale, expected.scale_inv)
+    d = ops.grouped_gemm(rows8, p.w8, p.plan, out=torch.empty_like(p.rows))
+    assert torch.equal(d, ops.grouped_gemm(p.rows8, p.w8, p.plan))
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_runs_twice_alike(name: str) -> None:
     op = getattr(torch.ops.fp8moe, name)

@@ -60,6 +60,7 @@ struct Torch {
         is_deterministic(objects["is_deterministic"]),
         increment_version(objects["increment_version"]),
         current_device(objects["current_device"]),
+        flatten(objects["flatten"]),
         empty_cpu(objects["empty_cpu"]),
         empty_cuda(objects["empty_cuda"]) {}
 
@@ -70,6 +71,7 @@ struct Torch {
   nb::dict forward_ad, profiler;  // contents of the modules
   nb::object is_grad_enabled, dispatch_modes, is_jit_tracing, is_deterministic;
   nb::object increment_version, current_device;
+  nb::object flatten;                // (kinds, an op's arguments) -> the flat ones, in a list
   nb::object empty_cpu, empty_cuda;  // (size, stride, dtype) -> tensor; None: this torch has none
 };
 
@@ -106,20 +108,17 @@ class Flat {
   Flat() = default;
   Flat(const Flat&) = delete;
   Flat& operator=(const Flat&) = delete;
-  ~Flat() {
-    for (PyObject* argument : *this) Py_DECREF(argument);
-  }
+  ~Flat() { clear(); }
 
-  // Those that `given` stand for (eager.h); false, and no more to be asked, if an argument is not
-  // what is common.
-  bool take(const nb::args& given, std::string_view kinds) {
-    if (given.size() != kinds.size()) return false;
-    for (size_t i = 0; i < kinds.size(); ++i)
-      if (!take(given[i].ptr(), kinds[i])) {
-        PyErr_Clear();
-        return false;
-      }
-    return true;
+  // Those that `given` stand for (eager.h). What is not common is taken apart in Python.
+  void take(const nb::args& given, const std::string& kinds) {
+    bool common = given.size() == kinds.size();
+    for (size_t i = 0; common && i < kinds.size(); ++i) common = take(given[i].ptr(), kinds[i]);
+    if (common) return;
+    PyErr_Clear();
+    clear();
+    const nb::object all = torch->flatten(kinds.c_str(), given);
+    for (nb::handle argument : all) add_borrowed(argument.ptr());
   }
 
   PyObject* const* begin() const { return values_; }
@@ -130,6 +129,9 @@ class Flat {
  private:
   static constexpr size_t kRoom = 48;
 
+  void clear() {
+    while (size_ > 0) Py_DECREF(values_[--size_]);
+  }
   bool add(PyObject* own) {
     if (!own || size_ == kRoom) {
       Py_XDECREF(own);
@@ -158,8 +160,11 @@ class Flat {
   bool take_fp8(PyObject* given, bool layout) {
     static PyObject* const no_layout = PyUnicode_InternFromString("");
     const Dataclass& fp8 = torch->fp8_tensor;
-    if (!fp8.made(given))
+    if (!fp8.made(given)) {
+      // None, or an array of torch's; what else there is, subclasses among it, Python knows.
+      if (given != Py_None && !exchange_api(Py_TYPE(given))) return false;
       return add_borrowed(given) && add_borrowed(Py_None) && (!layout || add_borrowed(no_layout));
+    }
     return add(fp8.get(given, 0)) && is_fp8(values_[size_ - 1]) && add(fp8.get(given, 1)) &&
            (!layout || add(fp8.get(given, kLayout)));
   }
@@ -271,10 +276,10 @@ void attach_torch(nb::dict objects) { torch = new Torch(objects); }
 nb::object eager(nb::object direct, nb::object watched, const char* kinds, uint64_t arrays,
                  uint64_t written) {
   return nb::cpp_function([=, kinds = std::string(kinds)](const nb::args& given) -> nb::object {
+    if (is_watched()) return watched(*given);
     Flat flat;
-    if (is_watched() || !flat.take(given, kinds) ||
-        (is_true(torch->is_grad_enabled) && needs_grad(flat, arrays)))
-      return watched(*given);
+    flat.take(given, kinds);
+    if (is_true(torch->is_grad_enabled) && needs_grad(flat, arrays)) return watched(*given);
     if (!nb::steal(PyObject_Vectorcall(direct.ptr(), flat.begin(), flat.size(), nullptr)))
       nb::raise_python_error();
     nb::list counted;

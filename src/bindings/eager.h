@@ -19,7 +19,7 @@ void attach_torch(nanobind::dict objects);
 // with its own arguments, which does all that by itself. Bit i of `arrays` and `written`: flat
 // argument i. kinds, a character an argument: '3' an Fp8Tensor's data, scale and layout, '2' the
 // first two of them (of another array: itself, and none), 'p' a RoutingPlan's slab and sizes, '.'
-// itself.
+// itself. Subclasses, uint8 codes and other frameworks' arrays are taken apart in Python.
 nanobind::object eager(nanobind::object direct, nanobind::object watched, const char* kinds,
                        uint64_t arrays, uint64_t written);
 
