@@ -68,7 +68,7 @@ if torch is not None:
             "is_jit_tracing": torch._C._is_tracing,
             "is_deterministic": torch._C._get_deterministic_algorithms,
             "increment_version": torch._C._increment_version,
-            "flatten": lambda kinds, given: _flatten(kinds, given),
+            "flatten": lambda kinds, given: _flatten(kinds, given),  # defined below
             "current_device": getattr(torch._C, "_cuda_getDevice", None),
             "empty_cpu": getattr(_guards, "_empty_strided_cpu", None),
             "empty_cuda": getattr(_guards, "_empty_strided_cuda", None),

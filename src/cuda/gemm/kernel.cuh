@@ -96,8 +96,10 @@ struct Consumer {
     }
   }
 
+  // Columns of a multiply, and a thread's parts of one K-block: an edge tile has two multiplies.
+  static constexpr int columns(Shape shape) { return shape == Shape::whole ? TileN : kBox; }
   template <Shape kShape>
-  using Parts = float[kShape == Shape::edge ? kBox : (kShape == Shape::whole ? TileN : kBox) / 2];
+  using Parts = float[(kShape == Shape::edge ? 2 : 1) * columns(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
   // `prepare`.
@@ -107,10 +109,9 @@ struct Consumer {
                                              const float4* of_blocks, Parts<kShape>& part,
                                              Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    constexpr int kColumns = kShape == Shape::whole ? TileN : kBox;
     scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
-    multiply<A, B, kColumns>(at.a + s * kStride, at.b + s * kStride, part);
+    multiply<A, B, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
     if constexpr (kShape == Shape::edge)
       multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
