@@ -280,9 +280,15 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
     fill_slab<kKind, N, true, S>(sums, slab);
     send_slab<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, false);
     cute::tma_store_arrive();
-    if constexpr (S > 0 && S - 1 + kFetched<N> < kAll) {
-      await_slabs<1>();  // the slab before this one has left
+    // A slab that has left is fetched into again, the first half's last one before any of the second
+    // half is waited for.
+    if constexpr (S > 0 && S < kFetched<N>) {
+      await_slabs<1>();
       fetch<kKind, N>(params, to, warp, S - 1 + kFetched<N>, slabs, full);
+    }
+    if constexpr (S == kFetched<N> - 1) {
+      await_slabs<0>();
+      fetch<kKind, N>(params, to, warp, S + kFetched<N>, slabs, full);
     }
     add_f32<kKind, N, S + 1>(sums, params, to, warp, slabs, full);
   }
