@@ -280,8 +280,8 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
     fill_slab<kKind, N, true, S>(sums, slab);
     send_slab<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, false);
     cute::tma_store_arrive();
-    // A slab that has left is fetched into again, the first half's last one before any of the second
-    // half is waited for.
+    // A slab that has left is fetched into again, the first half's last one before any of the
+    // second half is waited for.
     if constexpr (S > 0 && S < kFetched<N>) {
       await_slabs<1>();
       fetch<kKind, N>(params, to, warp, S - 1 + kFetched<N>, slabs, full);

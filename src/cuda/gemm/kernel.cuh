@@ -102,19 +102,21 @@ struct Consumer {
   using Parts = float[(kShape == Shape::edge ? 2 : 1) * columns(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
-  // `prepare`.
+  // `prepare`. A tile of rows begins without delay: its first scales are read under the multiply.
   template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void begin_step(int s, const Operands& at,
                                              Promoter<kKind, TileN, kShape>& scales,
                                              const float4* of_blocks, Parts<kShape>& part,
                                              Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    scales.load(ring.scale_a(s), of_blocks);
+    constexpr bool kAtOnce = First && kKind == Kind::rows;
+    if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
     multiply<A, B, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
     if constexpr (kShape == Shape::edge)
       multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
+    if constexpr (kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     meanwhile();
     if constexpr (kKind == Kind::tokens_column && !First) scales.prepare(ring.scale_b(s));
     finish(part);
@@ -221,6 +223,19 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   consumer.await(0);
   for (;;) {
     const Tile tile = ring.tile(consumer.stage);
+    const auto meanwhile = [&] {
+      finish();
+      finished = destination<kKind, TileN>(params, tile, half);
+      pending = true;
+    };
+    // The first multiply of a whole tile depends on its stage alone: where the sums go is worked
+    // out under it. A warpgroup below an expert's rows multiplies what it does not store.
+    if constexpr (kKind == Kind::rows) {
+      if (tile.whole_k_blocks > 0) {
+        consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
+        continue;
+      }
+    }
     if (tile.k_blocks == kNoMore) break;
     const Destination to = destination<kKind, TileN>(params, tile, half);
     if (to.rows <= 0 || to.columns <= 0 || tile.k_blocks == 0) {
@@ -228,24 +243,16 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       consumer.pass(tile.k_blocks);
       continue;
     }
-    const auto meanwhile = [&] {
-      finish();
-      finished = to;
-      pending = true;
-    };
     if constexpr (kThin) {
       if (tile.thin()) {
         consumer.template steps<Shape::thin>(tile, meanwhile, fetch);
         continue;
       }
     }
-    if constexpr (Stage<kKind, TileN>::kEdges) {
-      if (tile.low() || tile.flank()) {
-        consumer.template steps<Shape::edge>(tile, meanwhile, fetch);
-        continue;
-      }
-    }
-    consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
+    if constexpr (Stage<kKind, TileN>::kEdges)
+      consumer.template steps<Shape::edge>(tile, meanwhile, fetch);
+    else if constexpr (kKind != Kind::rows)
+      consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA

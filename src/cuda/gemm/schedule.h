@@ -28,13 +28,14 @@ inline constexpr int kNoMore = -1;            // as Tile::k_blocks: the last til
 
 struct alignas(16) Tile {
   int expert = 0;
-  int row = 0;      // first row of A
-  int rows = 0;     // rows of D from here on; none or less: nothing to store
-  int column = 0;   // first column of D
-  int boxes_a = 0;  // rows of A, in boxes
-  int k_first = 0;  // first K-block
+  int row = 0;          // first row of A
+  int rows = 0;         // rows of D from here on; none or less: nothing to store
+  int column = 0;       // first column of D
+  int16_t boxes_a = 0;  // rows of A, in boxes
+  int16_t boxes = 0;    // rows: of A and B together
+  int k_first = 0;      // first K-block
   int k_blocks = 0;
-  int boxes = 0;  // rows: of A and B together
+  int whole_k_blocks = 0;  // rows: those of a whole tile, else none
 
   FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
   FP8MOE_HD bool flank() const { return boxes_a == kFlankBoxes; }
