@@ -199,18 +199,22 @@ __device__ __forceinline__ void fill_slab(const SumPair<kKind> (&sums)[N / 4], u
     const int box = kHalves ? i / 4 : i % 2, group = kHalves ? i % 4 : i / 2;
     return mine + box * kHalfSlabBytes + (word ^ group * 32);
   };
-  float2 held[8];
-  if constexpr (Onto) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) held[i] = {read_shared(at(i)), read_shared(at(i) ^ 4)};
-  }
+  constexpr int kHeld = 4;  // with more ptxas spills
+  float2 held[kHeld];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
+    if constexpr (Onto) {
+      if (i % kHeld == 0) {
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j)
+          held[j] = {read_shared(at(i + j)), read_shared(at(i + j) ^ 4)};
+      }
+    }
     const int group = kPlace.column / 8 + (kHalves ? i : i / 2);
     const int lower = kHalves ? kPlace.row / kHalfSlabRows : i % 2;
     const float2 pair = columns(sums[2 * group + lower]);
     float2 v{r % 2 ? pair.y : pair.x, r % 2 ? pair.x : pair.y};
-    if constexpr (Onto) v = {held[i].x + v.x, held[i].y + v.y};
+    if constexpr (Onto) v = {held[i % kHeld].x + v.x, held[i % kHeld].y + v.y};
     write_shared(at(i), v.x);
     write_shared(at(i) ^ 4, v.y);
   }

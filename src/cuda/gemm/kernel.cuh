@@ -26,6 +26,12 @@ inline constexpr int kConsumerRegisters = 232;
 // stage 0, and their second K-block enters it.
 inline constexpr int kUnrolledFrom = 1;
 
+// The first multiply of a whole tile depends on its stage alone: scales and where the sums go are
+// found out under it, and a warpgroup below an expert's rows multiplies what it does not store. Not
+// with scales of columns, where it gains nothing.
+template <Kind kKind>
+inline constexpr bool kBeginsAtOnce = kKind != Kind::tokens_column;
+
 // Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile; of an edge tile two
 // parts of 64 columns each: a low tile's are neighbours in B, a flank tile's 128 rows apart in A;
 // of a thin tile one such part.
@@ -102,14 +108,14 @@ struct Consumer {
   using Parts = float[(kShape == Shape::edge ? 2 : 1) * columns(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
-  // `prepare`. A tile of rows begins without delay: its first scales are read under the multiply.
+  // `prepare`. Where a tile begins at once its first scales are read under the multiply, too.
   template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void begin_step(int s, const Operands& at,
                                              Promoter<kKind, TileN, kShape>& scales,
                                              const float4* of_blocks, Parts<kShape>& part,
                                              Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
-    constexpr bool kAtOnce = First && kKind == Kind::rows;
+    constexpr bool kAtOnce = First && kBeginsAtOnce<kKind>;
     if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
     multiply<A, B, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
@@ -228,15 +234,16 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       finished = destination<kKind, TileN>(params, tile, half);
       pending = true;
     };
-    // The first multiply of a whole tile depends on its stage alone: where the sums go is worked
-    // out under it. A warpgroup below an expert's rows multiplies what it does not store.
-    if constexpr (kKind == Kind::rows) {
+    // Which is asked first, by the shorter loop that ptxas makes of it.
+    constexpr bool kEndFirst = kThin || !kBeginsAtOnce<kKind>;
+    if (kEndFirst && tile.k_blocks == kNoMore) break;
+    if constexpr (kBeginsAtOnce<kKind>) {
       if (tile.whole_k_blocks > 0) {
         consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
         continue;
       }
     }
-    if (tile.k_blocks == kNoMore) break;
+    if (!kEndFirst && tile.k_blocks == kNoMore) break;
     const Destination to = destination<kKind, TileN>(params, tile, half);
     if (to.rows <= 0 || to.columns <= 0 || tile.k_blocks == 0) {
       if (to.rows > 0 && !params.add) store_zeros(params, to);
@@ -251,7 +258,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
     }
     if constexpr (Stage<kKind, TileN>::kEdges)
       consumer.template steps<Shape::edge>(tile, meanwhile, fetch);
-    else if constexpr (kKind != Kind::rows)
+    else if constexpr (!kBeginsAtOnce<kKind>)
       consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
   }
   finish();

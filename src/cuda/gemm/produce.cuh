@@ -30,7 +30,7 @@ __device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
   for (bool more = true; more; planned.advance()) {
     more = schedule.next(tile);
     if (!more) tile.k_blocks = kNoMore;
-    if constexpr (kKind == Kind::rows) tile.whole_k_blocks = tile.whole() ? tile.k_blocks : 0;
+    tile.whole_k_blocks = kKind != Kind::rows || tile.whole() ? tile.k_blocks : 0;
     await(ring.planned_empty(planned.at()), planned.phase() ^ 1);
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));
