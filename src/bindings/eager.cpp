@@ -97,6 +97,7 @@ bool is_watched() {
 }
 
 bool is_tensor(nb::handle object) {
+  if (object.is_none()) return false;  // isinstance would ask the metaclass, which takes long
   const int is = PyObject_IsInstance(object.ptr(), torch->tensor.ptr());
   if (is < 0) nb::raise_python_error();
   return is;

@@ -111,6 +111,7 @@ def define(
     # leave the op out and read outputs that nobody filled.
     SAC_IGNORED_OPS.add(through_torch)
     places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
+    floats = [i for i in places if names[i] != "plan"]  # what can require grad
     written = [i for i in places if "!)" in words[i] and names[i] != counts_in]
 
     def watched(*given: Any) -> None:
@@ -132,7 +133,7 @@ def define(
     def refuse(i: int, what: str) -> None:
         raise ValueError(f"[{name}] {names[i]} must not {what}")
 
-    bits = (sum(1 << i for i in at) for at in (places, written))
+    bits = (sum(1 << i for i in at) for at in (floats, written))
     eager = _C.eager(direct, watched, kinds, *bits)
 
     def call(*args: Any) -> None:
