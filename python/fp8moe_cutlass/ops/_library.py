@@ -11,7 +11,7 @@ directly, does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -213,6 +213,14 @@ def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> A
 def contiguous(array: Array) -> Array:
     """The array, copied into row-major order where it is not."""
     return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
+
+
+def split_columns(rows: Array, *columns: int) -> Sequence[Array]:
+    """Views of so many columns of [R, C] each, and of the rest."""
+    if not _is_torch(rows):
+        return np.split(rows, np.cumsum(columns), axis=1)
+    views: Sequence[Array] = rows.split_with_sizes((*columns, rows.shape[1] - sum(columns)), 1)
+    return views
 
 
 def codes_view(bytes: Array, format: str) -> Array:

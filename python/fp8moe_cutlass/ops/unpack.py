@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import codes_view, define, dtype_name, empty, words_view
+from fp8moe_cutlass.ops._library import (
+    codes_view,
+    define,
+    dtype_name,
+    empty,
+    split_columns,
+    words_view,
+)
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes
 from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 from fp8moe_cutlass.typing import Array, DType
@@ -34,13 +41,8 @@ def unpack(
             f"[unpack] packed must be [R, {packed_row_bytes(hidden, slots)}] for hidden {hidden} "
             f"and {slots} slots; got {list(shape)}"
         )
-    scales = hidden + 4 * cdiv(hidden, 128)
-    x = Fp8Tensor(
-        codes_view(packed[:, :hidden], format),
-        words_view(packed[:, hidden:scales]),
-        pow2=pow2,
-        fp8_dtype=format,
-    )
+    codes, scales, _ = split_columns(packed, hidden, 4 * cdiv(hidden, 128))
+    x = Fp8Tensor(codes_view(codes, format), words_view(scales), pow2=pow2, fp8_dtype=format)
     if slots == 0:
         return x, None, None
     if out is None:
