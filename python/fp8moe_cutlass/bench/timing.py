@@ -24,7 +24,8 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Sample:
-    """Milliseconds of one call over the repetitions, and what the host spends on it."""
+    """Milliseconds of one call over the repetitions, and what the host spends on it: the best of
+    the turns, because other processes only ever add."""
 
     ms: float
     times: list[float]
@@ -104,15 +105,18 @@ class CudaTimer:
         samples = []
         for index, turns in enumerate(host):
             times = [repeat[index][0].elapsed_time(repeat[index][1]) for repeat in events]
-            samples.append(Sample(statistics.median(times), times, statistics.median(turns)))
+            samples.append(Sample(statistics.median(times), times, min(turns)))
         return samples
 
     def _host_us(self, run: Run) -> list[float]:
-        """Microseconds the host needs to enqueue the call, in five turns; warms it up as well."""
+        """Microseconds the host needs to enqueue the call, in 5 to 20 turns, as many as begin in 50
+        ms; warms it up as well."""
         for _ in range(3):
             run()
-        turns, calls = [], 10
-        for _ in range(5):
+        turns: list[float] = []
+        calls = 10
+        end = time.perf_counter() + 0.05
+        while len(turns) < 5 or (len(turns) < 20 and time.perf_counter() < end):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
