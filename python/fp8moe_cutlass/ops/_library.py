@@ -111,20 +111,20 @@ def define(
     # leave the op out and read outputs that nobody filled.
     SAC_IGNORED_OPS.add(through_torch)
     places = [i for i, w in enumerate(words) if w.startswith("Tensor")]
-    floats = [i for i in places if names[i] != "plan"]  # what can require grad
+    floats = [i for i in places if names[i] != "plan"]  # a plan's integers require no grad
     written = [i for i in places if "!)" in words[i] and names[i] != counts_in]
 
     def watched(*given: Any) -> None:
         args = _flatten(kinds, given)
         if torch.is_grad_enabled():
-            for i in places:
+            for i in floats:
                 if getattr(args[i], "requires_grad", False):
                     refuse(i, _LOST)
         if torch.compiler.is_compiling():
             through_torch(*args)
             return
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-            for i in places:
+            for i in floats:
                 if _has_tangent(args[i]):
                     refuse(i, "have a tangent, which would be lost: ops have no forward-mode AD")
         (through_torch if any(_is_torch(args[i]) for i in places) else direct)(*args)

@@ -200,23 +200,24 @@ __device__ __forceinline__ void fill_slab(const SumPair<kKind> (&sums)[N / 4], u
     return mine + box * kHalfSlabBytes + (word ^ group * 32);
   };
   constexpr int kHeld = 4;  // with more ptxas spills
-  float2 held[kHeld];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int first = 0; first < 8; first += kHeld) {
+    float2 held[kHeld];
     if constexpr (Onto) {
-      if (i % kHeld == 0) {
 #pragma unroll
-        for (int j = 0; j < kHeld; ++j)
-          held[j] = {read_shared(at(i + j)), read_shared(at(i + j) ^ 4)};
-      }
+      for (int j = 0; j < kHeld; ++j)
+        held[j] = {read_shared(at(first + j)), read_shared(at(first + j) ^ 4)};
     }
-    const int group = kPlace.column / 8 + (kHalves ? i : i / 2);
-    const int lower = kHalves ? kPlace.row / kHalfSlabRows : i % 2;
-    const float2 pair = columns(sums[2 * group + lower]);
-    float2 v{r % 2 ? pair.y : pair.x, r % 2 ? pair.x : pair.y};
-    if constexpr (Onto) v = {held[i % kHeld].x + v.x, held[i % kHeld].y + v.y};
-    write_shared(at(i), v.x);
-    write_shared(at(i) ^ 4, v.y);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int i = first + j, group = kPlace.column / 8 + (kHalves ? i : i / 2);
+      const int lower = kHalves ? kPlace.row / kHalfSlabRows : i % 2;
+      const float2 pair = columns(sums[2 * group + lower]);
+      float2 v{r % 2 ? pair.y : pair.x, r % 2 ? pair.x : pair.y};
+      if constexpr (Onto) v = {held[j].x + v.x, held[j].y + v.y};
+      write_shared(at(i), v.x);
+      write_shared(at(i) ^ 4, v.y);
+    }
   }
   slabs_written();
 }

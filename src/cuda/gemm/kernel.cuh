@@ -27,7 +27,7 @@ inline constexpr int kConsumerRegisters = 232;
 inline constexpr int kUnrolledFrom = 1;
 
 // The first multiply of a whole tile depends on its stage alone: scales and where the sums go are
-// found out under it, and a warpgroup below an expert's rows multiplies what it does not store. Not
+// found out under it, and a warpgroup below the last row multiplies what it does not store. Not
 // with scales of columns, where it gains nothing.
 template <Kind kKind>
 inline constexpr bool kBeginsAtOnce = kKind != Kind::tokens_column;
@@ -108,7 +108,8 @@ struct Consumer {
   using Parts = float[(kShape == Shape::edge ? 2 : 1) * columns(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
-  // `prepare`. Where a tile begins at once its first scales are read under the multiply, too.
+  // `prepare`. Where whole tiles begin at once, any tile's first scales are read under the
+  // multiply.
   template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void begin_step(int s, const Operands& at,
                                              Promoter<kKind, TileN, kShape>& scales,

@@ -100,7 +100,7 @@ __device__ __forceinline__ int row_in_box() {
 enum class Shape { whole, edge, thin };
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
-// its multiply is issued (but for the first one of a tile that begins at once): ptxas would sink
+// its multiply is issued (but for a tile's first one where tiles begin at once): ptxas would sink
 // what comes later below the wait. Those of columns are read in `prepare`, under the multiply, and
 // `add`. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
 template <Kind kKind, int TileN, Shape kShape>

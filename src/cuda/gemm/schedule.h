@@ -35,7 +35,7 @@ struct alignas(16) Tile {
   int16_t boxes = 0;    // rows: of A and B together
   int k_first = 0;      // first K-block
   int k_blocks = 0;
-  int whole_k_blocks = 0;  // those of a whole tile, else none
+  int whole_k_blocks = 0;  // those of a whole tile, else none: all that its first multiply asks
 
   FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
   FP8MOE_HD bool flank() const { return boxes_a == kFlankBoxes; }
