@@ -91,9 +91,9 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   const int64_t left = choice.tiles % sm_count;
   const RoutingPlan plan{.tokens = m, .experts = experts, .capacity = m};
   const int64_t k_blocks = plan.columns() / kTile;
-  choice.band = wgrad ? cuda::gemm::tokens_band(k_blocks, experts, true)
+  choice.band = wgrad ? cuda::gemm::tokens_band(k_blocks, experts, k, true, false)
                       : cuda::gemm::rows_band(choice.tile_n, n, sm_count);
-  choice.taken = wgrad && cuda::gemm::short_tiles(k_blocks, experts);
+  choice.taken = wgrad && cuda::gemm::takes_tiles(k_blocks, experts, false);
   const bool cut = !wgrad && cuda::gemm::has_thin(choice.tile_n, n, m, experts, sm_count) &&
                    cuda::gemm::cuts_last_wave(left, sm_count);
   const double last = left == 0 ? 0 : cut ? cuda::gemm::kThinTime : 1;

@@ -18,9 +18,10 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   gemm::Config config = gemm::choose_config(gemm::Kind::tokens_block, dw.shape[2], bf16);
   const int64_t k_blocks = plan.columns() / gemm::kBlockK;
   if (gemm::narrow_tiles(k_blocks, plan.experts, bf16, accumulate)) config.tile_n = 128;
-  config.band = gemm::tokens_band(k_blocks, plan.experts, bf16);
+  const bool added = accumulate && !bf16;
+  config.band = gemm::tokens_band(k_blocks, plan.experts, dw.shape[2], bf16, added);
   gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
-  if (gemm::short_tiles(k_blocks, plan.experts)) {
+  if (gemm::takes_tiles(k_blocks, plan.experts, added)) {
     static LaunchNumbers numbers(gemm::kQueues);
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }

@@ -230,9 +230,13 @@ FETCHED = [300, 0, 0, 1, 0, 130, *[40] * 8, 0, 640]
 
 
 @pytest.mark.parametrize("layout", ["block", "gemm"])
-@pytest.mark.parametrize(("counts", "size"), [(FETCHED, 832), (FETCHED, 448), ([128 * 14], 2080)])
+@pytest.mark.parametrize(
+    ("counts", "size"),
+    [(FETCHED, 832), (FETCHED, 448), ([128 * 14], 2080), ([1000, 128 * 9], 2080)],
+)
 def test_wgrad_adds_f32_over_many_tiles(counts: list[int], size: int, layout: str) -> None:
-    """Fetched, what D holds of a CTA's next tile comes while the last tile leaves; else reduced."""
+    """What D holds of a CTA's next tile comes while the last tile leaves, whether tiles are taken
+    or, with more tokens (here: of one expert), dealt."""
     plan = plan_of(counts)
     dy = segments(on_gpu(noise(size, plan.columns, layout=layout, fp8="e5m2")), plan)
     x = segments(on_gpu(noise(size, plan.columns, layout=layout)), plan)

@@ -74,12 +74,20 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
   return k_blocks < few * experts;
 }
 
-// Tiles of tokens_* so short that storing them bounds the time. SMs differ in how fast they store,
-// so CTAs take such tiles as they come free: dealt in turn, fast CTAs run ahead by dozens, and what
-// they have read is gone from L2 when the slow ones want it. Longer tiles, and those of rows, are
-// better dealt, as neighbours then work on neighbouring tiles (docs/notes).
-constexpr bool short_tiles(int64_t k_blocks, int64_t experts) {
-  return few_tokens(k_blocks, experts, 5);
+// Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and
+// written, which short tiles feel; to bring what D holds, add and store costs a tile a wait, which
+// long ones feel. Both give the same bits.
+constexpr bool fetches_output(int64_t k_blocks, int64_t experts) {
+  return few_tokens(k_blocks, experts, 20);
+}
+
+// Whether CTAs take tiles of tokens_* as they come free: those so short that storing them bounds
+// the time, or, where f32 is `added`, fetching D. SMs differ in how fast they do that: dealt in
+// turn, fast CTAs run ahead by dozens of tiles, and what they have read is gone from L2 when the
+// slow ones want it. Longer tiles, and those of rows, are better dealt, as neighbours then work on
+// neighbouring tiles (docs/notes).
+constexpr bool takes_tiles(int64_t k_blocks, int64_t experts, bool added) {
+  return few_tokens(k_blocks, experts, added ? 12 : 5);
 }
 
 // f32 of two K-blocks a tile, written and not added to, is 2% faster by 128 columns.
@@ -91,20 +99,16 @@ constexpr bool narrow_tiles(int64_t k_blocks, int64_t experts, bool bf16, bool a
 inline constexpr int kQueues = 1 << 16;
 
 // Rows of tiles in a band (schedule.h), by measurement. Rows: 16, or those of a wave that takes all
-// columns. wgrad: fewer where its stores weigh more.
+// columns. wgrad: fewer where D weighs more.
 constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
   const int64_t wave = sms * tile_n / padded_columns(n > 0 ? n : 1, tile_n);
   return wave >= 12 && wave < 16 ? static_cast<int>(wave) : 16;
 }
-constexpr int tokens_band(int64_t k_blocks, int64_t experts, bool bf16) {
-  return short_tiles(k_blocks, experts) ? 4 : bf16 ? 32 : 8;
-}
-
-// Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and
-// written, which short tiles feel; to bring what D holds, add and store costs a tile a wait, which
-// long ones feel. Both give the same bits.
-constexpr bool fetches_output(int64_t k_blocks, int64_t experts) {
-  return few_tokens(k_blocks, experts, 20);
+constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf16, bool added) {
+  const bool wide = n > 32 * 192;  // a wave of tiles takes less than 4 rows of D's
+  const bool few = takes_tiles(k_blocks, experts, false) ||
+                   (wide && added && takes_tiles(k_blocks, experts, added));
+  return few ? 4 : bf16 ? 32 : 8;
 }
 
 }  // namespace fp8moe::cuda::gemm
