@@ -266,17 +266,24 @@ def test_fp8_outputs_without_the_dispatcher(
     layout: str, shape: tuple[int, ...], fp8_dtype: Any
 ) -> None:
     like, asked = torch.empty(1), (layout, fp8_dtype, False, 16)
-    fast = _C.fp8_output(None, like, shape, *asked)
+    fast = _C.empty_fp8(like, shape, *asked)
     with dispatched():
-        assert _C.fp8_output(None, like, shape, *asked) is None
+        assert _C.empty_fp8(like, shape, *asked) is None
         slow = fp8_output("", None, like, shape, *asked)
     assert type(fast) is Fp8Tensor
     for field in fields(Fp8Tensor):
         name = field.name
         assert described(getattr(fast, name)) == described(getattr(slow, name)), name
-    assert _C.fp8_output(fast, like, shape, *asked) is fast
-    for other in (("gemm" if layout == "row" else "row", *asked[1:]), (*asked[:3], 0)):
-        assert _C.fp8_output(fast, like, shape, *other) is None
+    assert fp8_output("", fast, like, shape, *asked) is fast
+    others = (
+        "gemm" if layout == "row" else "row",
+        "e4m3" if fp8_dtype == "e5m2" else "e5m2",
+        True,
+        0,
+    )
+    for i, other in enumerate(others):
+        with pytest.raises(ValueError, match="out must have"):
+            fp8_output("", fast, like, shape, *asked[:i], other, *asked[i + 1 :])
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 3, 16, 8), (0, 8, 1, 1, 0), (5, 4, 256, 128, 20)])
@@ -301,8 +308,8 @@ def test_nothing_is_allocated_behind_whom_it_concerns() -> None:
     sizes: list[Any] = [(-1, 3), (2**70,), (2.0,), (1, 1, 1, 1), 3, (2**40, 2**40)]
     assert [_C.empty(like, shape, None) for shape in sizes] == [None] * 6
     words: list[Any] = [("column", "e4m3"), (None, "e4m3"), ("row", "e4m4"), ("row", None)]
-    assert [_C.fp8_output(None, like, (4, 128), *w, True, 0) for w in words] == [None] * 4
-    assert _C.fp8_output(None, like, (2, 4, 128), "row", "e4m3", True, 0) is None
+    assert [_C.empty_fp8(like, (4, 128), *w, True, 0) for w in words] == [None] * 4
+    assert _C.empty_fp8(like, (2, 4, 128), "row", "e4m3", True, 0) is None
     plans: list[Any] = [(4, 2, 0, 1, 8), (4, 2, 3, 0, 8), (4, 2, 3, 2**20, 8), (4, 2, 3, 1, 2**40)]
     assert [_C.empty_plan(like, sizes) for sizes in plans] == [None] * 4
 

@@ -73,10 +73,8 @@ def eager(direct: Any, watched: Any, kinds: str, arrays: int, written: int) -> A
 def empty(like: Any, shape: Any, dtype: Any) -> Any:
     """A tensor beside `like` without torch's dispatcher, or None."""
 
-def fp8_output(out: Any, like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, interleave: int) -> Any:
-    """
-    `out` if it is what is asked for, an Fp8Tensor beside `like` without torch's dispatcher, or None.
-    """
+def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, interleave: int) -> Any:
+    """An Fp8Tensor beside `like` without torch's dispatcher, or None."""
 
 def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any:
     """A RoutingPlan beside `like` without torch's dispatcher, or None."""

@@ -300,21 +300,10 @@ nb::object empty(nb::handle like, nb::handle shape, nb::handle dtype) {
   return array.is_valid() ? array : nb::none();
 }
 
-nb::object fp8_output(nb::handle out, nb::handle like, nb::handle shape, nb::handle layout,
-                      nb::handle fp8_dtype, nb::handle pow2, nb::handle interleave) {
+nb::object empty_fp8(nb::handle like, nb::handle shape, nb::handle layout, nb::handle fp8_dtype,
+                     nb::handle pow2, nb::handle interleave) {
   PyObject* format = torch ? PyDict_GetItem(torch->formats.ptr(), fp8_dtype.ptr()) : nullptr;
   if (!format) return nb::none();
-  if (!out.is_none()) {
-    PyObject* asked[] = {layout.ptr(), pow2.ptr(), interleave.ptr(), PyTuple_GetItem(format, 0)};
-    if (!torch->fp8_tensor.made(out.ptr())) return nb::none();
-    for (size_t i = 0; i < std::size(asked); ++i) {
-      const nb::object has = nb::steal(torch->fp8_tensor.get(out.ptr(), kLayout + i));
-      const int same = has.is_valid() ? PyObject_RichCompareBool(has.ptr(), asked[i], Py_EQ) : -1;
-      if (same < 0) nb::raise_python_error();
-      if (!same) return nb::none();
-    }
-    return nb::borrow(out);
-  }
   PyObject* function = PyUnicode_Check(layout.ptr()) ? allocator(like) : nullptr;
   Shape sizes;
   if (!function || (sizes.count = read(shape, sizes.sizes)) < 2) return nb::none();

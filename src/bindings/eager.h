@@ -29,11 +29,10 @@ nanobind::object eager(nanobind::object direct, nanobind::object watched, const 
 // `like`.
 nanobind::object empty(nanobind::handle like, nanobind::handle shape, nanobind::handle dtype);
 
-// `out`, or if it is None an Fp8Tensor made the same way; None for what is no layout or format, and
-// for an `out` that is not what the arguments ask for, too.
-nanobind::object fp8_output(nanobind::handle out, nanobind::handle like, nanobind::handle shape,
-                            nanobind::handle layout, nanobind::handle fp8_dtype,
-                            nanobind::handle pow2, nanobind::handle interleave);
+// The same for an Fp8Tensor; None for what is no layout or format, too.
+nanobind::object empty_fp8(nanobind::handle like, nanobind::handle shape, nanobind::handle layout,
+                           nanobind::handle fp8_dtype, nanobind::handle pow2,
+                           nanobind::handle interleave);
 
 // The same for a RoutingPlan, of whose slab nothing is written; None for sizes no plan can have,
 // too.

@@ -325,12 +325,11 @@ NB_MODULE(_C, m) {
   m.def("empty", &empty, "like"_a.none(), "shape"_a, "dtype"_a.none(),
         nb::sig("def empty(like: Any, shape: Any, dtype: Any) -> Any"),
         "A tensor beside `like` without torch's dispatcher, or None.");
-  m.def("fp8_output", &fp8_output, "out"_a.none(), "like"_a.none(), "shape"_a, "layout"_a.none(),
+  m.def("empty_fp8", &empty_fp8, "like"_a.none(), "shape"_a, "layout"_a.none(),
         "fp8_dtype"_a.none(), "pow2"_a, "interleave"_a,
-        nb::sig("def fp8_output(out: Any, like: Any, shape: Any, layout: Any, fp8_dtype: Any, "
-                "pow2: bool, interleave: int) -> Any"),
-        "`out` if it is what is asked for, an Fp8Tensor beside `like` without torch's dispatcher, "
-        "or None.");
+        nb::sig("def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, "
+                "interleave: int) -> Any"),
+        "An Fp8Tensor beside `like` without torch's dispatcher, or None.");
   m.def("empty_plan", &empty_plan, "like"_a.none(), "sizes"_a,
         nb::sig("def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any"),
         "A RoutingPlan beside `like` without torch's dispatcher, or None.");

@@ -244,12 +244,18 @@ def fp8_output(
     interleave: int = 0,
 ) -> Fp8Tensor:
     """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
-    if not is_dynamo_compiling():
-        made: Fp8Tensor | None = _C.fp8_output(
-            out, like, shape, layout, fp8_dtype, pow2, interleave
-        )
-        if made is not None:
-            return made
+    if out is None:
+        if not is_dynamo_compiling():
+            made: Fp8Tensor | None = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
+            if made is not None:
+                return made
+    elif (  # one by one, in a third of the time of two tuples
+        out.fp8_dtype == fp8_dtype
+        and out.scale_layout == layout
+        and out.pow2 == pow2
+        and out.interleave == interleave
+    ):
+        return out
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     if out is not None:
         asked = (layout, format, pow2, interleave)
