@@ -1,7 +1,6 @@
 #include "eager.h"
 
 #include <cstdint>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
