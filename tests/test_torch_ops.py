@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -284,6 +286,31 @@ def test_fp8_outputs_without_the_dispatcher(
     for i, other in enumerate(others):
         with pytest.raises(ValueError, match="out must have"):
             fp8_output("", fast, like, shape, *asked[:i], other, *asked[i + 1 :])
+
+
+def saved_and_loaded(it: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(it, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_copies_of_what_an_op_has_taken_are_their_own(copied: Callable[[Any], Any]) -> None:
+    """An op lets an Fp8Tensor and a plan keep what it took of them; a copy keeps its own."""
+    plan, swapped = (
+        ops.plan_from_counts(torch.tensor(counts, dtype=torch.int32), capacity=4)
+        for counts in ([1, 3], [3, 1])
+    )
+    q = ops.quantize(torch.randn(4, 256))
+    first, want = ops.transpose_fp8(q, plan), ops.transpose_fp8(q, swapped)
+    other, other_plan = copied(q), copied(plan)
+    other.data.copy_(q.data.flip(0))
+    other_plan.slab.copy_(swapped.slab)
+    assert torch.equal(ops.dequantize(other), ops.dequantize(Fp8Tensor(other.data, q.scale_inv)))
+    assert torch.equal(bits(ops.transpose_fp8(q, other_plan).data), bits(want.data))
+    assert torch.equal(bits(ops.transpose_fp8(q, plan).data), bits(first.data))
+    assert not torch.equal(bits(first.data), bits(want.data))
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 3, 16, 8), (0, 8, 1, 1, 0), (5, 4, 256, 128, 20)])

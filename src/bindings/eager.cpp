@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "exchange_api.h"
 #include "fp8moe/plan.h"
@@ -13,12 +15,14 @@ namespace {
 
 namespace nb = nanobind;
 
-// A frozen dataclass, whose instances are made here without its __init__, in a third of its time.
+// A frozen dataclass, whose instances are made here without its __init__, in a third of its time,
+// and keep what an op takes of them, the fields `taken`, as a tuple: one look-up instead of many.
 struct Dataclass {
-  explicit Dataclass(nb::object dataclass)
+  Dataclass(nb::object dataclass, std::vector<size_t> taken)
       : type(dataclass),
         fields(nb::steal<nb::tuple>(
-            PySequence_Tuple(nb::object(dataclass.attr("__dataclass_fields__")).ptr()))) {}
+            PySequence_Tuple(nb::object(dataclass.attr("__dataclass_fields__")).ptr()))),
+        taken(std::move(taken)) {}
 
   nb::object instance(PyObject* const* values) const {
     static const auto create =
@@ -29,7 +33,29 @@ struct Dataclass {
     for (size_t i = 0; made.is_valid() && i < fields.size(); ++i)
       if (PyObject_GenericSetAttr(made.ptr(), fields[i].ptr(), values[i]) != 0) made.reset();
     if (!made.is_valid()) nb::raise_python_error();
+    keep(made.ptr(), [&](size_t field) { return Py_NewRef(values[field]); });
     return made;
+  }
+
+  // The tuple that an instance keeps, or null.
+  nb::object kept(PyObject* instance) const {
+    nb::object tuple = nb::steal(PyObject_GetAttr(instance, kept_name()));
+    if (!tuple.is_valid()) PyErr_Clear();
+    return tuple.is_valid() && PyTuple_Check(tuple.ptr()) ? tuple : nb::object();
+  }
+
+  // Lets it keep one of `value(field)`, new references or null. Returns it, or null.
+  template <typename Value>
+  nb::object keep(PyObject* instance, Value value) const {
+    nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(taken.size())));
+    for (size_t i = 0; tuple.is_valid() && i < taken.size(); ++i) {
+      PyObject* own = value(taken[i]);
+      if (!own || PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), own) != 0) tuple.reset();
+    }
+    if (tuple.is_valid() && PyObject_GenericSetAttr(instance, kept_name(), tuple.ptr()) != 0)
+      tuple.reset();
+    if (!tuple.is_valid()) PyErr_Clear();
+    return tuple;
   }
 
   bool made(PyObject* object) const {
@@ -40,15 +66,21 @@ struct Dataclass {
     return PyObject_GetAttr(instance, fields[field].ptr());
   }
 
+  static PyObject* kept_name() {
+    static PyObject* const name = PyUnicode_InternFromString("_kept");
+    return name;
+  }
+
   nb::object type;
   nb::tuple fields;  // names, in order
+  std::vector<size_t> taken;
 };
 
 struct Torch {
   explicit Torch(nb::dict objects)
       : tensor(objects["tensor"]),
-        fp8_tensor(objects["fp8_tensor"]),
-        plan(objects["plan"]),
+        fp8_tensor(objects["fp8_tensor"], {0, 1, 3}),
+        plan(objects["plan"], {0, 1, 2, 3, 4, 5}),
         dtypes(objects["dtypes"]),
         formats(objects["formats"]),
         forward_ad(objects["forward_ad"]),
@@ -73,8 +105,6 @@ struct Torch {
   nb::object flatten;                // (kinds, an op's arguments) -> the flat ones, in a list
   nb::object empty_cpu, empty_cuda;  // (size, stride, dtype) -> tensor; None: this torch has none
 };
-
-constexpr size_t kLayout = 3;  // of an Fp8Tensor's fields; pow2, interleave and fp8_dtype follow
 
 const Torch* torch = nullptr;  // never freed: Python may be gone by then
 
@@ -150,11 +180,27 @@ class Flat {
   bool take_plan(PyObject* given) {
     static PyObject* const zero = PyLong_FromLong(0);
     const Dataclass& plan = torch->plan;
-    const bool none = given == Py_None;
-    if (!none && !plan.made(given)) return false;
-    for (size_t i = 0; i < plan.fields.size(); ++i)
-      if (!(none ? add_borrowed(i == 0 ? Py_None : zero) : add(plan.get(given, i)))) return false;
+    if (given != Py_None)
+      return plan.made(given) &&
+             take_kept(plan, given, plan.taken.size(), [](auto*) { return true; });
+    for (size_t i = 0; i < plan.taken.size(); ++i)
+      if (!add_borrowed(i == 0 ? Py_None : zero)) return false;
     return true;
+  }
+
+  // The first `count` of what an instance keeps; it keeps nothing whose first field is not
+  // `common`.
+  template <typename Common>
+  bool take_kept(const Dataclass& dataclass, PyObject* given, size_t count, Common common) {
+    nb::object kept = dataclass.kept(given);
+    if (!kept.is_valid()) {
+      const nb::object first = nb::steal(dataclass.get(given, 0));
+      if (!first.is_valid() || !common(first.ptr())) return false;
+      kept = dataclass.keep(given, [&](size_t field) { return dataclass.get(given, field); });
+    }
+    for (size_t i = 0; kept.is_valid() && i < count; ++i)
+      if (!add_borrowed(PyTuple_GetItem(kept.ptr(), static_cast<Py_ssize_t>(i)))) return false;
+    return kept.is_valid();
   }
 
   bool take_fp8(PyObject* given, bool layout) {
@@ -165,8 +211,7 @@ class Flat {
       if (given != Py_None && !exchange_api(Py_TYPE(given))) return false;
       return add_borrowed(given) && add_borrowed(Py_None) && (!layout || add_borrowed(no_layout));
     }
-    return add(fp8.get(given, 0)) && is_fp8(values_[size_ - 1]) && add(fp8.get(given, 1)) &&
-           (!layout || add(fp8.get(given, kLayout)));
+    return take_kept(fp8, given, layout ? 3 : 2, is_fp8);
   }
 
   // Of one of torch's FP8 dtypes, not of uint8 codes.
