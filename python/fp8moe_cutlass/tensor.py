@@ -9,12 +9,7 @@ from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
 _TILES = {"row": (1, TILE), "gemm": (1, TILE), "block": (TILE, TILE)}
-# By a dtype's name, and by torch's dtypes themselves, which ops/_library.py puts here.
-FORMATS: dict[Any, str] = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -80,16 +75,15 @@ class Fp8Tensor:
             )
         if fp8_dtype not in ("e4m3", "e5m2", None):
             raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
-        own_format = FORMATS.get(data.dtype) or FORMATS.get(_name(data.dtype), fp8_dtype)
+        name = str(data.dtype).removeprefix("torch.")
+        own_format = _FORMATS.get(name, fp8_dtype)
         if own_format is None:
             raise ValueError(
                 "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
-                f"fp8_dtype given; got {_name(data.dtype)}"
+                f"fp8_dtype given; got {name}"
             )
         if fp8_dtype not in (own_format, None):
-            raise ValueError(
-                f"[Fp8Tensor] fp8_dtype must be that of data, {_name(data.dtype)}; got {fp8_dtype}"
-            )
+            raise ValueError(f"[Fp8Tensor] fp8_dtype must be that of data, {name}; got {fp8_dtype}")
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv

@@ -44,7 +44,11 @@ struct Dataclass {
     return tuple.is_valid() && PyTuple_Check(tuple.ptr()) ? tuple : nb::object();
   }
 
-  // Lets it keep one of `value(field)`, new references or null. Returns it, or null.
+  // Lets it keep one of its fields, or of `value(field)`, new references or null. Returns it, or
+  // null.
+  nb::object keep(PyObject* instance) const {
+    return keep(instance, [&](size_t field) { return get(instance, field); });
+  }
   template <typename Value>
   nb::object keep(PyObject* instance, Value value) const {
     nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(taken.size())));
@@ -171,6 +175,12 @@ class Flat {
     return true;
   }
   bool add_borrowed(PyObject* borrowed) { return add(Py_NewRef(borrowed)); }
+  // A tuple's first `count`; null has none.
+  bool add_first(const nb::object& tuple, size_t count) {
+    for (size_t i = 0; tuple.is_valid() && i < count; ++i)
+      if (!add_borrowed(PyTuple_GetItem(tuple.ptr(), static_cast<Py_ssize_t>(i)))) return false;
+    return tuple.is_valid();
+  }
 
   bool take(PyObject* given, char kind) {
     if (kind == '.') return add_borrowed(given);
@@ -180,27 +190,14 @@ class Flat {
   bool take_plan(PyObject* given) {
     static PyObject* const zero = PyLong_FromLong(0);
     const Dataclass& plan = torch->plan;
-    if (given != Py_None)
-      return plan.made(given) &&
-             take_kept(plan, given, plan.taken.size(), [](auto*) { return true; });
+    if (given != Py_None) {
+      if (!plan.made(given)) return false;
+      const nb::object kept = plan.kept(given);
+      return add_first(kept.is_valid() ? kept : plan.keep(given), plan.taken.size());
+    }
     for (size_t i = 0; i < plan.taken.size(); ++i)
       if (!add_borrowed(i == 0 ? Py_None : zero)) return false;
     return true;
-  }
-
-  // The first `count` of what an instance keeps; it keeps nothing whose first field is not
-  // `common`.
-  template <typename Common>
-  bool take_kept(const Dataclass& dataclass, PyObject* given, size_t count, Common common) {
-    nb::object kept = dataclass.kept(given);
-    if (!kept.is_valid()) {
-      const nb::object first = nb::steal(dataclass.get(given, 0));
-      if (!first.is_valid() || !common(first.ptr())) return false;
-      kept = dataclass.keep(given, [&](size_t field) { return dataclass.get(given, field); });
-    }
-    for (size_t i = 0; kept.is_valid() && i < count; ++i)
-      if (!add_borrowed(PyTuple_GetItem(kept.ptr(), static_cast<Py_ssize_t>(i)))) return false;
-    return kept.is_valid();
   }
 
   bool take_fp8(PyObject* given, bool layout) {
@@ -211,13 +208,16 @@ class Flat {
       if (given != Py_None && !exchange_api(Py_TYPE(given))) return false;
       return add_borrowed(given) && add_borrowed(Py_None) && (!layout || add_borrowed(no_layout));
     }
-    return take_kept(fp8, given, layout ? 3 : 2, is_fp8);
+    nb::object kept = fp8.kept(given);
+    if (!kept.is_valid() && is_fp8(nb::steal(fp8.get(given, 0)))) kept = fp8.keep(given);
+    return add_first(kept, layout ? 3 : 2);
   }
 
   // Of one of torch's FP8 dtypes, not of uint8 codes.
-  static bool is_fp8(PyObject* data) {
+  static bool is_fp8(const nb::object& data) {
     static PyObject* const name = PyUnicode_InternFromString("dtype");
-    const nb::object dtype = nb::steal(PyObject_GetAttr(data, name));
+    if (!data.is_valid()) return false;
+    const nb::object dtype = nb::steal(PyObject_GetAttr(data.ptr(), name));
     return dtype.is_valid() && PyDict_GetItem(torch->formats.ptr(), dtype.ptr()) != nullptr;
   }
 

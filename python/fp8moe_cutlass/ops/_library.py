@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8moe_cutlass import _C
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
-from fp8moe_cutlass.tensor import FORMATS, TILE, Fp8Tensor, scale_shape
+from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
 from fp8moe_cutlass.typing import Array, DType
 
 try:
@@ -51,7 +51,6 @@ if torch is not None:
         "uint8": torch.uint8,
     }
     _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-    FORMATS.update(zip(_FP8, ("e4m3", "e5m2"), strict=True))
     _NAMES |= {dtype: name for name, dtype in _TORCH.items() if name not in ("int32", "uint8")}
     is_dynamo_compiling = torch.compiler.is_dynamo_compiling
     _guards = torch._C._dynamo.guards
@@ -250,7 +249,7 @@ def fp8_output(
             made: Fp8Tensor | None = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
             if made is not None:
                 return made
-    elif (  # one by one, in a third of the time of two tuples
+    elif (  # in words, at little cost; a dtype that is a framework's object is named below
         out.fp8_dtype == fp8_dtype
         and out.scale_layout == layout
         and out.pow2 == pow2

@@ -74,13 +74,6 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
   return k_blocks < few * experts;
 }
 
-// Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and
-// written, which short tiles feel; to bring what D holds, add and store costs a tile a wait, which
-// long ones feel. Both give the same bits.
-constexpr bool fetches_output(int64_t k_blocks, int64_t experts) {
-  return few_tokens(k_blocks, experts, 20);
-}
-
 // Whether CTAs take tiles of tokens_* as they come free: those so short that storing them bounds
 // the time, or, where f32 is `added`, fetching D. SMs differ in how fast they do that: dealt in
 // turn, fast CTAs run ahead by dozens of tiles, and what they have read is gone from L2 when the
@@ -106,9 +99,14 @@ constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
 }
 constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf16, bool added) {
   const bool wide = n > 32 * 192;  // a wave of tiles takes less than 4 rows of D's
-  const bool few = takes_tiles(k_blocks, experts, false) ||
-                   (wide && added && takes_tiles(k_blocks, experts, added));
-  return few ? 4 : bf16 ? 32 : 8;
+  return takes_tiles(k_blocks, experts, added && wide) ? 4 : bf16 ? 32 : 8;
+}
+
+// Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and
+// written, which short tiles feel; to bring what D holds, add and store costs a tile a wait, which
+// long ones feel. Both give the same bits.
+constexpr bool fetches_output(int64_t k_blocks, int64_t experts) {
+  return few_tokens(k_blocks, experts, 20);
 }
 
 }  // namespace fp8moe::cuda::gemm
