@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from flat_calls import EXPERTS, OPS, WIDTH, Problem, bits, flat_calls, outputs, problem
 from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
-from fp8moe_cutlass.ops._library import empty, fp8_output, new_plan
+from fp8moe_cutlass.ops._library import empty, given_fp8, new_fp8, new_plan
 
 # test_schema cannot run on FP8 CPU tensors: torch has no FP8 arithmetic to compare them with.
 OPCHECKS = (
@@ -271,12 +271,12 @@ def test_fp8_outputs_without_the_dispatcher(
     fast = _C.empty_fp8(like, shape, *asked)
     with dispatched():
         assert _C.empty_fp8(like, shape, *asked) is None
-        slow = fp8_output("", None, like, shape, *asked)
+        slow = new_fp8("", like, shape, *asked)
     assert type(fast) is Fp8Tensor
     for field in fields(Fp8Tensor):
         name = field.name
         assert described(getattr(fast, name)) == described(getattr(slow, name)), name
-    assert fp8_output("", fast, like, shape, *asked) is fast
+    assert given_fp8("", fast, *asked) is fast
     others = (
         "gemm" if layout == "row" else "row",
         "e4m3" if fp8_dtype == "e5m2" else "e5m2",
@@ -285,7 +285,9 @@ def test_fp8_outputs_without_the_dispatcher(
     )
     for i, other in enumerate(others):
         with pytest.raises(ValueError, match="out must have"):
-            fp8_output("", fast, like, shape, *asked[:i], other, *asked[i + 1 :])
+            given_fp8("", fast, *asked[:i], other, *asked[i + 1 :])
+    with pytest.raises(ValueError, match="an Fp8Tensor for each output; got None"):
+        given_fp8("", None, *asked)
 
 
 def saved_and_loaded(it: Any) -> Any:

@@ -83,6 +83,7 @@ struct Dataclass {
 struct Torch {
   explicit Torch(nb::dict objects)
       : tensor(objects["tensor"]),
+        requires_grad(objects["requires_grad"]),
         fp8_tensor(objects["fp8_tensor"], {0, 1, 3}),
         plan(objects["plan"], {0, 1, 2, 3, 4, 5}),
         dtypes(objects["dtypes"]),
@@ -99,7 +100,8 @@ struct Torch {
         empty_cpu(objects["empty_cpu"]),
         empty_cuda(objects["empty_cuda"]) {}
 
-  nb::object tensor;  // the class
+  nb::object tensor;         // the class
+  nb::object requires_grad;  // its descriptor
   Dataclass fp8_tensor, plan;
   nb::dict dtypes;                // name -> torch's dtype
   nb::dict formats;               // name or dtype -> (name, torch's dtype)
@@ -145,7 +147,7 @@ class Flat {
   ~Flat() { clear(); }
 
   // Those that `given` stand for (eager.h). What is not common is taken apart in Python.
-  void take(const nb::args& given, const std::string& kinds) {
+  void take(const nb::tuple& given, const std::string& kinds) {
     bool common = given.size() == kinds.size();
     for (size_t i = 0; common && i < kinds.size(); ++i) common = take(given[i].ptr(), kinds[i]);
     if (common) return;
@@ -225,14 +227,24 @@ class Flat {
   size_t size_ = 0;
 };
 
-bool needs_grad(const Flat& arguments, uint64_t arrays) {
+// array.requires_grad: of a plain torch.Tensor by its descriptor, which spares the look-up.
+nb::object requires_grad(PyObject* array) {
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  PyObject* descriptor = torch->requires_grad.ptr();
+  static const auto get =
+      reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get));
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(array));
+  return nb::steal(type == torch->tensor.ptr() ? get(descriptor, array, type)
+                                               : PyObject_GetAttr(array, name));
+}
+
+bool needs_grad(const Flat& arguments, uint64_t arrays) {
   for (size_t i = 0; i < arguments.size() && arrays != 0; ++i, arrays >>= 1) {
     PyObject* argument = arguments[i];
     if ((arrays & 1) == 0 || argument == Py_None || PyTuple_Check(argument) ||
         !exchange_api(Py_TYPE(argument)))
       continue;
-    const nb::object needs = nb::steal(PyObject_GetAttr(argument, name));
+    const nb::object needs = requires_grad(argument);
     if (!needs.is_valid()) PyErr_Clear();  // of another framework that offers the exchange API
     if (needs.ptr() == Py_True) return true;
   }
@@ -320,11 +332,11 @@ void attach_torch(nb::dict objects) { torch = new Torch(objects); }
 
 nb::object eager(nb::object direct, nb::object watched, const char* kinds, uint64_t arrays,
                  uint64_t written) {
-  return nb::cpp_function([=, kinds = std::string(kinds)](const nb::args& given) -> nb::object {
-    if (is_watched()) return watched(*given);
+  return nb::cpp_function([=, kinds = std::string(kinds)](const nb::tuple& given) -> nb::object {
+    if (is_watched()) return watched(given);
     Flat flat;
     flat.take(given, kinds);
-    if (is_true(torch->is_grad_enabled) && needs_grad(flat, arrays)) return watched(*given);
+    if (is_true(torch->is_grad_enabled) && needs_grad(flat, arrays)) return watched(given);
     if (!nb::steal(PyObject_Vectorcall(direct.ptr(), flat.begin(), flat.size(), nullptr)))
       nb::raise_python_error();
     nb::list counted;

@@ -13,10 +13,10 @@ namespace fp8moe {
 // Takes torch's objects by the names in eager.cpp. Before it, no array is torch's.
 void attach_torch(nanobind::dict objects);
 
-// A function that calls `direct` with the flat arguments that its own stand for and counts up the
-// versions of the tensors in `written`. Where torch traces, intercepts or profiles, where a
-// forward-mode gradient is taken, or one of the `arrays` requires grad, it calls `watched` instead,
-// with its own arguments, which does all that by itself. Bit i of `arrays` and `written`: flat
+// A function of a tuple of arguments: it calls `direct` with the flat ones that they stand for and
+// counts up the versions of the tensors in `written`. Where torch traces, intercepts or profiles,
+// where a forward-mode gradient is taken, or one of the `arrays` requires grad, it calls `watched`
+// instead, with the tuple, which does all that by itself. Bit i of `arrays` and `written`: flat
 // argument i. kinds, a character an argument: '3' an Fp8Tensor's data, scale and layout, '2' the
 // first two of them (of another array: itself, and none), 'p' a RoutingPlan's slab and sizes, '.'
 // itself. Subclasses, uint8 codes and other frameworks' arrays are taken apart in Python.

@@ -260,8 +260,6 @@ Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
 template <typename... Args>
 void launch_early(void (*kernel)(Args...), unsigned grid, unsigned threads, size_t shared_bytes,
                   cudaStream_t stream, std::type_identity_t<Args>... args) {
-  FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(shared_bytes)));
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

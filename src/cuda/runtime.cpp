@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "core/backends.h"
 
@@ -88,6 +90,19 @@ int launch_number(LaunchNumbers& numbers, cudaStream_t stream, const char* op) {
                  "launch: further ones may be slower\n",
                  op, numbers.count());
   return number;
+}
+
+void allow_shared(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;  // by kernel and device
+  int device = 0;
+  FP8MOE_CUDA_CHECK(cudaGetDevice(&device));
+  const std::lock_guard lock(mutex);
+  size_t& most = allowed[{kernel, device}];
+  if (bytes <= most) return;
+  FP8MOE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(bytes)));
+  most = bytes;
 }
 
 unsigned persistent_grid(Device device, int64_t work, int per_sm) {

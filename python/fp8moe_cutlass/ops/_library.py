@@ -57,6 +57,7 @@ if torch is not None:
     _C.attach_torch(
         {
             "tensor": torch.Tensor,
+            "requires_grad": torch.Tensor.requires_grad,
             "fp8_tensor": Fp8Tensor,
             "plan": RoutingPlan,
             "formats": {t: (f, _TORCH[f]) for t, f in _NAMES.items() if f in ("e4m3", "e5m2")},
@@ -114,7 +115,7 @@ def define(
     floats = [i for i in places if names[i] != "plan"]  # a plan's integers require no grad
     written = [i for i in places if "!)" in words[i] and names[i] != counts_in]
 
-    def watched(*given: Any) -> None:
+    def watched(given: tuple[Any, ...]) -> None:
         args = _flatten(kinds, given)
         if torch.is_grad_enabled():
             for i in floats:
@@ -136,8 +137,8 @@ def define(
     bits = (sum(1 << i for i in at) for at in (floats, written))
     eager = _C.eager(direct, watched, kinds, *bits)
 
-    def call(*args: Any) -> None:
-        (watched if is_dynamo_compiling() else eager)(*args)
+    def call(*given: Any) -> None:
+        (watched if is_dynamo_compiling() else eager)(given)
 
     return call
 
@@ -233,9 +234,8 @@ def words_view(bytes: Array) -> Array:
     return bytes.view(torch.float32 if _is_torch(bytes) else np.float32)
 
 
-def fp8_output(
+def new_fp8(
     op: str,
-    out: Fp8Tensor | None,
     like: Array,
     shape: tuple[int, ...],
     layout: str,
@@ -243,33 +243,45 @@ def fp8_output(
     pow2: bool,
     interleave: int = 0,
 ) -> Fp8Tensor:
-    """`out` if it is what the arguments ask for, or a new Fp8Tensor that is."""
-    if out is None:
-        if not is_dynamo_compiling():
-            made: Fp8Tensor | None = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
-            if made is not None:
-                return made
-    elif (  # in words, at little cost; a dtype that is a framework's object is named below
-        out.fp8_dtype == fp8_dtype
-        and out.scale_layout == layout
-        and out.pow2 == pow2
-        and out.interleave == interleave
-    ):
-        return out
+    """An uninitialized Fp8Tensor of the framework and device of `like`."""
+    if not is_dynamo_compiling():
+        made: Fp8Tensor | None = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
+        if made is not None:
+            return made
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    if out is not None:
-        asked = (layout, format, pow2, interleave)
-        got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
-        if asked != got:
-            raise ValueError(
-                f"[{op}] out must have (scale_layout, fp8_dtype, pow2, interleave) {asked}; "
-                f"got {got}"
-            )
-        return out
     block = (TILE, TILE) if layout == "block" else (1, TILE)
     data = empty(op, like, shape, format)
     scale_inv = empty(op, like, scale_shape(shape, layout), "float32")
     return Fp8Tensor(data, scale_inv, block, layout, pow2, interleave, format)
+
+
+def given_fp8(
+    op: str,
+    out: Fp8Tensor | Array | None,
+    layout: str,
+    fp8_dtype: DType,
+    pow2: bool,
+    interleave: int = 0,
+) -> Fp8Tensor:
+    """`out`; ValueError if it is not what the arguments ask for. Its shape is for _C to look at."""
+    if (  # in words, at little cost; a dtype that is a framework's object is named below
+        out is not None
+        and out.fp8_dtype == fp8_dtype
+        and out.scale_layout == layout
+        and out.pow2 is pow2
+        and out.interleave == interleave
+    ):
+        return out
+    if out is None:
+        raise ValueError(f"[{op}] out must hold an Fp8Tensor for each output; got None")
+    format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
+    asked = (layout, format, pow2, interleave)
+    got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
+    if asked != got:
+        raise ValueError(
+            f"[{op}] out must have (scale_layout, fp8_dtype, pow2, interleave) {asked}; got {got}"
+        )
+    return out
 
 
 def new_plan(op: str, like: Array, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
@@ -301,9 +313,11 @@ def shape_of(op: str, name: str, array: Array, count: int) -> tuple[int, ...]:
 
 def is_pow2(op: str, scale: str) -> bool:
     """Whether the word asks for power-of-two scales."""
-    if scale not in ("pow2", "fp32"):
-        raise ValueError(f"[{op}] scale must be 'pow2' or 'fp32'; got {scale!r}")
-    return scale == "pow2"
+    if scale == "pow2":
+        return True
+    if scale == "fp32":
+        return False
+    raise ValueError(f"[{op}] scale must be 'pow2' or 'fp32'; got {scale!r}")
 
 
 def column_layout(op: str, columns: str) -> str:

@@ -8,7 +8,8 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     define,
     empty,
-    fp8_output,
+    given_fp8,
+    new_fp8,
     shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
@@ -48,9 +49,12 @@ def permute_pad(
     if probs is not None and permuted is None:
         permuted = empty("permute_pad", probs, (plan.rows,), "float32")
     if isinstance(x, Fp8Tensor):
-        shape = (plan.rows, shape_of("permute_pad", "x", x.data, 2)[1])
-        given = cast("Fp8Tensor | None", y)
-        y8 = fp8_output("permute_pad", given, x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
+        like = (scale_layout, x.fp8_dtype, x.pow2)
+        if y is None:
+            shape = (plan.rows, shape_of("permute_pad", "x", x.data, 2)[1])
+            y8 = new_fp8("permute_pad", x.data, shape, *like)
+        else:
+            y8 = given_fp8("permute_pad", cast("Fp8Tensor", y), *like)
         _op(x, plan, probs, y8, permuted, zero_unweighted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:

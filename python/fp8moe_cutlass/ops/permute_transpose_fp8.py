@@ -6,7 +6,8 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
     define,
-    fp8_output,
+    given_fp8,
+    new_fp8,
     shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
@@ -33,7 +34,10 @@ def permute_transpose_fp8(
             "got pow2=False (permute_pad, then transpose_fp8 with requantize=True)"
         )
     layout = column_layout("permute_transpose_fp8", columns)
-    shape = (shape_of("permute_transpose_fp8", "t", t.data, 2)[1], plan.columns)
-    q = fp8_output("permute_transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, True)
-    _op(t, plan, q)
-    return q
+    if out is None:
+        shape = (shape_of("permute_transpose_fp8", "t", t.data, 2)[1], plan.columns)
+        out = new_fp8("permute_transpose_fp8", t.data, shape, layout, t.fp8_dtype, True)
+    else:
+        given_fp8("permute_transpose_fp8", out, layout, t.fp8_dtype, True)
+    _op(t, plan, out)
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, fp8_output, is_pow2, shape_of
+from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind, ScaleLayout
 
@@ -34,6 +34,9 @@ def quantize(
             f"'block'; got {block} with {layout!r}"
         )
     pow2 = is_pow2("quantize", scale)
-    q = fp8_output("quantize", out, x, shape_of("quantize", "x", x, 2), layout, fp8_dtype, pow2)
-    _op(x, q, pow2, eps)
-    return q
+    if out is None:
+        out = new_fp8("quantize", x, shape_of("quantize", "x", x, 2), layout, fp8_dtype, pow2)
+    else:
+        given_fp8("quantize", out, layout, fp8_dtype, pow2)
+    _op(x, out, pow2, eps)
+    return out

@@ -6,8 +6,9 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
     define,
-    fp8_output,
+    given_fp8,
     is_pow2,
+    new_fp8,
     shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
@@ -39,10 +40,13 @@ def quantize_dual(
     single quantizations of x; an expert's tiles see its own rows only.
     """
     pow2 = is_pow2("quantize_dual", scale)
-    r, c = shape_of("quantize_dual", "x", x, 2)
-    t_layout = column_layout("quantize_dual", columns)
-    given = out or (None, None)
-    rows = fp8_output("quantize_dual", given[0], x, (r, c), scale_layout, fp8_dtype, pow2)
-    cols = fp8_output("quantize_dual", given[1], x, (c, plan.columns), t_layout, fp8_dtype, pow2)
+    layout = column_layout("quantize_dual", columns)
+    if out is None:
+        r, c = shape_of("quantize_dual", "x", x, 2)
+        rows = new_fp8("quantize_dual", x, (r, c), scale_layout, fp8_dtype, pow2)
+        cols = new_fp8("quantize_dual", x, (c, plan.columns), layout, fp8_dtype, pow2)
+    else:
+        rows = given_fp8("quantize_dual", out[0], scale_layout, fp8_dtype, pow2)
+        cols = given_fp8("quantize_dual", out[1], layout, fp8_dtype, pow2)
     _op(x, plan, rows, cols, pow2, eps)
     return rows, cols

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from fp8moe_cutlass.ops._library import define, fp8_output, is_pow2, shape_of
+from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
 
@@ -61,12 +61,18 @@ def quantize_weight(
     if only not in (None, "rows", "transpose"):
         raise ValueError(f"[{op}] only must be None, 'rows' or 'transpose'; got {only!r}")
     pow2 = is_pow2(op, scale)
-    e, n, k = shape_of(op, "w", w, 3)
-    given = (out or (None, None)) if only is None else (out, out)
     rows = transpose = None
-    if only != "transpose":
-        rows = fp8_output(op, given[0], w, (e, n, k), "block", fp8_dtype, pow2, interleave)
-    if only != "rows":
-        transpose = fp8_output(op, given[1], w, (e, k, n), "block", fp8_dtype, pow2)
+    if out is None:
+        e, n, k = shape_of(op, "w", w, 3)
+        if only != "transpose":
+            rows = new_fp8(op, w, (e, n, k), "block", fp8_dtype, pow2, interleave)
+        if only != "rows":
+            transpose = new_fp8(op, w, (e, k, n), "block", fp8_dtype, pow2)
+    else:
+        given = (out, out) if only else out
+        if only != "transpose":
+            rows = given_fp8(op, given[0], "block", fp8_dtype, pow2, interleave)
+        if only != "rows":
+            transpose = given_fp8(op, given[1], "block", fp8_dtype, pow2)
     _op(w, rows, transpose, pow2, eps, interleave)
     return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]

@@ -7,8 +7,9 @@ from fp8moe_cutlass.ops._library import (
     column_layout,
     define,
     empty,
-    fp8_output,
+    given_fp8,
     is_pow2,
+    new_fp8,
     shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
@@ -55,19 +56,26 @@ def swiglu_quantize(
     """
     op = "swiglu_quantize"
     pow2 = is_pow2(op, scale)
-    r, width = shape_of(op, "z", z, 2)
-    i = width // 2
-    parts = 1 + (columns is not None) + save_z
-    given = (out,) if isinstance(out, Fp8Tensor) else out or (None,) * parts
-    if len(given) != parts:
-        raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
+    layout = None if columns is None else column_layout(op, columns)
     h_columns = z_q = None
-    h = fp8_output(op, given[0], z, (r, i), scale_layout, fp8_dtype, pow2)
-    if columns is not None:
-        layout, kcap = column_layout(op, columns), _needed(plan, op).columns
-        h_columns = fp8_output(op, given[1], z, (i, kcap), layout, fp8_dtype, pow2)
-    if save_z:
-        z_q = fp8_output(op, given[-1], z, (r, 2 * i), "row", fp8_dtype, pow2)
+    if out is None:
+        r, width = shape_of(op, "z", z, 2)
+        h = new_fp8(op, z, (r, width // 2), scale_layout, fp8_dtype, pow2)
+        if layout:
+            kcap = _needed(plan, op).columns
+            h_columns = new_fp8(op, z, (width // 2, kcap), layout, fp8_dtype, pow2)
+        if save_z:
+            z_q = new_fp8(op, z, (r, width), "row", fp8_dtype, pow2)
+    else:
+        given = (out,) if isinstance(out, Fp8Tensor) else out
+        parts = 1 + (columns is not None) + save_z
+        if len(given) != parts:
+            raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
+        h = given_fp8(op, given[0], scale_layout, fp8_dtype, pow2)
+        if layout:
+            h_columns = given_fp8(op, given[1], layout, fp8_dtype, pow2)
+        if save_z:
+            z_q = given_fp8(op, given[-1], "row", fp8_dtype, pow2)
     _op(
         z,
         plan,
@@ -107,21 +115,27 @@ def swiglu_quantize_backward(
     """
     op = "swiglu_quantize_backward"
     pow2 = is_pow2(op, scale)
-    r, i = shape_of(op, "dh", dh, 2)
-    parts = 2 if columns is None else 4
-    given = out or (None,) * parts
-    if len(given) != parts:
-        raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
-    dprobs = given[-1]
-    dz_columns = h_columns = None
-    dz = fp8_output(op, given[0], dh, (r, 2 * i), scale_layout, fp8_dtype, pow2)
-    if columns is not None:
-        layout, kcap = column_layout(op, columns), _needed(plan, op).columns
-        h_dtype = fp8_dtype if h_fp8_dtype is None else h_fp8_dtype
-        dz_columns = fp8_output(op, given[1], dh, (2 * i, kcap), layout, fp8_dtype, pow2)
-        h_columns = fp8_output(op, given[2], dh, (i, kcap), layout, h_dtype, pow2)
+    layout = None if columns is None else column_layout(op, columns)
+    h_dtype = fp8_dtype if h_fp8_dtype is None else h_fp8_dtype
+    dz_columns = h_columns = dprobs = None
+    if out is None:
+        r, i = shape_of(op, "dh", dh, 2)
+        dz = new_fp8(op, dh, (r, 2 * i), scale_layout, fp8_dtype, pow2)
+        if layout:
+            kcap = _needed(plan, op).columns
+            dz_columns = new_fp8(op, dh, (2 * i, kcap), layout, fp8_dtype, pow2)
+            h_columns = new_fp8(op, dh, (i, kcap), layout, h_dtype, pow2)
+    else:
+        parts = 4 if layout else 2
+        if len(out) != parts:
+            raise ValueError(f"[{op}] out must have {parts} parts; got {len(out)}")
+        dprobs = out[-1]
+        dz = given_fp8(op, out[0], scale_layout, fp8_dtype, pow2)
+        if layout:
+            dz_columns = given_fp8(op, out[1], layout, fp8_dtype, pow2)
+            h_columns = given_fp8(op, out[2], layout, h_dtype, pow2)
     if probs is not None and dprobs is None:
-        dprobs = empty(op, probs, (r,), "float32")
+        dprobs = empty(op, probs, (dh.shape[0],), "float32")
     z_q = z if isinstance(z, Fp8Tensor) else None
     _backward(
         dh,

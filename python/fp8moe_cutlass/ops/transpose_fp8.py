@@ -6,8 +6,9 @@ from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
     define,
-    fp8_output,
+    given_fp8,
     is_pow2,
+    new_fp8,
     shape_of,
 )
 from fp8moe_cutlass.routing import RoutingPlan
@@ -47,7 +48,10 @@ def transpose_fp8(
             f"be 'pow2'; got pow2={t.pow2}, scale={scale!r} (requantize=True rounds a second time)"
         )
     layout = column_layout("transpose_fp8", columns)
-    shape = (shape_of("transpose_fp8", "t", t.data, 2)[1], plan.columns)
-    q = fp8_output("transpose_fp8", out, t.data, shape, layout, t.fp8_dtype, pow2)
-    _op(t, plan, q, requantize, pow2, eps)
-    return q
+    if out is None:
+        shape = (shape_of("transpose_fp8", "t", t.data, 2)[1], plan.columns)
+        out = new_fp8("transpose_fp8", t.data, shape, layout, t.fp8_dtype, pow2)
+    else:
+        given_fp8("transpose_fp8", out, layout, t.fp8_dtype, pow2)
+    _op(t, plan, out, requantize, pow2, eps)
+    return out

@@ -12,8 +12,7 @@ template <Kind kKind, DType A, DType B, int TileN, Output kOutput, bool kThin = 
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kBytes = Stage<kKind, TileN>::kBytes;
   auto* kernel = grouped_gemm_kernel<kKind, A, B, TileN, kOutput, kThin>;
-  FP8MOE_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
   kernel<<<static_cast<unsigned>(device.sm_count), kThreads, kBytes, stream>>>(params);
   FP8MOE_CUDA_CHECK(cudaGetLastError());
 }
