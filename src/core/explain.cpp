@@ -52,9 +52,9 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   choice.tile_m = kTileM;
   choice.tile_n = TileN;
   choice.stages = kStages;
-  choice.shared_bytes = Stage<kKind, TileN>::kBytes;
+  choice.shared_bytes = Stage<kKind, kTileM, TileN>::kBytes;
   double done = 0;
-  Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
+  Schedule<kKind, kTileM, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
   for (Tile tile; n > 0 && k > 0 && schedule.next(tile); ++choice.tiles)
     done += static_cast<double>(work(tile, TileN, sizes.n)) * tile.k_blocks;
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);

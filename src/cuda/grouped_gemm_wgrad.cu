@@ -15,20 +15,20 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
     return;
   }
   const bool bf16 = dw.dtype == DType::bf16;
-  gemm::Config config = gemm::choose_config(gemm::Kind::tokens_block, dw.shape[2], bf16);
+  const bool block = dy_t.layout == ScaleLayout::block;
   const int64_t k_blocks = plan.columns() / gemm::kBlockK;
-  if (gemm::narrow_tiles(k_blocks, plan.experts, bf16, accumulate)) config.tile_n = 128;
-  const bool added = accumulate && !bf16;
-  config.band = gemm::tokens_band(k_blocks, plan.experts, dw.shape[2], bf16, added);
+  const gemm::Config config =
+      gemm::tokens_config(block ? gemm::Kind::tokens_block : gemm::Kind::tokens_column, dw.shape[1],
+                          dw.shape[2], k_blocks, plan.experts, bf16, accumulate);
   gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
-  if (gemm::takes_tiles(k_blocks, plan.experts, added)) {
+  if (gemm::takes_tiles(k_blocks, plan.experts, accumulate && !bf16)) {
     static LaunchNumbers numbers(gemm::kQueues);
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }
   const auto run = [&]<gemm::Kind kKind>() {
     gemm::launch<kKind>(dy_t.data.dtype, x_t.data.dtype, params, config, device, stream_of(stream));
   };
-  if (dy_t.layout == ScaleLayout::block)
+  if (block)
     run.operator()<gemm::Kind::tokens_block>();
   else
     run.operator()<gemm::Kind::tokens_column>();

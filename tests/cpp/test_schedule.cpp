@@ -24,13 +24,13 @@ int thin_low = 0, thin_flank = 0, thin_whole = 0;  // met
 
 // Walks all CTAs. d_row [E+1]: where the experts' rows of D begin. uncut: the tiles, where the last
 // wave is to be cut.
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut = kUncounted) {
   std::vector<int> seen(  // tiles that 16 columns of a row are in
       static_cast<size_t>(d_row.back()) * sizes.n / 16);
   int most = 0, least = 0;
   for (int cta = 0; cta < ctas; ++cta) {
-    Schedule<kKind, TileN> schedule(sizes, sizes.row_offsets, cta, ctas, uncut);
+    Schedule<kKind, TileM, TileN> schedule(sizes, sizes.row_offsets, cta, ctas, uncut);
     int tiles = 0, last = 0;
     bool thin = false;
     for (Tile tile; schedule.next(tile);) {
@@ -40,7 +40,7 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
       thin = tile.thin();
       if (kKind == Kind::rows) {
         const bool cut = uncut != kUncounted && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
-        CHECK(thin == cut && tile.boxes == (cut ? kThinBoxes : (kTileM + TileN) / kBox));
+        CHECK(thin == cut && tile.boxes == (cut ? kThinBoxes : (TileM + TileN) / kBox));
       }
       const int width = kKind == Kind::rows ? kBox * (tile.boxes - tile.boxes_a) : TileN;
       CHECK(tile.column % (tile.flank() ? TileN : width) == 0);
@@ -70,12 +70,12 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
 }
 
 // Tiles taken from a queue (produce.cuh), by CTAs that come free in any order.
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 void take(const Sizes& sizes, int ctas, std::mt19937& random) {
-  std::vector<Schedule<kKind, TileN>> schedules;
+  std::vector<Schedule<kKind, TileM, TileN>> schedules;
   for (int cta = 0; cta < ctas; ++cta) schedules.emplace_back(sizes, nullptr, cta, ctas);
   std::vector<std::array<int, 3>> dealt, taken;
-  Schedule<kKind, TileN> all(sizes, nullptr, 0, 1);
+  Schedule<kKind, TileM, TileN> all(sizes, nullptr, 0, 1);
   for (Tile tile; all.next(tile);) dealt.push_back({tile.expert, tile.row, tile.column});
   CHECK(static_cast<int>(dealt.size()) == all.count());
   int queue = 0;
@@ -120,17 +120,17 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.k_blocks = kBlocks;
   sizes.band = rows_band(TileN, n, ctas);
   sizes.flank = has_flank(TileN, n, 256, 1);
-  walk<Kind::rows, TileN>(sizes, ctas, offsets);
+  walk<Kind::rows, kTileM, TileN>(sizes, ctas, offsets);
   if (!has_low(TileN)) return;
-  using Schedule = Schedule<Kind::rows, TileN>;
+  using Schedule = Schedule<Kind::rows, kTileM, TileN>;
   const int uncut = Schedule::count(sizes, offsets.data(), 0, 1);
   int shared = 0;
   for (int lane = 0; lane < 32; ++lane) shared += Schedule::count(sizes, offsets.data(), lane, 32);
   CHECK(shared == uncut);
-  walk<Kind::rows, TileN>(sizes, ctas, offsets, uncut);
+  walk<Kind::rows, kTileM, TileN>(sizes, ctas, offsets, uncut);
 }
 
-template <int TileN>
+template <int TileM, int TileN>
 void tokens(const std::vector<int>& counts, int m, int n, int ctas, std::mt19937& random) {
   std::vector<int> columns{0}, d_row{0};
   for (int tokens : counts) {
@@ -144,23 +144,42 @@ void tokens(const std::vector<int>& counts, int m, int n, int ctas, std::mt19937
   sizes.m = m;
   sizes.n = n;
   sizes.band = 2;
-  walk<Kind::tokens_block, TileN>(sizes, ctas, d_row);
-  take<Kind::tokens_block, TileN>(sizes, ctas, random);
+  walk<Kind::tokens_block, TileM, TileN>(sizes, ctas, d_row);
+  take<Kind::tokens_block, TileM, TileN>(sizes, ctas, random);
 }
 
-// f32 of wgrad takes 128 columns under three K-blocks an expert, if nothing is added.
-void narrow() {
+// Which tiles wgrad takes of dw [m, n], by the K-blocks of an expert.
+void wgrad_tiles() {
   const int64_t experts = 64;
-  CHECK(narrow_tiles(3 * experts - 1, experts, false, false));
-  CHECK(!narrow_tiles(3 * experts, experts, false, false));
-  CHECK(!narrow_tiles(3 * experts - 1, experts, true, false));
-  CHECK(!narrow_tiles(3 * experts - 1, experts, false, true));
+  const auto is = [&](Kind kind, int64_t m, int64_t n, double each, bool bf16, bool add, int tile_m,
+                      int tile_n) {
+    const auto k_blocks = static_cast<int64_t>(each * experts);
+    const Config config = tokens_config(kind, m, n, k_blocks, experts, bf16, add);
+    return config.tile_m == tile_m && config.tile_n == tile_n;
+  };
+  constexpr Kind kBlock = Kind::tokens_block, kColumn = Kind::tokens_column;
+  // Tall where f32 sums outside of dw are fewer so, not in short tiles, nor in long ones added to.
+  CHECK(is(kBlock, 7168, 2048, 8, false, false, 192, 128));
+  CHECK(is(kBlock, 7168, 2048, 8, false, true, 192, 128));
+  CHECK(is(kBlock, 7168, 2048, 32, false, false, 192, 128));
+  CHECK(is(kBlock, 7168, 2048, 12, false, true, 128, 192));
+  CHECK(is(kBlock, 7168, 2048, 4.9, false, false, 128, 192));
+  CHECK(is(kBlock, 7168, 2048, 8, true, false, 128, 192));
+  CHECK(is(kBlock, 4096, 7168, 8, false, false, 128, 192));
+  // f32 takes 128 columns under three K-blocks an expert, if nothing is added.
+  CHECK(is(kBlock, 1536, 1920, 2.9, false, false, 128, 128));
+  CHECK(is(kBlock, 1536, 1920, 3, false, false, 128, 192));
+  CHECK(is(kBlock, 1536, 1920, 2.9, true, false, 128, 192));
+  CHECK(is(kBlock, 1536, 1920, 2.9, false, true, 128, 192));
+  for (const bool bf16 : {false, true})
+    for (const double each : {1, 3, 8, 40})
+      CHECK(is(kColumn, 4096, 7168, each, bf16, bf16, 192, 128));
 }
 
 }  // namespace
 
 int main() {
-  narrow();
+  wgrad_tiles();
   std::mt19937 random(7);
   launch_numbers();
   const std::vector<std::vector<int>> fixed{{5, 0, 130, 1, 64, 65, 257},
@@ -175,8 +194,9 @@ int main() {
       for (int ctas : {1, 3, 20, 132}) {
         rows<128>(counts, n, ctas);
         rows<192>(counts, n, ctas);
-        tokens<128>(counts, 272, n, ctas, random);
-        tokens<192>(counts, 272, n, ctas, random);
+        tokens<kTileM, 128>(counts, 272, n, ctas, random);
+        tokens<kTileM, 192>(counts, 272, n, ctas, random);
+        tokens<kTallM, 128>(counts, 272, n, ctas, random);
       }
     for (int experts : {2, 9, 40}) {
       std::vector<int> counts(experts);

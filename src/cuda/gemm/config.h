@@ -6,7 +6,7 @@
 namespace fp8moe::cuda::gemm {
 
 // D = A B^T over the groups of experts, all operands with the contracted dimension contiguous.
-// Letters here: a tile is [kTileM, TileN] of D; a K-block is 128 of the contracted dimension.
+// Letters here: a tile is [TileM, TileN] of D; a K-block is 128 of the contracted dimension.
 enum class Kind : int {
   rows,           // experts own rows of A [R, K]; B [E, N, K]. A scaled 1x128, B by blocks
   tokens_block,   // experts own K-blocks of A [M, Kcap], B [N, Kcap]; D [E, M, N]. Blocks on both
@@ -16,7 +16,7 @@ enum class Kind : int {
 // The types of D that an instance can write.
 enum class Output : int { bf16, f32, either };
 
-inline constexpr int kTileM = 128;
+inline constexpr int kTileM = 128, kTallM = 192;  // rows of a tile, and of a tall one
 inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
 // Operands lie in boxes of so many rows of A or B; those of edge and thin tiles come so, too.
 inline constexpr int kBox = 64;
@@ -26,9 +26,10 @@ inline constexpr int kScaleBox = kBox + 4;
 inline constexpr int kMaxExperts = 1024;
 
 struct Config {
-  int tile_n = 192;   // columns of a tile of D: 128 or 192; its rows are kTileM = 128
-  bool thin = false;  // rows: a badly filled last wave is cut into thin tiles
-  int band = 1;       // rows of tiles in a band (schedule.h)
+  int tile_m = kTileM;  // rows of a tile of D; kTallM with 128 columns
+  int tile_n = 192;     // columns of a tile of D: 128 or 192
+  bool thin = false;    // rows: a badly filled last wave is cut into thin tiles
+  int band = 1;         // rows of tiles in a band (schedule.h)
 };
 
 // Columns computed for n columns of D, tiles being whole.
@@ -83,11 +84,6 @@ constexpr bool takes_tiles(int64_t k_blocks, int64_t experts, bool added) {
   return few_tokens(k_blocks, experts, added ? 12 : 5);
 }
 
-// f32 of two K-blocks a tile, written and not added to, is 2% faster by 128 columns.
-constexpr bool narrow_tiles(int64_t k_blocks, int64_t experts, bool bf16, bool add) {
-  return !bf16 && !add && few_tokens(k_blocks, experts, 3);
-}
-
 // What CTAs take tiles by: a counter on the device, zero between launches (launch_numbers.h).
 inline constexpr int kQueues = 1 << 16;
 
@@ -100,6 +96,34 @@ constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
 constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf16, bool added) {
   const bool wide = n > 32 * 192;  // a wave of tiles takes less than 4 rows of D's
   return takes_tiles(k_blocks, experts, added && wide) ? 4 : bf16 ? 32 : 8;
+}
+
+// Whether tiles of tokens_* are tall, 192x128, with three warpgroups to multiply: with scales of
+// columns always, since a promotion takes longer than a multiply there and two more promotions hide
+// more of it than one; else f32 where fewer sums lie outside of D [m, n] so, but for short tiles,
+// and those of 12 K-blocks and more that are added to D (docs/notes).
+constexpr bool tall_tiles(Kind kind, int64_t m, int64_t n, int64_t k_blocks, int64_t experts,
+                          bool bf16, bool added) {
+  return kind == Kind::tokens_column || (!bf16 && !few_tokens(k_blocks, experts, 5) &&
+                                         (!added || few_tokens(k_blocks, experts, 12)) &&
+                                         padded_columns(m, kTallM) * padded_columns(n, 128) <
+                                             padded_columns(m, kTileM) * padded_columns(n, 192));
+}
+
+// How dw [m, n] of each expert is tiled.
+constexpr Config tokens_config(Kind kind, int64_t m, int64_t n, int64_t k_blocks, int64_t experts,
+                               bool bf16, bool accumulate) {
+  Config config = choose_config(kind, n, bf16);
+  const bool added = accumulate && !bf16;
+  config.band = tokens_band(k_blocks, experts, n, bf16, added);
+  if (tall_tiles(kind, m, n, k_blocks, experts, bf16, added)) {
+    config.tile_m = kTallM;
+    config.tile_n = 128;
+    if (kind == Kind::tokens_block) config.band = 4;
+  }
+  // f32 of two K-blocks a tile, written and not added to, is 2% faster by 128 columns.
+  if (!bf16 && !added && few_tokens(k_blocks, experts, 3)) config.tile_n = 128;
+  return config;
 }
 
 // Adding f32 sums to D. L2 reduces at a quarter of the rate at which memory can be read and

@@ -222,20 +222,20 @@ __device__ __forceinline__ void fill_slab(const SumPair<kKind> (&sums)[N / 4], u
   slabs_written();
 }
 
-// Slab S and those after it.
-template <Kind kKind, int N, int S = 0>
+// Slab S of a tile and those after it, by way of Slabs places.
+template <Kind kKind, int Slabs, int N, int S = 0>
 __device__ __forceinline__ void store_f32(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                           const Destination& to, int warp, uint8_t* slabs) {
   if constexpr (S < N / 32) {
-    uint8_t* slab = slabs + S % kSlabs * kSlabBytes;
-    await_slabs<S == 0 ? 0 : kSlabs - 1>();  // the tile before may have ended with any slab
+    uint8_t* slab = slabs + S % Slabs * kSlabBytes;
+    await_slabs<S == 0 ? 0 : Slabs - 1>();  // the tile before may have ended with any slab
     fill_slab<kKind, N, false, S>(sums, slab);
     if constexpr (kKind == Kind::rows)
       send<kKind, 32, S, S + 1>(params, to, warp, slab);
     else
       send_slab<kKind>(params, to, warp, slab_place<kKind, N>(S), slab, params.add);
     cute::tma_store_arrive();
-    store_f32<kKind, N, S + 1>(sums, params, to, warp, slabs);
+    store_f32<kKind, Slabs, N, S + 1>(sums, params, to, warp, slabs);
   }
 }
 
@@ -278,7 +278,6 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
                                         const Destination& to, int warp, uint8_t* slabs,
                                         FullBarrier* full) {
   constexpr int kAll = N / 32;
-  static_assert(kFetched<N> <= kSlabs);
   if constexpr (S < kAll) {
     uint8_t* slab = slabs + S % kFetched<N> * kSlabBytes;
     await(full[S % kFetched<N>], S / kFetched<N>);
@@ -299,16 +298,17 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
   }
 }
 
-template <Kind kKind, int N, Output kOutput>
+template <Kind kKind, int TileM, int N, Output kOutput>
 __device__ __forceinline__ void store(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                       const Destination& to, int warp, uint8_t* slabs,
                                       FullBarrier* slabs_full) {
+  static_assert(kFetched<N> <= gemm::slabs(TileM) && N / 64 <= gemm::slabs(TileM));
   if (kOutput == Output::bf16 || (kOutput == Output::either && params.bf16))
     store_bf16<kKind, N>(sums, params, to, warp, slabs);
   else if (kKind != Kind::rows && params.fetch)
     add_f32<kKind, N>(sums, params, to, warp, slabs, slabs_full);
   else
-    store_f32<kKind, N>(sums, params, to, warp, slabs);
+    store_f32<kKind, gemm::slabs(TileM), N>(sums, params, to, warp, slabs);
 }
 
 // Zeros, for an expert without tokens. One warpgroup.

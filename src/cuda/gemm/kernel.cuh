@@ -1,6 +1,6 @@
 // The grouped GEMM kernel: a thread plans tiles, a thread feeds a ring of stages, a warp the scales
-// of blocks; two consumer warpgroups multiply 64 rows each and promote every K-block into fp32
-// sums. docs/grouped-gemm.md explains it.
+// of blocks; two or three consumer warpgroups multiply 64 rows each and promote every K-block into
+// fp32 sums. docs/grouped-gemm.md explains it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -18,10 +18,15 @@
 
 namespace fp8moe::cuda::gemm {
 
-inline constexpr int kThreads = 384;  // warpgroup 0 produces, 1 and 2 consume
-// setmaxnreg; under 40 the producers would spill.
-inline constexpr int kProducerRegisters = 40;
-inline constexpr int kConsumerRegisters = 232;
+// Warpgroup 0 produces, the others consume.
+template <int TileM>
+inline constexpr int kThreads = 128 + 2 * TileM;
+// setmaxnreg; all that a CTA has of them, but for 8 a thread with two consumers, where 24 would
+// make the producers spill.
+template <int TileM>
+inline constexpr uint32_t kProducerRegisters = TileM == kTileM ? 40 : 32;
+template <int TileM>
+inline constexpr uint32_t kConsumerRegisters = TileM == kTileM ? 232 : 160;
 // Where the loop over a tile's K-blocks begins: of a K that is a multiple of 512 tiles begin at
 // stage 0, and their second K-block enters it.
 inline constexpr int kUnrolledFrom = 1;
@@ -39,20 +44,21 @@ struct Operands {
   uint32_t a, b, next_a, next_b;
 };
 
-template <Shape kShape, Kind kKind, int TileN>
-__device__ __forceinline__ Operands operands(const Ring<kKind, TileN>& ring, int half, bool low) {
+template <Shape kShape, Kind kKind, int TileM, int TileN>
+__device__ __forceinline__ Operands operands(const Ring<kKind, TileM, TileN>& ring, int half,
+                                             bool low) {
   const auto box = [&](int i) { return descriptor(ring.box(0, i)); };
   if (kShape == Shape::thin && low) return {.a = box(0), .b = box(1 + half)};
   if (kShape == Shape::edge && low) return {box(0), box(1 + 2 * half), box(0), box(2 + 2 * half)};
   if (kShape == Shape::edge) return {box(half), box(kFlankBoxes), box(2 + half), box(kFlankBoxes)};
-  return {.a = box(half), .b = box(kTileM / kBox)};
+  return {.a = box(half), .b = box(TileM / kBox)};
 }
 
 // Where its sums go.
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 __device__ __forceinline__ Destination destination(const Params& params, const Tile& tile,
                                                    int half) {
-  constexpr bool kEdges = Stage<kKind, TileN>::kEdges;
+  constexpr bool kEdges = Stage<kKind, TileM, TileN>::kEdges;
   const bool low = kEdges && tile.low(), thin = kEdges && tile.thin();
   const int width = thin ? kBox : low ? 2 * kBox : TileN;
   const int row = low ? 0 : kBox * half, column = low ? width * half : 0;
@@ -66,10 +72,10 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
-template <Kind kKind, DType A, DType B, int TileN>
+template <Kind kKind, DType A, DType B, int TileM, int TileN>
 struct Consumer {
-  const Ring<kKind, TileN>& ring;
-  int half;             // which of the two warpgroups
+  const Ring<kKind, TileM, TileN>& ring;
+  int half;             // which of the consumers
   Operands whole;       // of whole tiles
   int stage = 0;        // the next one, which is full, and so is its run
   uint32_t phases = 0;  // bit s: the phase of stage s
@@ -85,7 +91,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void close_run() {
-    if constexpr (Stage<kKind, TileN>::kBlockScales) {
+    if constexpr (Stage<kKind, TileM, TileN>::kBlockScales) {
       release(ring.run_empty(runs.at()));
       runs.advance();
     }
@@ -112,10 +118,10 @@ struct Consumer {
   // multiply.
   template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void begin_step(int s, const Operands& at,
-                                             Promoter<kKind, TileN, kShape>& scales,
+                                             Promoter<kKind, TileM, TileN, kShape>& scales,
                                              const float4* of_blocks, Parts<kShape>& part,
                                              Meanwhile meanwhile) {
-    constexpr int kStride = Stage<kKind, TileN>::kTileBytes >> 4;
+    constexpr int kStride = Stage<kKind, TileM, TileN>::kTileBytes >> 4;
     constexpr bool kAtOnce = First && kBeginsAtOnce<kKind>;
     if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
@@ -133,7 +139,8 @@ struct Consumer {
   // the end. The wait comes before the release because ptxas then starts it early among the
   // multiply-adds and not behind them.
   template <bool First, Shape kShape>
-  __device__ __forceinline__ void end_step(int s, const Promoter<kKind, TileN, kShape>& scales,
+  __device__ __forceinline__ void end_step(int s,
+                                           const Promoter<kKind, TileM, TileN, kShape>& scales,
                                            const Parts<kShape>& part) {
     phases ^= 1u << s;
     scales.template add<First>(part, sums, ring.scale_b(s));
@@ -143,7 +150,8 @@ struct Consumer {
 
   // Both, in `stage`.
   template <bool First, Shape kShape, typename Meanwhile>
-  __device__ __forceinline__ void step(const Operands& at, Promoter<kKind, TileN, kShape>& scales,
+  __device__ __forceinline__ void step(const Operands& at,
+                                       Promoter<kKind, TileM, TileN, kShape>& scales,
                                        const float4* of_blocks, Meanwhile meanwhile) {
     Parts<kShape> part;
     begin_step<First>(stage, at, scales, of_blocks, part, meanwhile);
@@ -157,7 +165,7 @@ struct Consumer {
   // the answer is there long before the multiply is done, and nothing waits for it behind the
   // promotion, where the next multiply should begin.
   __device__ __forceinline__ int unrolled_steps(int now, const Operands& at,
-                                                Promoter<kKind, TileN, Shape::whole>& scales,
+                                                Promoter<kKind, TileM, TileN, Shape::whole>& scales,
                                                 const float4* of_blocks,
                                                 Parts<Shape::whole>& part) {
     for (;; now -= kStages, of_blocks += kStages) {
@@ -175,7 +183,7 @@ struct Consumer {
   template <Shape kShape, typename Meanwhile, typename Then>
   __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile, Then then) {
     constexpr bool kWhole = kShape == Shape::whole;
-    Promoter<kKind, TileN, kShape> scales(tile, half);
+    Promoter<kKind, TileM, TileN, kShape> scales(tile, half);
     const Operands at = kWhole ? whole : operands<kShape>(ring, half, tile.low());
     const auto nothing = [] {};
     const float4* of_blocks = ring.run(runs.at());
@@ -202,14 +210,14 @@ struct Consumer {
   }
 };
 
-template <bool kThin, Kind kKind, DType A, DType B, int TileN, Output kOutput>
+template <bool kThin, Kind kKind, DType A, DType B, int TileM, int TileN, Output kOutput>
 __device__ void consume(const Params& params, uint8_t* shared) {
   // Through a shuffle the compiler knows these to be uniform in the warp, and so the descriptors;
   // and it does not compute the address of shared memory anew in every step.
   const int half = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  const Ring<kKind, TileN> ring{static_cast<uint8_t*>(
+  const Ring<kKind, TileM, TileN> ring{static_cast<uint8_t*>(
       __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
-  Consumer<kKind, A, B, TileN> consumer{
+  Consumer<kKind, A, B, TileM, TileN> consumer{
       .ring = ring, .half = half, .whole = operands<Shape::whole>(ring, half, false)};
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   uint8_t* const slabs = ring.slabs(4 * half + warp);
@@ -217,8 +225,8 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   bool pending = false;
   const auto finish = [&] {
     if (pending)
-      store<kKind, TileN, kOutput>(consumer.sums, params, finished, warp, slabs,
-                                   ring.slabs_full(4 * half + warp));
+      store<kKind, TileM, TileN, kOutput>(consumer.sums, params, finished, warp, slabs,
+                                          ring.slabs_full(4 * half + warp));
   };
   const auto fetch = [&] {
     if constexpr (kKind != Kind::rows && kOutput != Output::bf16) {
@@ -232,7 +240,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
     const Tile tile = ring.tile(consumer.stage);
     const auto meanwhile = [&] {
       finish();
-      finished = destination<kKind, TileN>(params, tile, half);
+      finished = destination<kKind, TileM, TileN>(params, tile, half);
       pending = true;
     };
     // Which is asked first, by the shorter loop that ptxas makes of it.
@@ -245,7 +253,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       }
     }
     if (!kEndFirst && tile.k_blocks == kNoMore) break;
-    const Destination to = destination<kKind, TileN>(params, tile, half);
+    const Destination to = destination<kKind, TileM, TileN>(params, tile, half);
     if (to.rows <= 0 || to.columns <= 0 || tile.k_blocks == 0) {
       if (to.rows > 0 && !params.add) store_zeros(params, to);
       consumer.pass(tile.k_blocks);
@@ -257,7 +265,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
         continue;
       }
     }
-    if constexpr (Stage<kKind, TileN>::kEdges)
+    if constexpr (Stage<kKind, TileM, TileN>::kEdges)
       consumer.template steps<Shape::edge>(tile, meanwhile, fetch);
     else if constexpr (!kBeginsAtOnce<kKind>)
       consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
@@ -266,38 +274,39 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
 }
 
-template <Kind kKind, DType A, DType B, int TileN, Output kOutput, bool kThin>
-__global__ void __launch_bounds__(kThreads, 1)
+template <Kind kKind, DType A, DType B, int TileM, int TileN, Output kOutput, bool kThin>
+__global__ void __launch_bounds__(kThreads<TileM>, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Ring<kKind, TileN> ring{shared};
+  using S = Stage<kKind, TileM, TileN>;
+  const Ring<kKind, TileM, TileN> ring{shared};
   if (threadIdx.x == 0) {
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
     cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
     for (int s = 0; s < kStages; ++s) {
       ring.full(s).init(1);
-      ring.empty(s).init(kConsumerWarps);
+      ring.empty(s).init(S::kConsumerWarps);
     }
     for (int r = 0; r < kRuns; ++r) {
       ring.run_full(r).init(1);
-      ring.run_empty(r).init(kConsumerWarps);
+      ring.run_empty(r).init(S::kConsumerWarps);
     }
     for (int i = 0; i < kPlanned; ++i) {
       ring.planned_full(i).init(1);
-      ring.planned_empty(i).init(Stage<kKind, TileN>::kBlockScales ? 2 : 1);  // its readers
+      ring.planned_empty(i).init(S::kBlockScales ? 2 : 1);  // its readers
     }
-    for (int s = 0; s < Stage<kKind, TileN>::kSlabBarriers; ++s) ring.slabs_full(0)[s].init(1);
+    for (int s = 0; s < S::kSlabBarriers; ++s) ring.slabs_full(0)[s].init(1);
     cutlass::arch::fence_barrier_init();
   }
   if (kKind == Kind::rows) {
-    for (int e = threadIdx.x; e <= params.experts; e += kThreads)
+    for (int e = threadIdx.x; e <= params.experts; e += kThreads<TileM>)
       ring.row_offsets()[e] = params.row_offsets[e];
     if (kThin && threadIdx.x == 0) ring.tiles() = 0;
   }
   __syncthreads();
   if constexpr (kThin) {
-    const int tiles = Schedule<kKind, TileN>::count(params, ring.row_offsets(),
-                                                    static_cast<int>(threadIdx.x), kThreads);
+    const int tiles = Schedule<kKind, TileM, TileN>::count(
+        params, ring.row_offsets(), static_cast<int>(threadIdx.x), kThreads<TileM>);
     // With a warp's reduction here ptxas would keep what the loop of whole tiles counts in uniform
     // registers, and the loop would be longer.
     if (tiles > 0) atomicAdd(&ring.tiles(), tiles);
@@ -306,13 +315,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileN>(params, ring);
-    if (Stage<kKind, TileN>::kBlockScales && warp == 1) produce_scales<kKind, TileN>(params, ring);
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<TileM>>();
+    if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileM, TileN>(params, ring);
+    if (S::kBlockScales && warp == 1) produce_scales<kKind, TileM, TileN>(params, ring);
     if (warp == 2 && cute::elect_one_sync()) plan<kThin>(params, ring);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    consume<kThin, kKind, A, B, TileN, kOutput>(params, shared);
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<TileM>>();
+    consume<kThin, kKind, A, B, TileM, TileN, kOutput>(params, shared);
   }
 }
 

@@ -59,7 +59,7 @@ Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routing
   const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
   Params params{};
   params.add = accumulate;
-  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, kTileM);
+  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, config.tile_m);
   params.b = operand_map(op, "x_t", x_t.data.data, n, columns, config.tile_n);
   set_output(op, "dw", Kind::tokens_block, dw, plan.experts, m, n, config, params);
   if (dy_t.layout == ScaleLayout::gemm) {

@@ -21,10 +21,11 @@ __device__ __forceinline__ int take(unsigned& queue, int tiles) {
 }
 
 // Plans tiles ahead of the two who read them. One thread.
-template <bool kThin, Kind kKind, int TileN>
-__device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
-  Schedule<kKind, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
-                                  static_cast<int>(gridDim.x), kThin ? ring.tiles() : kUncounted);
+template <bool kThin, Kind kKind, int TileM, int TileN>
+__device__ void plan(const Params& params, const Ring<kKind, TileM, TileN>& ring) {
+  Schedule<kKind, TileM, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
+                                         static_cast<int>(gridDim.x),
+                                         kThin ? ring.tiles() : kUncounted);
   Cursor<kPlanned> planned;
   Tile tile;
   for (bool more = true; more; planned.advance()) {
@@ -42,8 +43,9 @@ __device__ void plan(const Params& params, const Ring<kKind, TileN>& ring) {
 }
 
 // The next planned tile; its reader gives the place back by `planned_empty`.
-template <Kind kKind, int TileN>
-__device__ Tile read_planned(const Ring<kKind, TileN>& ring, const Cursor<kPlanned>& planned) {
+template <Kind kKind, int TileM, int TileN>
+__device__ Tile read_planned(const Ring<kKind, TileM, TileN>& ring,
+                             const Cursor<kPlanned>& planned) {
   await(ring.planned_full(planned.at()), planned.phase());
   return ring.planned(planned.at());
 }
@@ -52,9 +54,9 @@ __device__ Tile read_planned(const Ring<kKind, TileN>& ring, const Cursor<kPlann
 // no loop over threads around every TMA instruction. A tile without K-blocks, and the end, are told
 // through a stage that holds nothing. Consumers wait for stages alone: so the first stage of a run
 // is full once the run is.
-template <Kind kKind, int TileN>
-__device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
-  using S = Stage<kKind, TileN>;
+template <Kind kKind, int TileM, int TileN>
+__device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& ring) {
+  using S = Stage<kKind, TileM, TileN>;
   using Load = cute::SM90_TMA_LOAD_2D;
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   Cursor<kPlanned> planned;
@@ -65,7 +67,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
     const Tile tile = read_planned(ring, planned);
     arrive(ring.planned_empty(planned.at()));
     more = tile.k_blocks != kNoMore;
-    const int boxes_a = S::kEdges ? tile.boxes_a : kTileM / kBox;
+    const int boxes_a = S::kEdges ? tile.boxes_a : S::kBoxesA;
     const int boxes = S::kEdges ? tile.boxes : S::kBoxes;
     const int row_b = (kKind == Kind::rows ? tile.expert * params.n : 0) + tile.column;
     const int bytes =
@@ -85,9 +87,9 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
         };
         if (!S::kEdges || tile.whole()) {
           Load::copy(&params.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
-          Load::copy(&params.b, barrier, kHint, ring.box(stage, kTileM / kBox), depth, row_b);
+          Load::copy(&params.b, barrier, kHint, ring.box(stage, S::kBoxesA), depth, row_b);
 #pragma unroll
-          for (int i = 0; i < kTileM / kBox; ++i) scales_of_rows(i);
+          for (int i = 0; i < S::kBoxesA; ++i) scales_of_rows(i);
         } else {
           uint8_t* box = ring.box(stage, 0);
 #pragma unroll 1
@@ -115,8 +117,8 @@ __device__ void produce(const Params& params, const Ring<kKind, TileN>& ring) {
 
 // The scales of blocks, which lie too scattered for TMA. One warp, a run ahead with its loads:
 // under the traffic of TMA they take as long as a short tile.
-template <Kind kKind, int TileN>
-__device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& ring) {
+template <Kind kKind, int TileM, int TileN>
+__device__ void produce_scales(const Params& params, const Ring<kKind, TileM, TileN>& ring) {
   static_assert(kRunLength == 32);  // a lane loads the scales of one K-block
   const int lane = threadIdx.x % 32;
   Cursor<kPlanned> planned;
@@ -139,7 +141,7 @@ __device__ void produce_scales(const Params& params, const Ring<kKind, TileN>& r
     if (tile.k_blocks == kNoMore) break;
     // TMA reads no further tile before it has the run, and few are planned beyond it.
     if (tile.k_blocks == 0) store();
-    const BlockScales<kKind, TileN> scales(params, tile);
+    const BlockScales<kKind, TileM, TileN> scales(params, tile);
     for (int k = lane; k - lane < tile.k_blocks; k += kRunLength) {
       const float4 next = k < tile.k_blocks ? scales(k) : float4{};
       store();

@@ -11,40 +11,63 @@ namespace fp8moe::cuda::gemm {
 
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
-// Column groups of a tile that lie in one block of 128 columns of B each, whatever the tile.
-template <int TileN>
-inline constexpr int kColumnGroups = TileN / gcd(TileN, 128);
+// Groups of a tile's rows or columns that lie in one block of 128 each, whatever the tile: a side
+// of 192 starts at a multiple of 64 and touches two blocks, so its groups are its first, middle and
+// last third. One of 128 has one group.
+template <int Side>
+inline constexpr int kGroups = Side / gcd(Side, 128);
 
-// The scales by blocks of a tile's K-blocks: of each column group B's, times A's where A has
-// blocks, too. A tile of 192 columns starts at a multiple of 64 and touches two blocks of B: its
-// groups are the first, middle and last third of the columns. One of 128 has one group.
-template <Kind kKind, int TileN>
-class BlockScales {
+// The scales of the blocks that a side of a tile touches, for its K-blocks.
+template <int Side>
+class SideScales {
  public:
-  __device__ BlockScales(const Params& params, const Tile& tile) {
-    const int blocks = (params.n + 127) / 128, block = tile.column / 128;
-    const int64_t row = kKind == Kind::rows ? int64_t{tile.expert} * blocks + block : block;
-    first_ = params.block_scale_b + row * params.k_blocks + tile.k_first;
-    if constexpr (kColumnGroups<TileN> > 1) {
-      last_ = block + 1 < blocks ? first_ + params.k_blocks : first_;
-      middle_ = tile.column % 128 != 0 ? last_ : first_;
+  // scales [blocks, stride]; the side starts at row or column `begin`, with K-block k_first.
+  __device__ SideScales(const float* scales, int blocks, int stride, int begin, int k_first) {
+    const int block = begin / 128;
+    first_ = scales + int64_t{block} * stride + k_first;
+    if constexpr (kGroups<Side> > 1) {
+      last_ = block + 1 < blocks ? first_ + stride : first_;
+      middle_ = begin % 128 != 0 ? last_ : first_;
     }
-    if constexpr (kKind == Kind::tokens_block)
-      of_rows_ = params.block_scale_a + int64_t{tile.row / 128} * params.k_blocks + tile.k_first;
   }
 
-  __device__ float4 operator()(int k) const {
-    const float of_rows = kKind == Kind::tokens_block ? of_rows_[k] : 1.0f;
-    float4 scales{first_[k] * of_rows, 0.0f, 0.0f, 0.0f};
-    if constexpr (kColumnGroups<TileN> > 1) {
-      scales.y = middle_[k] * of_rows;
-      scales.z = last_[k] * of_rows;
+  __device__ float first(int k) const { return first_[k]; }
+  // Of each group, times `scale`.
+  __device__ float4 operator()(int k, float scale) const {
+    float4 scales{first_[k] * scale, 0.0f, 0.0f, 0.0f};
+    if constexpr (kGroups<Side> > 1) {
+      scales.y = middle_[k] * scale;
+      scales.z = last_[k] * scale;
     }
     return scales;
   }
 
  private:
-  const float *first_, *middle_, *last_, *of_rows_;
+  const float *first_, *middle_, *last_;
+};
+
+// The scales by blocks of a tile's K-blocks: of each group of B's columns, times A's where A has
+// blocks, too; of a tall tile, of each group of A's rows, times B's.
+template <Kind kKind, int TileM, int TileN>
+class BlockScales {
+ public:
+  __device__ BlockScales(const Params& params, const Tile& tile)
+      : b_(params.block_scale_b + (kKind == Kind::rows
+                                       ? int64_t{tile.expert} * blocks(params.n) * params.k_blocks
+                                       : 0),
+           blocks(params.n), params.k_blocks, tile.column, tile.k_first),
+        a_(params.block_scale_a, blocks(params.m), params.k_blocks, tile.row, tile.k_first) {}
+
+  __device__ float4 operator()(int k) const {
+    if constexpr (TileM != kTileM) return a_(k, b_.first(k));
+    return b_(k, kKind == Kind::tokens_block ? a_.first(k) : 1.0f);
+  }
+
+ private:
+  __device__ static int blocks(int side) { return (side + 127) / 128; }
+
+  SideScales<TileN> b_;
+  SideScales<TileM> a_;  // of tokens_block
 };
 
 // Two sums of adjacent columns, the right one in the lower word. wgmma fixes part[i] in a register
@@ -103,13 +126,13 @@ enum class Shape { whole, edge, thin };
 // its multiply is issued (but for a tile's first one where tiles begin at once): ptxas would sink
 // what comes later below the wait. Those of columns are read in `prepare`, under the multiply, and
 // `add`. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
-template <Kind kKind, int TileN, Shape kShape>
+template <Kind kKind, int TileM, int TileN, Shape kShape>
 class Promoter;
 
 // A by rows of 1x128, B by blocks of 128x128.
-template <int TileN>
-class Promoter<Kind::rows, TileN, Shape::whole> {
-  static constexpr int kGroups = kColumnGroups<TileN>;
+template <int TileM, int TileN>
+class Promoter<Kind::rows, TileM, TileN, Shape::whole> {
+  static constexpr int kColumnGroups = kGroups<TileN>;
 
  public:
   __device__ Promoter(const Tile& tile, int half)
@@ -118,13 +141,13 @@ class Promoter<Kind::rows, TileN, Shape::whole> {
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float upper = of_rows[row_], lower = of_rows[row_ + 8];
     float4 b;
-    if constexpr (kGroups == 1)
+    if constexpr (kColumnGroups == 1)
       b.x = of_blocks->x;
     else
       b = *of_blocks;
     const float blocks[3] = {b.x, b.y, b.z};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kColumnGroups; ++g) {
       scale_[0][g] = upper * blocks[g];
       scale_[1][g] = lower * blocks[g];
     }
@@ -137,14 +160,14 @@ class Promoter<Kind::rows, TileN, Shape::whole> {
 
  private:
   int row_;
-  float scale_[2][kGroups];
+  float scale_[2][kColumnGroups];
 };
 
 // The same for one or two parts of 64 columns. The two of a low tile have rows in common, and a
 // warpgroup's lie in one block of B; those of a flank tile have columns in common. A thin tile lies
 // in one block of B.
-template <int TileN, Shape kShape>
-class Promoter<Kind::rows, TileN, kShape> {
+template <int TileM, int TileN, Shape kShape>
+class Promoter<Kind::rows, TileM, TileN, kShape> {
   static constexpr int kParts = kShape == Shape::edge ? 2 : 1;
 
  public:
@@ -172,19 +195,25 @@ class Promoter<Kind::rows, TileN, kShape> {
   float scale_[2][kParts];
 };
 
-// Blocks of 128x128 on both sides: one scale for a column group.
-template <int TileN>
-class Promoter<Kind::tokens_block, TileN, Shape::whole> {
-  static constexpr int kGroups = kColumnGroups<TileN>;
+// Blocks of 128x128 on both sides: one scale for a column group, or for all of a warpgroup's 64
+// rows of a tall tile.
+template <int TileM, int TileN>
+class Promoter<Kind::tokens_block, TileM, TileN, Shape::whole> {
+  static constexpr bool kTall = TileM != kTileM;
+  static constexpr int kColumnGroups = kTall ? 1 : kGroups<TileN>;
 
  public:
-  __device__ Promoter(const Tile&, int) {}
+  __device__ Promoter(const Tile&, int half) : half_(half) {}
 
   __device__ __forceinline__ void load(const float*, const float4* of_blocks) {
-    const float4 b = *of_blocks;
-    const float blocks[3] = {b.x, b.y, b.z};
+    if constexpr (kTall) {
+      scale_[0][0] = scale_[1][0] = reinterpret_cast<const float*>(of_blocks)[half_];
+    } else {
+      const float4 b = *of_blocks;
+      const float blocks[3] = {b.x, b.y, b.z};
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g];
+      for (int g = 0; g < kColumnGroups; ++g) scale_[0][g] = scale_[1][g] = blocks[g];
+    }
   }
   template <bool First>
   __device__ __forceinline__ void add(const float (&part)[TileN / 2], BoundPair (&sums)[TileN / 4],
@@ -193,14 +222,14 @@ class Promoter<Kind::tokens_block, TileN, Shape::whole> {
   }
 
  private:
-  float scale_[2][kGroups];
+  int half_;
+  float scale_[2][kColumnGroups];
 };
 
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, whose
-// products are made while parts are added, but for those of the first columns, which `prepare`
-// makes under the multiply.
-template <int TileN>
-class Promoter<Kind::tokens_column, TileN, Shape::whole> {
+// products are made while parts are added. The columns' first scales are read under the multiply.
+template <int TileM, int TileN>
+class Promoter<Kind::tokens_column, TileM, TileN, Shape::whole> {
  public:
   __device__ Promoter(const Tile&, int half) : row_(kScaleStride * half + row_in_box()) {}
 
@@ -210,14 +239,15 @@ class Promoter<Kind::tokens_column, TileN, Shape::whole> {
   }
   __device__ __forceinline__ void prepare(const float* of_columns) {
 #pragma unroll
-    for (int g = 0; g < kPrepared; ++g) {
-      const float4 v = prepared_[g] = products(of_columns, g);
+    for (int g = 0; g < kRead; g += 2) {
+      const float2 v = read_[g] = scales(of_columns, g);
+      const float2 w = read_[g + 1] = scales(of_columns, g + 1);
       // Never stored, but ptxas has to know it here, and would else sink it below the wait. No
-      // branch, which would let it make the products twice.
+      // branch, which would let it read twice.
       asm volatile(
           "{\n .reg .pred never;\n setp.lt.s32 never, %0, 0;\n"
           " @never st.volatile.shared.v4.f32 [%1], {%2, %3, %4, %5};\n}" ::"r"(row_),
-          "r"(16 * g), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w));
+          "r"(16 * g), "f"(v.x), "f"(v.y), "f"(w.x), "f"(w.y));
     }
   }
   template <bool First>
@@ -225,22 +255,21 @@ class Promoter<Kind::tokens_column, TileN, Shape::whole> {
                                       const float* of_columns) const {
 #pragma unroll
     for (int g = 0; g < TileN / 8; ++g) {
-      const float4 scale = !First && g < kPrepared ? prepared_[g] : products(of_columns, g);
+      const float2 b = !First && g < kRead ? read_[g] : scales(of_columns, g);
       const float* p = &part[4 * g];
-      accumulate<First>(sums[2 * g], p[0], p[1], scale.x, scale.y);
-      accumulate<First>(sums[2 * g + 1], p[2], p[3], scale.z, scale.w);
+      accumulate<First>(sums[2 * g], p[0], p[1], upper_ * b.x, upper_ * b.y);
+      accumulate<First>(sums[2 * g + 1], p[2], p[3], lower_ * b.x, lower_ * b.y);
     }
   }
 
  private:
-  // Of a thread's two columns in instruction's column group g, times its upper and its lower row's.
-  __device__ __forceinline__ float4 products(const float* of_columns, int g) const {
-    const float2 b = reinterpret_cast<const float2*>(of_columns)[4 * g + threadIdx.x % 4];
-    return {upper_ * b.x, upper_ * b.y, lower_ * b.x, lower_ * b.y};
+  // Of a thread's two columns in instruction's column group g.
+  __device__ __forceinline__ static float2 scales(const float* of_columns, int g) {
+    return reinterpret_cast<const float2*>(of_columns)[4 * g + threadIdx.x % 4];
   }
 
-  static constexpr int kPrepared = 2;  // column groups; by measurement (docs/notes)
-  float4 prepared_[kPrepared];
+  static constexpr int kRead = 4;  // column groups; by measurement (docs/notes)
+  float2 read_[kRead];
   int row_;
   float upper_ = 0.0f, lower_ = 0.0f;
 };

@@ -13,18 +13,18 @@ using Barrier = cutlass::arch::ClusterBarrier;
 
 // The ring of stages in shared memory; every stage has its parts at the same offsets. Beside it the
 // smaller ring of runs.
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 struct Ring {
-  using S = Stage<kKind, TileN>;
+  using S = Stage<kKind, TileM, TileN>;
   uint8_t* base;
 
   __device__ uint8_t* box(int s, int i) const {  // those of A, then those of B
     return base + s * S::kTileBytes + i * S::kBoxBytes;
   }
   __device__ uint8_t* slabs(int warp) const {
-    return box(kStages, 0) + warp * (kSlabs * kSlabBytes);
+    return box(kStages, 0) + warp * (S::kSlabs * kSlabBytes);
   }
-  __device__ uint8_t* scales(int s) const { return slabs(kConsumerWarps) + s * S::kScaleBytes; }
+  __device__ uint8_t* scales(int s) const { return slabs(S::kConsumerWarps) + s * S::kScaleBytes; }
   __device__ float* scale_a(int s) const { return reinterpret_cast<float*>(scales(s)); }
   __device__ float* scale_b(int s) const {
     return reinterpret_cast<float*>(scales(s) + S::kScaleBAt);
@@ -57,7 +57,7 @@ struct Ring {
   }
   __device__ FullBarrier* slabs_full(int warp) const {
     return reinterpret_cast<FullBarrier*>(barrier(2 * (kStages + kRuns + kPlanned))) +
-           warp * kSlabs;
+           warp * S::kSlabs;
   }
   // Of Kind::rows.
   __device__ int* row_offsets() const { return reinterpret_cast<int*>(barrier(S::kBarriers)); }

@@ -56,14 +56,14 @@ FP8MOE_HD Place place_in_bands(int band, int within, int tiles_m, int tiles_n) {
   return {first + in_band - column * height, column};
 }
 
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 class Schedule;
 
 // Tiles of an expert's rows, dealt in turn: those of 128xTileN, then flank ones, then low ones.
 // Where the last wave is cut, all its tiles' first parts are dealt, then the second ones, then the
 // third; a CTA gets one at most, or one that does not exist.
-template <int TileN>
-class Schedule<Kind::rows, TileN> {
+template <int TileM, int TileN>
+class Schedule<Kind::rows, TileM, TileN> {
  public:
   // How many tiles, before any is cut, the experts first, first + step, ... have.
   FP8MOE_HD static int count(const Sizes& sizes, const int32_t* row_offsets, int first, int step) {
@@ -162,7 +162,7 @@ class Schedule<Kind::rows, TileN> {
 };
 
 // Tiles of dw, [M, N] for each expert: dealt in turn, unless `skip` says which one is next.
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 class Schedule {
  public:
   FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas, int = kUncounted)
@@ -178,10 +178,10 @@ class Schedule {
     tile.expert = at_ / each;
     if (tile.expert >= sizes_.experts) return false;
     const Place place = place_in_bands(sizes_.band, at_ - tile.expert * each, tiles_m(), tiles_n());
-    tile.row = place.row * kTileM;
+    tile.row = place.row * TileM;
     tile.rows = sizes_.m - tile.row;
     tile.column = place.column * TileN;
-    tile.boxes_a = kTileM / kBox;
+    tile.boxes_a = TileM / kBox;
     tile.k_first = sizes_.col_offsets[tile.expert] / kBlockK;
     tile.k_blocks = (sizes_.tokens_per_expert[tile.expert] + kBlockK - 1) / kBlockK;
     at_ += ctas_;
@@ -189,7 +189,7 @@ class Schedule {
   }
 
  private:
-  FP8MOE_HD int tiles_m() const { return (sizes_.m + kTileM - 1) / kTileM; }
+  FP8MOE_HD int tiles_m() const { return (sizes_.m + TileM - 1) / TileM; }
   FP8MOE_HD int tiles_n() const { return (sizes_.n + TileN - 1) / TileN; }
 
   const Sizes& sizes_;

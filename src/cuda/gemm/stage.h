@@ -7,15 +7,14 @@ namespace fp8moe::cuda::gemm {
 
 inline constexpr int kSharedBytes = 227 * 1024;  // what a block of compute capability 9.0 can have
 inline constexpr int kStages = 4;
-inline constexpr int kConsumerWarps = 8;
 
 inline constexpr int kOutputBoxBytes = 128;  // of a row of D: what TMA swizzles at most
 
 // D on its way out: a slab is 16 rows of 128 bytes, or as many bytes of 8 rows, and a consumer warp
-// has kSlabs of them.
+// has slabs(TileM) of them.
 inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * kOutputBoxBytes;
-inline constexpr int kSlabs = 3;
+constexpr int slabs(int tile_m) { return tile_m == kTileM ? 3 : 2; }
 // A box of TMA is half a slab of f32 of tokens_*, else a slab (epilogue.cuh).
 inline constexpr int kHalfSlabRows = 8;
 inline constexpr int kHalfSlabBytes = kHalfSlabRows * kOutputBoxBytes;
@@ -36,12 +35,14 @@ inline constexpr int kRuns = 8;
 inline constexpr int kRunBytes = 16 * kRunLength;
 
 // 128x192: 16 KB of A, 24 KB of B, 1.5 KB for scales; four stages and D take 215 of the 227 KB.
-template <Kind kKind, int TileN>
+// 192x128 the same the other way round.
+template <Kind kKind, int TileM, int TileN>
 struct Stage {
   // Whether there are low and flank tiles, too.
   static constexpr bool kEdges = kKind == Kind::rows && has_low(TileN);
-  static constexpr int kBoxes = (kTileM + TileN) / kBox;
-  static constexpr int kMaxBoxesA = kEdges ? kFlankBoxes : kTileM / kBox;
+  static constexpr int kBoxesA = TileM / kBox;
+  static constexpr int kBoxes = kBoxesA + TileN / kBox;
+  static constexpr int kMaxBoxesA = kEdges ? kFlankBoxes : kBoxesA;
   static constexpr int kBoxBytes = kBox * kBlockK;
   static constexpr int kTileBytes = kBoxes * kBoxBytes;
   static constexpr bool kBlockScales = kKind != Kind::tokens_column;
@@ -54,6 +55,8 @@ struct Stage {
   static constexpr int kTileStructBytes = 32;
   static_assert(kBoxBytes % 1024 == 0, "swizzled boxes start at 1024 bytes");
 
+  static constexpr int kConsumerWarps = 4 * kBoxesA;
+  static constexpr int kSlabs = slabs(TileM);
   static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
   static constexpr int kSlabBarriers = kKind == Kind::rows ? 0 : kConsumerWarps * kSlabs;
   static constexpr int kBarriers = 2 * (kStages + kRuns + kPlanned) + kSlabBarriers;
