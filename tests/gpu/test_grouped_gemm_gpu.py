@@ -290,12 +290,13 @@ def test_wgrad_of_short_tiles_on_several_streams_and_in_graphs_at_once(
         assert all(same_bits(out, expected) for out in outs)
 
 
-@pytest.mark.parametrize("n", [208, 128])
-def test_wgrad_over_several_runs_of_scales(n: int) -> None:
+@pytest.mark.parametrize(("m", "n"), [(48, 208), (48, 128), (176, 208)])
+def test_wgrad_over_several_runs_of_scales(m: int, n: int) -> None:
+    """The last by tall tiles."""
     plan = plan_of([128 * 301, 0, 128 * 64, 300])
-    dy = segments(on_gpu(noise(48, plan.columns, layout="block", fp8="e5m2")), plan)
+    dy = segments(on_gpu(noise(m, plan.columns, layout="block", fp8="e5m2")), plan)
     x = segments(on_gpu(noise(n, plan.columns, layout="block")), plan)
-    dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(4, 48, n, dtype=torch.float32))
+    dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(4, m, n, dtype=torch.float32))
     assert wgrad_error(dy, x, plan, dw) <= C_CUDA
 
 
