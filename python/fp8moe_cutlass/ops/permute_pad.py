@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from fp8moe_cutlass.ops._library import (
     PLAN,
@@ -49,12 +49,11 @@ def permute_pad(
     if probs is not None and permuted is None:
         permuted = empty("permute_pad", probs, (plan.rows,), "float32")
     if isinstance(x, Fp8Tensor):
-        like = (scale_layout, x.fp8_dtype, x.pow2)
         if y is None:
             shape = (plan.rows, shape_of("permute_pad", "x", x.data, 2)[1])
-            y8 = new_fp8("permute_pad", x.data, shape, *like)
+            y8 = new_fp8("permute_pad", x.data, shape, scale_layout, x.fp8_dtype, x.pow2)
         else:
-            y8 = given_fp8("permute_pad", cast("Fp8Tensor", y), *like)
+            y8 = given_fp8("permute_pad", y, scale_layout, x.fp8_dtype, x.pow2)
         _op(x, plan, probs, y8, permuted, zero_unweighted)
         return y8, permuted  # type: ignore[return-value]
     if y is None:

@@ -68,7 +68,7 @@ def swiglu_quantize(
             z_q = new_fp8(op, z, (r, width), "row", fp8_dtype, pow2)
     else:
         given = (out,) if isinstance(out, Fp8Tensor) else out
-        parts = 1 + (columns is not None) + save_z
+        parts = 1 + bool(layout) + save_z
         if len(given) != parts:
             raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
         h = given_fp8(op, given[0], scale_layout, fp8_dtype, pow2)

@@ -100,12 +100,12 @@ constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf1
 
 // Whether tiles of tokens_* are tall, 192x128, with three warpgroups to multiply: with scales of
 // columns always, since a promotion takes longer than a multiply there and two more promotions hide
-// more of it than one; else f32 where fewer sums lie outside of D [m, n] so, but for short tiles,
-// and those of 12 K-blocks and more that are added to D (docs/notes).
+// more of it than one; else f32 where fewer sums lie outside of D [m, n] so, of tiles that would be
+// dealt if D were written, and taken where D is added to (docs/notes).
 constexpr bool tall_tiles(Kind kind, int64_t m, int64_t n, int64_t k_blocks, int64_t experts,
                           bool bf16, bool added) {
-  return kind == Kind::tokens_column || (!bf16 && !few_tokens(k_blocks, experts, 5) &&
-                                         (!added || few_tokens(k_blocks, experts, 12)) &&
+  return kind == Kind::tokens_column || (!bf16 && !takes_tiles(k_blocks, experts, false) &&
+                                         (!added || takes_tiles(k_blocks, experts, true)) &&
                                          padded_columns(m, kTallM) * padded_columns(n, 128) <
                                              padded_columns(m, kTileM) * padded_columns(n, 192));
 }

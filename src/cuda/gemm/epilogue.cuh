@@ -298,17 +298,17 @@ __device__ __forceinline__ void add_f32(const SumPair<kKind> (&sums)[N / 4], con
   }
 }
 
-template <Kind kKind, int TileM, int N, Output kOutput>
+template <Kind kKind, int Slabs, int N, Output kOutput>
 __device__ __forceinline__ void store(const SumPair<kKind> (&sums)[N / 4], const Params& params,
                                       const Destination& to, int warp, uint8_t* slabs,
                                       FullBarrier* slabs_full) {
-  static_assert(kFetched<N> <= gemm::slabs(TileM) && N / 64 <= gemm::slabs(TileM));
+  static_assert(kFetched<N> <= Slabs && N / 64 <= Slabs);
   if (kOutput == Output::bf16 || (kOutput == Output::either && params.bf16))
     store_bf16<kKind, N>(sums, params, to, warp, slabs);
   else if (kKind != Kind::rows && params.fetch)
     add_f32<kKind, N>(sums, params, to, warp, slabs, slabs_full);
   else
-    store_f32<kKind, gemm::slabs(TileM), N>(sums, params, to, warp, slabs);
+    store_f32<kKind, Slabs, N>(sums, params, to, warp, slabs);
 }
 
 // Zeros, for an expert without tokens. One warpgroup.

@@ -225,8 +225,8 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   bool pending = false;
   const auto finish = [&] {
     if (pending)
-      store<kKind, TileM, TileN, kOutput>(consumer.sums, params, finished, warp, slabs,
-                                          ring.slabs_full(4 * half + warp));
+      store<kKind, Stage<kKind, TileM, TileN>::kSlabs, TileN, kOutput>(
+          consumer.sums, params, finished, warp, slabs, ring.slabs_full(4 * half + warp));
   };
   const auto fetch = [&] {
     if constexpr (kKind != Kind::rows && kOutput != Output::bf16) {

@@ -11,10 +11,9 @@ inline constexpr int kStages = 4;
 inline constexpr int kOutputBoxBytes = 128;  // of a row of D: what TMA swizzles at most
 
 // D on its way out: a slab is 16 rows of 128 bytes, or as many bytes of 8 rows, and a consumer warp
-// has slabs(TileM) of them.
+// has Stage::kSlabs of them.
 inline constexpr int kSlabRows = 16;
 inline constexpr int kSlabBytes = kSlabRows * kOutputBoxBytes;
-constexpr int slabs(int tile_m) { return tile_m == kTileM ? 3 : 2; }
 // A box of TMA is half a slab of f32 of tokens_*, else a slab (epilogue.cuh).
 inline constexpr int kHalfSlabRows = 8;
 inline constexpr int kHalfSlabBytes = kHalfSlabRows * kOutputBoxBytes;
@@ -56,7 +55,7 @@ struct Stage {
   static_assert(kBoxBytes % 1024 == 0, "swizzled boxes start at 1024 bytes");
 
   static constexpr int kConsumerWarps = 4 * kBoxesA;
-  static constexpr int kSlabs = slabs(TileM);
+  static constexpr int kSlabs = TileM == kTileM ? 3 : 2;
   static constexpr int kOutBytes = kConsumerWarps * kSlabs * kSlabBytes;
   static constexpr int kSlabBarriers = kKind == Kind::rows ? 0 : kConsumerWarps * kSlabs;
   static constexpr int kBarriers = 2 * (kStages + kRuns + kPlanned) + kSlabBarriers;
