@@ -9,43 +9,52 @@ import pytest
 from fp8moe_cutlass import _C, cli, doctor
 
 
-def counted(name: str, m: int, n: int, k: int, experts: int, tile_n: int) -> tuple[int, int]:
-    """Tiles of 128 rows, and multiply-adds over them in halves of 64 rows, walked tile by tile. Of
-    fprop and dgrad beside tiles of 192 columns, at most 64 last rows of an expert are tiles of
-    64x256, in halves of 128 columns, and at most 64 last columns tiles of 256x64 (not where
-    experts have few rows), in halves of two times 64 rows, 128 apart."""
+def counted(
+    name: str, m: int, n: int, k: int, experts: int, tile_m: int, tile_n: int
+) -> tuple[int, int]:
+    """Tiles, and multiply-adds over them in parts of 64 rows, walked tile by tile. Of fprop and
+    dgrad beside tiles of 128x192 or 192x128, at most 64 last rows of an expert are tiles of 64x256,
+    in halves of 128 columns, and beside 192 columns at most 64 last ones tiles of 256x64 (not
+    where experts have few rows), in halves of two times 64 rows, 128 apart."""
     if name == "dgrad":
         n, k = k, n
     tiles = work = 0
     for e in range(experts):
         rows = len(range(e, m, experts))
         height, width, depth = (n, k, rows) if name == "wgrad" else (rows, n, k)
-        k_blocks, edges = len(range(0, depth, 128)), name != "wgrad" and tile_n == 192
-        if edges and 0 < height % 128 <= 64:
+        k_blocks, edges = len(range(0, depth, 128)), name != "wgrad" and tile_m + tile_n == 320
+        if edges and 0 < height % tile_m <= 64:
             for left in range(0, width, 256):
                 tiles += 1
                 work += 64 * (256 if width - left > 128 else 128) * 128 * k_blocks
-            height -= height % 128
-        if edges and 0 < width % 192 <= 64 and m >= 256 * experts:
+            height -= height % tile_m
+        if edges and tile_n == 192 and 0 < width % 192 <= 64 and m >= 256 * experts:
             for top in range(0, height, 256):
                 tiles += 1
                 work += 64 * (256 if height - top > 64 else 128) * 128 * k_blocks
             width -= width % 192
-        for top in range(0, height, 128):
+        for top in range(0, height, tile_m):
             for _ in range(0, width, tile_n):
                 tiles += 1
-                work += 64 * (1 if height - top <= 64 else 2) * tile_n * 128 * k_blocks
+                work += 64 * -(-min(height - top, tile_m) // 64) * tile_n * 128 * k_blocks
     return tiles, work
 
 
 @pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize(
     ("m", "n", "k", "experts"),
-    [(32768, 4096, 7168, 8), (1000, 2816, 2048, 7), (300, 144, 272, 5), (3, 16, 16, 4)],
+    [
+        (32768, 4096, 7168, 8),
+        (32700, 1408, 1536, 7),
+        (20000, 2816, 2048, 64),
+        (1000, 2816, 2048, 7),
+        (300, 144, 272, 5),
+        (3, 16, 16, 4),
+    ],
 )
 def test_counts_are_those_of_a_walk(name: str, m: int, n: int, k: int, experts: int) -> None:
     c = _C.explain_grouped_gemm(name, m, n, k, experts, 20)
-    tiles, work = counted(name, m, n, k, experts, c["tile"][1])
+    tiles, work = counted(name, m, n, k, experts, *c["tile"])
     assert c["tiles"] == tiles
     assert c["waves"] == pytest.approx(tiles / 20)
     full, left = divmod(tiles, 20)

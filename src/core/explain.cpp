@@ -15,12 +15,12 @@ using cuda::gemm::Kind;
 
 // Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a low tile 128
 // columns; one that has none is idle, not wasted.
-int64_t work(const cuda::gemm::Tile& tile, int tile_n, int64_t n) {
+int64_t work(const cuda::gemm::Tile& tile, int tile_m, int tile_n, int64_t n) {
   using namespace cuda::gemm;
   int64_t elements = 0;
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < tile_m / kBox; ++half) {
     if (tile.low())
-      elements += n - tile.column > 2 * kBox * half ? kBox * 2 * kBox : 0;
+      elements += half < 2 && n - tile.column > 2 * kBox * half ? kBox * 2 * kBox : 0;
     else if (tile.rows > kBox * half)
       elements += tile.flank() ? 2 * kBox * kBox : kBox * tile_n;
   }
@@ -28,7 +28,7 @@ int64_t work(const cuda::gemm::Tile& tile, int tile_n, int64_t n) {
 }
 
 // Walks the tiles of an evenly routed batch as one CTA would.
-template <Kind kKind, int TileN>
+template <Kind kKind, int TileM, int TileN>
 GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   using namespace cuda::gemm;
   std::vector<int32_t> row_offsets(experts + 1), tokens(experts), col_offsets(experts + 1);
@@ -49,25 +49,28 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   sizes.band = 1;
   sizes.flank = has_flank(TileN, n, m, experts);
   GemmChoice choice{};
-  choice.tile_m = kTileM;
+  choice.tile_m = TileM;
   choice.tile_n = TileN;
   choice.stages = kStages;
-  choice.shared_bytes = Stage<kKind, kTileM, TileN>::kBytes;
+  choice.shared_bytes = Stage<kKind, TileM, TileN>::kBytes;
   double done = 0;
-  Schedule<kKind, kTileM, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
+  Schedule<kKind, TileM, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
   for (Tile tile; n > 0 && k > 0 && schedule.next(tile); ++choice.tiles)
-    done += static_cast<double>(work(tile, TileN, sizes.n)) * tile.k_blocks;
+    done += static_cast<double>(work(tile, TileM, TileN, sizes.n)) * tile.k_blocks;
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   choice.waste = done > 0 ? 1 - useful / done : 0;
   return choice;
 }
 
 template <Kind kKind>
-GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
-  const int64_t columns = kKind == Kind::rows ? n : k;
-  return cuda::gemm::choose_config(kKind, columns, true).tile_n == 128
-             ? walk<kKind, 128>(m, n, k, experts)
-             : walk<kKind, 192>(m, n, k, experts);
+GemmChoice walk(const cuda::gemm::Config& config, int64_t m, int64_t n, int64_t k,
+                int64_t experts) {
+  using namespace cuda::gemm;
+  if constexpr (kKind == Kind::rows) {
+    if (config.tile_m == kTallM) return walk<kKind, kTallM, 128>(m, n, k, experts);
+  }
+  return config.tile_n == 128 ? walk<kKind, kTileM, 128>(m, n, k, experts)
+                              : walk<kKind, kTileM, 192>(m, n, k, experts);
 }
 
 }  // namespace
@@ -85,17 +88,18 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   if (pass == GemmPass::dgrad) std::swap(n, k);
   // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
   const bool wgrad = pass == GemmPass::wgrad;
-  GemmChoice choice =
-      wgrad ? walk<Kind::tokens_block>(m, n, k, experts) : walk<Kind::rows>(m, n, k, experts);
+  const RoutingPlan plan{.slab = {}, .tokens = m, .experts = experts, .capacity = m};
+  const int64_t k_blocks = plan.columns() / kTile;
+  const cuda::gemm::Config config =
+      wgrad ? cuda::gemm::tokens_config(Kind::tokens_block, n, k, k_blocks, experts, true, false)
+            : cuda::gemm::rows_config(n, m, experts, true, sm_count);
+  GemmChoice choice = wgrad ? walk<Kind::tokens_block>(config, m, n, k, experts)
+                            : walk<Kind::rows>(config, m, n, k, experts);
+  choice.band = config.band;
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);
   const int64_t left = choice.tiles % sm_count;
-  const RoutingPlan plan{.tokens = m, .experts = experts, .capacity = m};
-  const int64_t k_blocks = plan.columns() / kTile;
-  choice.band = wgrad ? cuda::gemm::tokens_band(k_blocks, experts, k, true, false)
-                      : cuda::gemm::rows_band(choice.tile_n, n, sm_count);
   choice.taken = wgrad && cuda::gemm::takes_tiles(k_blocks, experts, false);
-  const bool cut = !wgrad && cuda::gemm::has_thin(choice.tile_n, n, m, experts, sm_count) &&
-                   cuda::gemm::cuts_last_wave(left, sm_count);
+  const bool cut = config.thin && cuda::gemm::cuts_last_wave(left, sm_count);
   const double last = left == 0 ? 0 : cut ? cuda::gemm::kThinTime : 1;
   const double time = static_cast<double>(choice.tiles / sm_count) + last;
   choice.idle = time > 0 ? 1 - choice.waves / time : 0;

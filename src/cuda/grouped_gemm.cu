@@ -12,9 +12,8 @@ void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& pla
   if (a.data.shape[1] == 0) return write_zeros(d, stream);
   const DeviceInfo& device = device_info(d.device);
   const int64_t n = w.data.shape[1];
-  gemm::Config config = gemm::choose_config(gemm::Kind::rows, n, d.dtype == DType::bf16);
-  config.thin = gemm::has_thin(config.tile_n, n, a.data.shape[0], plan.experts, device.sm_count);
-  config.band = gemm::rows_band(config.tile_n, n, device.sm_count);
+  const gemm::Config config =
+      gemm::rows_config(n, a.data.shape[0], plan.experts, d.dtype == DType::bf16, device.sm_count);
   const gemm::Params params = gemm::rows_problem(a, w, plan, d, config);
   gemm::launch<gemm::Kind::rows>(a.data.dtype, w.data.dtype, params, config, device,
                                  stream_of(stream));

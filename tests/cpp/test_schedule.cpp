@@ -47,6 +47,8 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
       const int end = std::min(sizes.n, tile.column + width);
       CHECK(tile.column < end && (!tile.flank() || end == sizes.n));
       CHECK(!tile.low() || tile.rows <= kBox);
+      if (kKind == Kind::rows && !thin)
+        CHECK(tile.low() == (TileM + TileN == 5 * kBox && tile.rows <= kBox));
       if (thin) ++(tile.low() ? thin_low : sizes.flank && end == sizes.n ? thin_flank : thin_whole);
       const int rows = std::min(kBox * tile.boxes_a, tile.rows);
       const int first = kKind == Kind::rows ? tile.row : d_row[tile.expert] + tile.row;
@@ -109,7 +111,7 @@ void launch_numbers() {
   CHECK(numbers.of_stream(8) == other && numbers.of_stream(9) == kNoNumber);
 }
 
-template <int TileN>
+template <int TileM, int TileN>
 void rows(const std::vector<int>& counts, int n, int ctas) {
   std::vector<int> offsets{0};
   for (int rows : counts) offsets.push_back(offsets.back() + rows);
@@ -120,14 +122,14 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.k_blocks = kBlocks;
   sizes.band = rows_band(TileN, n, ctas);
   sizes.flank = has_flank(TileN, n, 256, 1);
-  walk<Kind::rows, kTileM, TileN>(sizes, ctas, offsets);
-  if (!has_low(TileN)) return;
-  using Schedule = Schedule<Kind::rows, kTileM, TileN>;
+  walk<Kind::rows, TileM, TileN>(sizes, ctas, offsets);
+  if (TileM != kTileM || TileN != 192) return;  // no thin tiles
+  using Schedule = Schedule<Kind::rows, TileM, TileN>;
   const int uncut = Schedule::count(sizes, offsets.data(), 0, 1);
   int shared = 0;
   for (int lane = 0; lane < 32; ++lane) shared += Schedule::count(sizes, offsets.data(), lane, 32);
   CHECK(shared == uncut);
-  walk<Kind::rows, kTileM, TileN>(sizes, ctas, offsets, uncut);
+  walk<Kind::rows, TileM, TileN>(sizes, ctas, offsets, uncut);
 }
 
 template <int TileM, int TileN>
@@ -176,10 +178,31 @@ void wgrad_tiles() {
       CHECK(is(kColumn, 4096, 7168, each, bf16, bf16, 192, 128));
 }
 
+// Which tiles fprop takes of [rows, n].
+void fprop_tiles() {
+  const auto tile = [](int64_t n, int64_t rows, int64_t experts, bool bf16) {
+    const Config config = rows_config(n, rows, experts, bf16, 132);
+    CHECK(!config.thin || config.tile_n == 192);
+    return std::array<int, 3>{config.tile_m, config.tile_n, config.thin};
+  };
+  using Expected = std::array<int, 3>;
+  // Tall where experts have rows enough, but not where 192 columns hold fewer outside of D.
+  CHECK((tile(4096, 32768, 8, true) == Expected{192, 128, false}));
+  CHECK((tile(4096, kTallRows * 64, 64, true) == Expected{192, 128, false}));
+  CHECK((tile(4096, kTallRows * 64 - 1, 64, true) == Expected{128, 192, false}));
+  CHECK((tile(2880, 32768, 8, true) == Expected{128, 192, false}));
+  CHECK((tile(128, 1 << 20, 8, true) == Expected{192, 128, false}));
+  // Few waves end in thin tiles; f32 has neither.
+  CHECK((tile(4096, 4096, 1, true) == Expected{128, 192, true}));
+  CHECK((tile(128, 4096, 1, true) == Expected{128, 128, false}));
+  CHECK((tile(4096, 32768, 8, false) == Expected{128, 128, false}));
+}
+
 }  // namespace
 
 int main() {
   wgrad_tiles();
+  fprop_tiles();
   std::mt19937 random(7);
   launch_numbers();
   const std::vector<std::vector<int>> fixed{{5, 0, 130, 1, 64, 65, 257},
@@ -192,8 +215,9 @@ int main() {
   for (int n : {16, 64, 80, 96, 112, 128, 144, 192, 208, 256, 1408, 2048, 4096}) {
     for (const auto& counts : fixed)
       for (int ctas : {1, 3, 20, 132}) {
-        rows<128>(counts, n, ctas);
-        rows<192>(counts, n, ctas);
+        rows<kTileM, 128>(counts, n, ctas);
+        rows<kTileM, 192>(counts, n, ctas);
+        rows<kTallM, 128>(counts, n, ctas);
         tokens<kTileM, 128>(counts, 272, n, ctas, random);
         tokens<kTileM, 192>(counts, 272, n, ctas, random);
         tokens<kTallM, 128>(counts, 272, n, ctas, random);
@@ -201,8 +225,9 @@ int main() {
     for (int experts : {2, 9, 40}) {
       std::vector<int> counts(experts);
       for (int& count : counts) count = static_cast<int>(random() % 400);
-      rows<128>(counts, n, 132);
-      rows<192>(counts, n, 132);
+      rows<kTileM, 128>(counts, n, 132);
+      rows<kTileM, 192>(counts, n, 132);
+      rows<kTallM, 128>(counts, n, 132);
     }
   }
   CHECK(thin_low > 0 && thin_flank > 0 && thin_whole > 0);

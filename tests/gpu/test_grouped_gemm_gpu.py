@@ -165,6 +165,68 @@ def test_thin_tiles_have_the_bits_of_whole_ones(counts: list[int | str], n: int,
     assert fprop_error(a, w, few, first) <= C_CUDA
 
 
+SMALL = [5, 0, 64, 65, 128, 129, 192, 193, 256, 257, 320, 321, 384]
+
+
+@pytest.mark.parametrize(
+    ("counts", "tile"),
+    [
+        ([*SMALL, "most"], (192, 128)),
+        (["most"], (192, 128)),
+        ([0, "most", 0], (192, 128)),
+        (["none", 0], (192, 128)),
+        ([e % 7 * 128 + e for e in range(120)], (128, 192)),
+    ],
+    ids=["some small", "one expert", "one takes all", "no tokens", "all small"],
+)
+@pytest.mark.parametrize(("n", "k"), [(1408, 272), (1600, 33 * 128 + 16), (1504, 128)])
+def test_fprop_in_many_waves(
+    counts: list[int | str], tile: tuple[int, int], n: int, k: int
+) -> None:
+    """Tall tiles with their low ones, where an expert has rows enough; else the wide ones, without
+    thin tiles. The bits are those of an expert alone, which are of thin tiles."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    most = 128 * (10 * sms // (n // 192) + 1)
+    rows = [c if isinstance(c, int) else most if c == "most" else 0 for c in counts]
+    plan = plan_of(rows, spare=37 if sum(rows) else most)
+    chosen = _C.explain_grouped_gemm("fprop", plan.rows, n, k, len(rows), sms)
+    assert chosen["tile"] == tile
+    a = on_gpu(noise(plan.rows, k, layout="gemm"))
+    w = on_gpu(noise(len(rows), n, k, layout="block"))
+    first, again = (
+        ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
+        for _ in range(2)
+    )
+    assert same_bits(first, again)
+    assert fprop_error(a, w, plan, first) <= C_CUDA
+    offsets = plan.row_offsets.tolist()
+    for e in range(0, len(rows), 1 + len(rows) // 20):
+        of_e = slice(offsets[e], offsets[e + 1])
+        scale = a.scale_inv[:, of_e]
+        scale = torch.nn.functional.pad(scale, (0, -rows[e] % 4)).contiguous()
+        alone = ops.grouped_gemm(
+            Fp8Tensor(a.data[of_e], scale, a.block, a.scale_layout),
+            Fp8Tensor(w.data[e : e + 1], w.scale_inv[e : e + 1], w.block, w.scale_layout),
+            plan_of([rows[e]]),
+            out_dtype="bfloat16",
+        )
+        assert same_bits(first[of_e], alone)
+
+
+@FORMATS
+@pytest.mark.parametrize("kind", KINDS)
+def test_tall_tiles_in_all_formats_and_of_adversarial_operands(
+    kind: str, left: str, right: str
+) -> None:
+    plan = plan_of([20000, 0, 1090])
+    a = on_gpu(KINDS[kind](plan.rows, 400, layout="gemm", fp8=left))
+    w = on_gpu(KINDS[kind](3, 1536, 400, layout="block", fp8=right))
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert _C.explain_grouped_gemm("fprop", plan.rows, 1536, 400, 3, sms)["tile"] == (192, 128)
+    d = ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, 1536, dtype=torch.bfloat16))
+    assert fprop_error(a, w, plan, d) <= C_CUDA
+
+
 @pytest.mark.parametrize("align", [16, 128])
 def test_fprop_writes_padding_rows(align: int) -> None:
     plan = plan_of([5, 0, 33], spare=60, align=align)

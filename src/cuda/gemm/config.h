@@ -47,13 +47,13 @@ constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
 // Whether experts have so few rows, of Kind::rows, that reading weights may bound the time.
 constexpr bool few_rows(int64_t rows, int64_t experts) { return rows < 2 * kTileM * experts; }
 
-// A tile of Kind::rows beside those of 192 columns is [64 a, 64 (5 - a)] of D, a being its boxes of
-// A: stages hold five boxes whatever the shape, so the CTAs keep the same pace. An expert's last
-// rows, if no more than kBox, are low tiles of 64x256; the last columns of D, if no more than kBox,
-// flank tiles of 256x64, but at few rows, where that costs 3% (docs/notes).
+// A tile of Kind::rows, 128x128 apart, is [64 a, 64 (5 - a)] of D, a being its boxes of A: stages
+// hold five boxes whatever the shape, so the CTAs keep the same pace. An expert's last rows, if no
+// more than kBox, are low tiles of 64x256; the last columns of D beside tiles of 192 columns, if no
+// more than kBox, flank tiles of 256x64, but at few rows, where that costs 3% (docs/notes).
 inline constexpr int kLowBoxes = 1, kFlankBoxes = 4;
 inline constexpr int kLowColumns = 4 * kBox, kFlankRows = kFlankBoxes * kBox;
-constexpr bool has_low(int tile_n) { return tile_n == 192; }
+constexpr bool has_low(int tile_m, int tile_n) { return tile_m + tile_n == 5 * kBox; }
 constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
   return tile_n == 192 && n % tile_n > 0 && n % tile_n <= kBox && !few_rows(rows, experts);
 }
@@ -65,8 +65,15 @@ inline constexpr int kThinBoxes = 3, kThinParts = 3;
 inline constexpr double kThinTime = 0.67;  // of a whole tile's, by measurement
 constexpr bool cuts_last_wave(int64_t left, int64_t ctas) { return kThinParts * left <= ctas; }
 // In ten waves and more their code costs what they gain, 0.5% (docs/notes).
-constexpr bool has_thin(int tile_n, int64_t n, int64_t rows, int64_t experts, int64_t sms) {
-  return tile_n == 192 && padded_columns(n, 192) / 192 * (rows / kTileM + experts) < 10 * sms;
+constexpr bool few_waves(int64_t n, int64_t rows, int64_t experts, int64_t sms) {
+  return padded_columns(n, 192) / 192 * (rows / kTileM + experts) < 10 * sms;
+}
+
+// Tiles of Kind::rows are tall, 192x128 with three warpgroups to multiply, in bf16 where experts
+// have so many rows on the average and 128 columns hold no more outside of D (docs/notes).
+inline constexpr int kTallRows = 768;
+constexpr bool tall_rows(int64_t n, int64_t rows, int64_t experts) {
+  return rows >= kTallRows * experts && padded_columns(n, 128) <= padded_columns(n, 192);
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for
@@ -93,6 +100,20 @@ constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
   const int64_t wave = sms * tile_n / padded_columns(n > 0 ? n : 1, tile_n);
   return wave >= 12 && wave < 16 ? static_cast<int>(wave) : 16;
 }
+
+// How the rows [rows, n] of all experts are tiled.
+constexpr Config rows_config(int64_t n, int64_t rows, int64_t experts, bool bf16, int64_t sms) {
+  Config config = choose_config(Kind::rows, n, bf16);
+  if (few_waves(n, rows, experts, sms)) {
+    config.thin = config.tile_n == 192;
+  } else if (bf16 && tall_rows(n, rows, experts)) {
+    config.tile_m = kTallM;
+    config.tile_n = 128;
+  }
+  config.band = rows_band(config.tile_n, n, sms);
+  return config;
+}
+
 constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf16, bool added) {
   const bool wide = n > 32 * 192;  // a wave of tiles takes less than 4 rows of D's
   return takes_tiles(k_blocks, experts, added && wide) ? 4 : bf16 ? 32 : 8;

@@ -24,13 +24,14 @@ void launch(const Params& params, const Config& config, const DeviceInfo& device
   const auto run = [&]<int TileM, int TileN, Output kOutput, bool kThin = false>() {
     launch_kernel<kKind, A, B, TileM, TileN, kOutput, kThin>(params, device, stream);
   };
-  const bool tall = config.tile_m == kTallM;
-  if constexpr (kKind != Kind::rows) {
-    if (tall && !params.bf16) return run.template operator()<kTallM, 128, Output::f32>();
-  }
-  if constexpr (kKind == Kind::tokens_column) {
-    if (tall) return run.template operator()<kTallM, 128, Output::bf16>();
-  } else if (!tall) {
+  if (config.tile_m == kTallM) {
+    if constexpr (kKind != Kind::tokens_block) {
+      if (params.bf16) return run.template operator()<kTallM, 128, Output::bf16>();
+    }
+    if constexpr (kKind != Kind::rows) {
+      if (!params.bf16) return run.template operator()<kTallM, 128, Output::f32>();
+    }
+  } else if constexpr (kKind != Kind::tokens_column) {
     if (config.tile_n == 128) return run.template operator()<kTileM, 128, Output::either>();
     if constexpr (kKind == Kind::rows) {
       if (params.bf16 && config.thin)

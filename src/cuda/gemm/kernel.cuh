@@ -62,13 +62,14 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
   const bool low = kEdges && tile.low(), thin = kEdges && tile.thin();
   const int width = thin ? kBox : low ? 2 * kBox : TileN;
   const int row = low ? 0 : kBox * half, column = low ? width * half : 0;
+  const bool idle = TileM == kTallM && low && half == 2;
   return {.row = tile.row + row,
           .column = tile.column + column,
           .expert = kKind == Kind::rows ? 0 : tile.expert,
-          .rows = tile.rows - row,
+          .rows = idle ? 0 : tile.rows - row,
           .columns = min(width, params.n - tile.column - column),
           .flank = kEdges && tile.flank(),
-          .whole = !kEdges || tile.whole()};
+          .whole = !kEdges || tile.whole(TileM)};
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
@@ -108,10 +109,10 @@ struct Consumer {
     }
   }
 
-  // Columns of a multiply, and a thread's parts of one K-block: an edge tile has two multiplies.
-  static constexpr int columns(Shape shape) { return shape == Shape::whole ? TileN : kBox; }
+  // Columns of a multiply, and a thread's parts of one K-block: each has a multiply.
+  static constexpr int columns(Shape shape) { return part_columns(shape, TileM, TileN); }
   template <Shape kShape>
-  using Parts = float[(kShape == Shape::edge ? 2 : 1) * columns(kShape) / 2];
+  using Parts = float[parts_of(kShape, TileM) * columns(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
   // `prepare`. Where whole tiles begin at once, any tile's first scales are read under the
@@ -126,7 +127,7 @@ struct Consumer {
     if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
     multiply<A, B, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
-    if constexpr (kShape == Shape::edge)
+    if constexpr (parts_of(kShape, TileM) == 2)
       multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
     if constexpr (kAtOnce) scales.load(ring.scale_a(s), of_blocks);

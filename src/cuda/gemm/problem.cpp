@@ -35,9 +35,9 @@ Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& p
   const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
-  params.a = operand_map(op, "a", a.data.data, rows, k, kTileM);
+  params.a = operand_map(op, "a", a.data.data, rows, k, config.tile_m);
   params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, config.tile_n);
-  if (has_low(config.tile_n)) {
+  if (has_low(config.tile_m, config.tile_n)) {
     params.a_box = operand_map(op, "a", a.data.data, rows, k, kBox);
     params.b_box = operand_map(op, "w", w.data.data, plan.experts * n, k, kBox);
   }

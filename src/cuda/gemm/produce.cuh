@@ -31,7 +31,7 @@ __device__ void plan(const Params& params, const Ring<kKind, TileM, TileN>& ring
   for (bool more = true; more; planned.advance()) {
     more = schedule.next(tile);
     if (!more) tile.k_blocks = kNoMore;
-    tile.whole_k_blocks = kKind != Kind::rows || tile.whole() ? tile.k_blocks : 0;
+    tile.whole_k_blocks = kKind != Kind::rows || tile.whole(TileM) ? tile.k_blocks : 0;
     await(ring.planned_empty(planned.at()), planned.phase() ^ 1);
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));
@@ -85,7 +85,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& r
             Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
                        tile.row / 4 * 4 + i * kBox, block);
         };
-        if (!S::kEdges || tile.whole()) {
+        if (!S::kEdges || tile.whole(TileM)) {
           Load::copy(&params.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
           Load::copy(&params.b, barrier, kHint, ring.box(stage, S::kBoxesA), depth, row_b);
 #pragma unroll

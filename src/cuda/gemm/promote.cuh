@@ -59,14 +59,17 @@ class BlockScales {
         a_(params.block_scale_a, blocks(params.m), params.k_blocks, tile.row, tile.k_first) {}
 
   __device__ float4 operator()(int k) const {
-    if constexpr (TileM != kTileM) return a_(k, b_.first(k));
+    if constexpr (kKind != Kind::rows && TileM != kTileM) return a_(k, b_.first(k));
     return b_(k, kKind == Kind::tokens_block ? a_.first(k) : 1.0f);
   }
 
  private:
+  // A low tile beside tall ones touches two blocks of B.
+  static constexpr int kSideN = kKind == Kind::rows && TileM != kTileM ? 192 : TileN;
+
   __device__ static int blocks(int side) { return (side + 127) / 128; }
 
-  SideScales<TileN> b_;
+  SideScales<kSideN> b_;
   SideScales<TileM> a_;  // of tokens_block
 };
 
@@ -119,8 +122,15 @@ __device__ __forceinline__ int row_in_box() {
 }
 
 // What a warpgroup multiplies of a tile: 64 rows of a whole one, two parts of 64x64 of an edge
-// one, low or flank, or one such part of a thin one.
+// one, low or flank, or one such part of a thin one. Beside tall tiles an edge one is one part of
+// 64x128, and the third warpgroup has none.
 enum class Shape { whole, edge, thin };
+constexpr int parts_of(Shape shape, int tile_m) {
+  return shape == Shape::edge && tile_m == kTileM ? 2 : 1;
+}
+constexpr int part_columns(Shape shape, int tile_m, int tile_n) {
+  return shape == Shape::whole || tile_m == kTallM ? tile_n : kBox;
+}
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
 // its multiply is issued (but for a tile's first one where tiles begin at once): ptxas would sink
@@ -163,18 +173,18 @@ class Promoter<Kind::rows, TileM, TileN, Shape::whole> {
   float scale_[2][kColumnGroups];
 };
 
-// The same for one or two parts of 64 columns. The two of a low tile have rows in common, and a
+// The same for the parts of other tiles. The two of a low tile have rows in common, and a
 // warpgroup's lie in one block of B; those of a flank tile have columns in common. A thin tile lies
 // in one block of B.
 template <int TileM, int TileN, Shape kShape>
 class Promoter<Kind::rows, TileM, TileN, kShape> {
-  static constexpr int kParts = kShape == Shape::edge ? 2 : 1;
+  static constexpr int kParts = parts_of(kShape, TileM);
 
  public:
   __device__ Promoter(const Tile& tile, int half)
       : row_(tile.row % 4 + (tile.low() ? 0 : kScaleStride * half) + row_in_box()),
         next_(tile.low() ? 0 : 2 * kScaleStride),
-        second_(kParts == 2 && tile.low() && half != 0) {}
+        second_(kShape == Shape::edge && tile.low() && half != 0) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float4 b = *of_blocks;
@@ -184,8 +194,9 @@ class Promoter<Kind::rows, TileM, TileN, kShape> {
         scale_[r][part] = of_rows[row_ + 8 * r + part * next_] * block;
   }
   template <bool First>
-  __device__ __forceinline__ void add(const float (&part)[kParts * kBox / 2],
-                                      BoundPair (&sums)[TileN / 4], const float*) const {
+  __device__ __forceinline__ void add(
+      const float (&part)[kParts * part_columns(kShape, TileM, TileN) / 2],
+      BoundPair (&sums)[TileN / 4], const float*) const {
     add_scaled<First>(part, sums, scale_);
   }
 

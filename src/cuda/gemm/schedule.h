@@ -40,7 +40,7 @@ struct alignas(16) Tile {
   FP8MOE_HD bool low() const { return boxes_a == kLowBoxes; }
   FP8MOE_HD bool flank() const { return boxes_a == kFlankBoxes; }
   FP8MOE_HD bool thin() const { return boxes == kThinBoxes; }
-  FP8MOE_HD bool whole() const { return boxes_a == kTileM / kBox && !thin(); }
+  FP8MOE_HD bool whole(int tile_m) const { return boxes_a == tile_m / kBox && !thin(); }
 };
 
 // Tile `within` of an expert, in bands of rows of tiles, columns of tiles outside: what the SMs
@@ -59,7 +59,7 @@ FP8MOE_HD Place place_in_bands(int band, int within, int tiles_m, int tiles_n) {
 template <Kind kKind, int TileM, int TileN>
 class Schedule;
 
-// Tiles of an expert's rows, dealt in turn: those of 128xTileN, then flank ones, then low ones.
+// Tiles of an expert's rows, dealt in turn: whole ones, then flank ones, then low ones.
 // Where the last wave is cut, all its tiles' first parts are dealt, then the second ones, then the
 // third; a CTA gets one at most, or one that does not exist.
 template <int TileM, int TileN>
@@ -102,9 +102,9 @@ class Schedule<Kind::rows, TileM, TileN> {
     Place place;  // in rows and columns
     if (within < tiles.whole) {
       rows = tiles.rows;
-      place = place_in_bands(sizes_.band, within, (rows + kTileM - 1) / kTileM, tiles.wide);
-      place = {place.row * kTileM, place.column * TileN};
-      tile.boxes_a = kTileM / kBox;
+      place = place_in_bands(sizes_.band, within, (rows + TileM - 1) / TileM, tiles.wide);
+      place = {place.row * TileM, place.column * TileN};
+      tile.boxes_a = TileM / kBox;
     } else if (within < tiles.whole + tiles.flank) {
       rows = tiles.rows;
       place = {(within - tiles.whole) * kFlankRows, tiles.wide * TileN};
@@ -113,7 +113,7 @@ class Schedule<Kind::rows, TileM, TileN> {
       place = {tiles.rows, (within - tiles.whole - tiles.flank) * kLowColumns};
       tile.boxes_a = kLowBoxes;
     }
-    tile.boxes = (kTileM + TileN) / kBox;
+    tile.boxes = (TileM + TileN) / kBox;
     if (thin) {
       const bool halves = tile.low() || tile.flank();
       if (halves && part == 2) return false;
@@ -142,13 +142,13 @@ class Schedule<Kind::rows, TileM, TileN> {
   };
 
   FP8MOE_HD static Tiles tiles_of(const Sizes& sizes, int rows) {
-    const int last = rows % kTileM;
-    const bool low = has_low(TileN) && last > 0 && last <= kBox;
+    const int last = rows % TileM;
+    const bool low = has_low(TileM, TileN) && last > 0 && last <= kBox;
     if (low) rows -= last;
     const int wide = sizes.flank ? sizes.n / TileN : (sizes.n + TileN - 1) / TileN;
     return {.rows = rows,
             .wide = wide,
-            .whole = (rows + kTileM - 1) / kTileM * wide,
+            .whole = (rows + TileM - 1) / TileM * wide,
             .flank = sizes.flank ? (rows + kFlankRows - 1) / kFlankRows : 0,
             .low = low ? (sizes.n + kLowColumns - 1) / kLowColumns : 0};
   }

@@ -37,8 +37,8 @@ inline constexpr int kRunBytes = 16 * kRunLength;
 // 192x128 the same the other way round.
 template <Kind kKind, int TileM, int TileN>
 struct Stage {
-  // Whether there are low and flank tiles, too.
-  static constexpr bool kEdges = kKind == Kind::rows && has_low(TileN);
+  // Whether there are low tiles, too, and beside 192 columns flank ones.
+  static constexpr bool kEdges = kKind == Kind::rows && has_low(TileM, TileN);
   static constexpr int kBoxesA = TileM / kBox;
   static constexpr int kBoxes = kBoxesA + TileN / kBox;
   static constexpr int kMaxBoxesA = kEdges ? kFlankBoxes : kBoxesA;
