@@ -71,7 +71,7 @@ constexpr bool few_waves(int64_t n, int64_t rows, int64_t experts, int64_t sms) 
 
 // Tiles of Kind::rows are tall, 192x128 with three warpgroups to multiply, in bf16 where experts
 // have so many rows on the average and 128 columns hold no more outside of D (docs/notes).
-inline constexpr int kTallRows = 768;
+inline constexpr int kTallRows = 3000;
 constexpr bool tall_rows(int64_t n, int64_t rows, int64_t experts) {
   return rows >= kTallRows * experts && padded_columns(n, 128) <= padded_columns(n, 192);
 }
