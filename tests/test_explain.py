@@ -80,11 +80,21 @@ def test_a_narrow_tile_where_the_wide_one_wastes() -> None:
     assert _C.explain_grouped_gemm("dgrad", 512, 512, 128, 2, 132)["tile"] == (128, 128)
 
 
+def test_tall_tiles_where_experts_have_rows_enough() -> None:
+    def tile(*sizes: int) -> object:
+        return _C.explain_grouped_gemm("fprop", *sizes, 132)["tile"]
+
+    assert [tile(32768, 4096, 7168, e) for e in (8, 16)] == [(192, 128), (128, 192)]
+    assert tile(4096, 4096, 7168, 1) == (128, 192)  # few waves
+    assert tile(32768, 2880, 2880, 8) == (128, 192)  # 15 columns of tiles, of tall ones 22.5
+
+
 def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
     def band(name: str, *sizes: int) -> object:
         return _C.explain_grouped_gemm(name, *sizes, 132)["band"]
 
-    assert band("fprop", 32768, 2048, 7168, 8) == 132 // 11  # columns of tiles
+    assert band("fprop", 32768, 2048, 7168, 16) == 132 // 11  # columns of tiles
+    assert band("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
     assert band("fprop", 32768, 4096, 7168, 8) == band("fprop", 32768, 0, 7168, 8) == 16
     assert band("wgrad", 32768, 4096, 7168, 8) > band("wgrad", 32768, 4096, 7168, 128)
 
