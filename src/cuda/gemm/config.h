@@ -100,6 +100,10 @@ constexpr int rows_band(int tile_n, int64_t n, int64_t sms) {
   const int64_t wave = sms * tile_n / padded_columns(n > 0 ? n : 1, tile_n);
   return wave >= 12 && wave < 16 ? static_cast<int>(wave) : 16;
 }
+constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf16, bool added) {
+  const bool wide = n > 32 * 192;  // a wave of tiles takes less than 4 rows of D's
+  return takes_tiles(k_blocks, experts, added && wide) ? 4 : bf16 ? 32 : 8;
+}
 
 // How the rows [rows, n] of all experts are tiled.
 constexpr Config rows_config(int64_t n, int64_t rows, int64_t experts, bool bf16, int64_t sms) {
@@ -112,11 +116,6 @@ constexpr Config rows_config(int64_t n, int64_t rows, int64_t experts, bool bf16
   }
   config.band = rows_band(config.tile_n, n, sms);
   return config;
-}
-
-constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf16, bool added) {
-  const bool wide = n > 32 * 192;  // a wave of tiles takes less than 4 rows of D's
-  return takes_tiles(k_blocks, experts, added && wide) ? 4 : bf16 ? 32 : 8;
 }
 
 // Whether tiles of tokens_* are tall, 192x128, with three warpgroups to multiply: with scales of
