@@ -60,7 +60,7 @@ def test_counts_are_those_of_a_walk(name: str, m: int, n: int, k: int, experts: 
     full, left = divmod(tiles, 20)
     # Of few waves the last one's tiles are cut into thin ones where these fit into it.
     columns = -(-(k if name == "dgrad" else n) // 192)
-    few = name != "wgrad" and c["tile"][1] == 192 and columns * (m // 128 + experts) < 10 * 20
+    few = name != "wgrad" and sum(c["tile"]) == 320 and columns * (m // 128 + experts) < 10 * 20
     cut = few and 3 * left <= 20
     time = full + (0 if left == 0 else 0.67 if cut else 1)
     assert c["idle"] == pytest.approx(1 - tiles / 20 / time)
@@ -84,16 +84,19 @@ def test_tall_tiles_where_experts_have_rows_enough() -> None:
     def tile(*sizes: int) -> object:
         return _C.explain_grouped_gemm("fprop", *sizes, 132)["tile"]
 
-    assert [tile(32768, 4096, 7168, e) for e in (8, 16)] == [(192, 128), (128, 192)]
-    assert tile(4096, 4096, 7168, 1) == (128, 192)  # few waves
-    assert tile(32768, 2880, 2880, 8) == (128, 192)  # 15 columns of tiles, of tall ones 22.5
+    tall, wide = (192, 128), (128, 192)
+    assert [tile(32768, 4096, 7168, e) for e in (32, 33)] == [tall, wide]
+    assert [tile(32768, 4096, 2048, e) for e in (8, 16)] == [tall, wide]
+    assert [tile(rows, 4096, 2048, 1) for rows in (1024, 512)] == [tall, wide]  # few waves
+    assert [tile(32768, 2048, 768, e) for e in (64, 128)] == [tall, wide]  # 10.67 columns of tiles
+    assert tile(32768, 2880, 2880, 8) == wide  # 15 columns of tiles, of tall ones 22.5
 
 
 def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
     def band(name: str, *sizes: int) -> object:
         return _C.explain_grouped_gemm(name, *sizes, 132)["band"]
 
-    assert band("fprop", 32768, 2048, 7168, 16) == 132 // 11  # columns of tiles
+    assert band("fprop", 32768, 2048, 7168, 128) == 132 // 11  # columns of tiles
     assert band("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
     assert band("fprop", 32768, 4096, 7168, 8) == band("fprop", 32768, 0, 7168, 8) == 16
     assert band("wgrad", 32768, 4096, 7168, 8) > band("wgrad", 32768, 4096, 7168, 128)

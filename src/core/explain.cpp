@@ -92,7 +92,7 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
   const int64_t k_blocks = plan.columns() / kTile;
   const cuda::gemm::Config config =
       wgrad ? cuda::gemm::tokens_config(Kind::tokens_block, n, k, k_blocks, experts, true, false)
-            : cuda::gemm::rows_config(n, m, experts, true, sm_count);
+            : cuda::gemm::rows_config(n, m, cdiv(k, kTile), experts, true, sm_count);
   GemmChoice choice = wgrad ? walk<Kind::tokens_block>(config, m, n, k, experts)
                             : walk<Kind::rows>(config, m, n, k, experts);
   choice.band = config.band;

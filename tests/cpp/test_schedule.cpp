@@ -19,8 +19,8 @@ using fp8moe::cuda::LaunchNumbers;
 
 namespace {
 
-constexpr int kBlocks = 3;                         // K-blocks of every tile of Kind::rows
-int thin_low = 0, thin_flank = 0, thin_whole = 0;  // met
+constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::rows
+int thin_low = 0, thin_flank = 0, thin_whole = 0, thin_tall = 0;  // met
 
 // Walks all CTAs. d_row [E+1]: where the experts' rows of D begin. uncut: the tiles, where the last
 // wave is to be cut.
@@ -46,10 +46,15 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
       CHECK(tile.column % (tile.flank() ? TileN : width) == 0);
       const int end = std::min(sizes.n, tile.column + width);
       CHECK(tile.column < end && (!tile.flank() || end == sizes.n));
-      CHECK(!tile.low() || tile.rows <= kBox);
+      const bool third = thin && TileM == kTallM && tile.rows > kBox;  // of a tall tile, or more
+      CHECK(!tile.low() || tile.rows <= kBox || third);
       if (kKind == Kind::rows && !thin)
         CHECK(tile.low() == (TileM + TileN == 5 * kBox && tile.rows <= kBox));
-      if (thin) ++(tile.low() ? thin_low : sizes.flank && end == sizes.n ? thin_flank : thin_whole);
+      if (thin)
+        ++(third                           ? thin_tall
+           : tile.low()                    ? thin_low
+           : sizes.flank && end == sizes.n ? thin_flank
+                                           : thin_whole);
       const int rows = std::min(kBox * tile.boxes_a, tile.rows);
       const int first = kKind == Kind::rows ? tile.row : d_row[tile.expert] + tile.row;
       CHECK(rows > 0 && first >= d_row[tile.expert] && first + rows <= d_row[tile.expert + 1]);
@@ -123,7 +128,7 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.band = rows_band(TileN, n, ctas);
   sizes.flank = has_flank(TileN, n, 256, 1);
   walk<Kind::rows, TileM, TileN>(sizes, ctas, offsets);
-  if (TileM != kTileM || TileN != 192) return;  // no thin tiles
+  if (!has_low(TileM, TileN)) return;  // no thin tiles
   using Schedule = Schedule<Kind::rows, TileM, TileN>;
   const int uncut = Schedule::count(sizes, offsets.data(), 0, 1);
   int shared = 0;
@@ -180,22 +185,28 @@ void wgrad_tiles() {
 
 // Which tiles fprop takes of [rows, n].
 void fprop_tiles() {
-  const auto tile = [](int64_t n, int64_t rows, int64_t experts, bool bf16) {
-    const Config config = rows_config(n, rows, experts, bf16, 132);
-    CHECK(!config.thin || config.tile_n == 192);
+  const auto tile = [](int64_t n, int64_t rows, int64_t k_blocks, int64_t experts, bool bf16) {
+    const Config config = rows_config(n, rows, k_blocks, experts, bf16, 132);
     return std::array<int, 3>{config.tile_m, config.tile_n, config.thin};
   };
   using Expected = std::array<int, 3>;
-  // Tall where experts have rows enough, but not where 192 columns hold fewer outside of D.
-  CHECK((tile(4096, 32768, 8, true) == Expected{192, 128, false}));
-  CHECK((tile(4096, kTallRows * 64, 64, true) == Expected{192, 128, false}));
-  CHECK((tile(4096, kTallRows * 64 - 1, 64, true) == Expected{128, 192, false}));
-  CHECK((tile(2880, 32768, 8, true) == Expected{128, 192, false}));
-  CHECK((tile(128, 1 << 20, 8, true) == Expected{192, 128, false}));
-  // Few waves end in thin tiles; f32 has neither.
-  CHECK((tile(4096, 4096, 1, true) == Expected{128, 192, true}));
-  CHECK((tile(128, 4096, 1, true) == Expected{128, 128, false}));
-  CHECK((tile(4096, 32768, 8, false) == Expected{128, 128, false}));
+  // Tall where experts have rows enough, the sooner the longer tiles are, or where 192 columns hold
+  // more outside of D (in flank tiles they do not), and not where they hold less.
+  CHECK((tile(4096, 3000 * 64, 31, 64, true) == Expected{192, 128, false}));
+  CHECK((tile(4096, 3000 * 64 - 1, 31, 64, true) == Expected{128, 192, false}));
+  CHECK((tile(4096, 1000 * 64, 32, 64, true) == Expected{192, 128, false}));
+  CHECK((tile(4096, 1000 * 64 - 1, 32, 64, true) == Expected{128, 192, false}));
+  CHECK((tile(2048, 350 * 64, 1, 64, true) == Expected{192, 128, false}));
+  CHECK((tile(2048, 350 * 64 - 1, 56, 64, true) == Expected{128, 192, false}));
+  CHECK((tile(2880, 32768, 56, 8, true) == Expected{128, 192, false}));
+  // Few waves end in thin tiles, and are tall sooner; f32 has neither.
+  CHECK((tile(4096, 4000, 1, 4, true) == Expected{192, 128, true}));
+  CHECK((tile(4096, 3999, 56, 4, true) == Expected{128, 192, true}));
+  CHECK((tile(2880, 4000, 56, 4, true) == Expected{128, 192, true}));
+  CHECK((tile(128, 350, 1, 1, true) == Expected{192, 128, true}));
+  CHECK((tile(128, 349, 56, 1, true) == Expected{128, 128, false}));
+  CHECK((tile(4096, 32768, 56, 8, false) == Expected{128, 128, false}));
+  CHECK((tile(4096, 4096, 56, 1, false) == Expected{128, 128, false}));
 }
 
 }  // namespace
@@ -230,5 +241,5 @@ int main() {
       rows<kTallM, 128>(counts, n, 132);
     }
   }
-  CHECK(thin_low > 0 && thin_flank > 0 && thin_whole > 0);
+  CHECK(thin_low > 0 && thin_flank > 0 && thin_whole > 0 && thin_tall > 0);
 }

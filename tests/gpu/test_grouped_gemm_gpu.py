@@ -127,11 +127,11 @@ def test_fprop_over_several_runs_of_scales(n: int) -> None:
     assert torch.equal(first, again)
 
 
-def ends_in_thin_tiles(n: int, low: bool) -> int:
-    """Rows of one expert that fill the GPU with tiles once and leave some for a second wave, few
-    enough to be cut, with or without low ones; flank ones are among them where n has some."""
+def ends_in_thin_tiles(n: int, low: bool, experts: int) -> int:
+    """Rows of the one expert that has some, which fill the GPU with tiles once and leave some for a
+    second wave, few enough to be cut, with or without low ones."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    for rows in range(1024 + (40 if low else 100), 128 * sms, 128):
+    for rows in range(1152 * experts + (40 if low else 100), 128 * sms, 384):
         tiles = _C.explain_grouped_gemm("fprop", rows, n, 128, 1, sms)["tiles"]
         if tiles > sms and sms // 7 <= tiles % sms <= sms // 3:
             return rows
@@ -140,23 +140,30 @@ def ends_in_thin_tiles(n: int, low: bool) -> int:
 
 @pytest.mark.parametrize("k", [272, 656, 33 * 128 + 16])
 @pytest.mark.parametrize(
-    ("counts", "n"),
+    ("counts", "n", "tile"),
     [
-        ([64], 1536),
-        ([0, 1, 0, 70], 1040),
-        ([900, 0, 130, 257, 100], 272),
-        ([0, 690, 100], 832),  # flank tiles
-        (["low", 0], 1600),
-        ([0, "whole"], 1600),
-        (["whole"], 1536),
+        ([64], 1536, (128, 192)),
+        ([0, 1, 0, 70], 1040, (128, 192)),
+        ([900, 0, 130, 257, 100], 272, (128, 192)),
+        ([0, 690, 100], 832, (128, 192)),  # flank tiles
+        (["low", 0], 1728, (128, 192)),
+        (["whole"], 1728, (128, 192)),
+        ([0, "low"], 1600, (192, 128)),
+        (["whole", 0], 1600, (192, 128)),
+        (["whole"], 1536, (192, 128)),
+        ([1000], 16, (192, 128)),
     ],
 )
-def test_thin_tiles_have_the_bits_of_whole_ones(counts: list[int | str], n: int, k: int) -> None:
+def test_thin_tiles_have_the_bits_of_whole_ones(
+    counts: list[int | str], n: int, tile: tuple[int, int], k: int
+) -> None:
     """Few rows, or the last of more, come from thin tiles; before those of a large expert they come
     from tiles that are not cut."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    rows = [c if isinstance(c, int) else ends_in_thin_tiles(n, c == "low") for c in counts]
+    experts = len(counts)
+    rows = [c if isinstance(c, int) else ends_in_thin_tiles(n, c == "low", experts) for c in counts]
     few, many = plan_of(rows, spare=37), plan_of([*rows, 128 * sms])
+    assert _C.explain_grouped_gemm("fprop", few.rows, n, k, experts, sms)["tile"] == tile
     a = on_gpu(noise(many.rows, k, layout="gemm"))
     w = on_gpu(noise(len(rows) + 1, n, k, layout="block"))
     uncut = ops.grouped_gemm(a, w, many, out_dtype="bfloat16")[: sum(rows)]
@@ -181,7 +188,7 @@ SMALL = [5, 0, 65, 129, 256, 257, 384]
         (["most"], (192, 128)),
         ([0, "most", 0], (192, 128)),
         (["none", 0], (192, 128)),
-        ([e % 7 * 700 + e for e in range(12)], (128, 192)),
+        ([e % 7 * 100 + e for e in range(64)], (128, 192)),
     ],
     ids=["some small", "one expert", "one takes all", "no tokens", "all small"],
 )

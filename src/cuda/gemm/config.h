@@ -60,7 +60,7 @@ constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
 
 // The tiles left for the last wave, of the same kind and columns, are cut where each CTA then has
 // one part at most: into thin ones, [64 a, 64 (3 - a)]. Whole tiles become three of 128x64, flank
-// ones two, low ones two of 64x128. Their stages hold three boxes in place of five.
+// ones two, tall ones three of 64x128, low ones two. Their stages hold three boxes, not five.
 inline constexpr int kThinBoxes = 3, kThinParts = 3;
 inline constexpr double kThinTime = 0.67;  // of a whole tile's, by measurement
 constexpr bool cuts_last_wave(int64_t left, int64_t ctas) { return kThinParts * left <= ctas; }
@@ -70,10 +70,13 @@ constexpr bool few_waves(int64_t n, int64_t rows, int64_t experts, int64_t sms) 
 }
 
 // Tiles of Kind::rows are tall, 192x128 with three warpgroups to multiply, in bf16 where experts
-// have so many rows on the average and 128 columns hold no more outside of D (docs/notes).
-inline constexpr int kTallRows = 3000;
-constexpr bool tall_rows(int64_t n, int64_t rows, int64_t experts) {
-  return rows >= kTallRows * experts && padded_columns(n, 128) <= padded_columns(n, 192);
+// have so many rows on the average: few where 192 columns hold more outside of D, more where tiles
+// are short, never where 128 hold more (docs/notes).
+constexpr bool tall_rows(int64_t n, int64_t rows, int64_t k_blocks, int64_t experts, bool few) {
+  const int64_t tall = padded_columns(n, 128), wide = padded_columns(n, 192);
+  if (tall > wide) return false;
+  const bool fewer = tall < wide && !has_flank(192, n, rows, experts);
+  return rows >= (fewer ? 350 : few || k_blocks >= 32 ? 1000 : 3000) * experts;
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for
@@ -106,11 +109,13 @@ constexpr int tokens_band(int64_t k_blocks, int64_t experts, int64_t n, bool bf1
 }
 
 // How the rows [rows, n] of all experts are tiled.
-constexpr Config rows_config(int64_t n, int64_t rows, int64_t experts, bool bf16, int64_t sms) {
+constexpr Config rows_config(int64_t n, int64_t rows, int64_t k_blocks, int64_t experts, bool bf16,
+                             int64_t sms) {
   Config config = choose_config(Kind::rows, n, bf16);
-  if (few_waves(n, rows, experts, sms)) {
-    config.thin = config.tile_n == 192;
-  } else if (bf16 && tall_rows(n, rows, experts)) {
+  const bool few = few_waves(n, rows, experts, sms);
+  const bool tall = bf16 && tall_rows(n, rows, k_blocks, experts, few);
+  config.thin = few && (tall || config.tile_n == 192);
+  if (tall) {
     config.tile_m = kTallM;
     config.tile_n = 128;
   }

@@ -25,6 +25,10 @@ void launch(const Params& params, const Config& config, const DeviceInfo& device
     launch_kernel<kKind, A, B, TileM, TileN, kOutput, kThin>(params, device, stream);
   };
   if (config.tile_m == kTallM) {
+    if constexpr (kKind == Kind::rows) {
+      if (params.bf16 && config.thin)
+        return run.template operator()<kTallM, 128, Output::bf16, true>();
+    }
     if constexpr (kKind != Kind::tokens_block) {
       if (params.bf16) return run.template operator()<kTallM, 128, Output::bf16>();
     }

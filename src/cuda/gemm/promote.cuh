@@ -123,13 +123,13 @@ __device__ __forceinline__ int row_in_box() {
 
 // What a warpgroup multiplies of a tile: 64 rows of a whole one, two parts of 64x64 of an edge
 // one, low or flank, or one such part of a thin one. Beside tall tiles an edge one is one part of
-// 64x128, and the third warpgroup has none.
+// 64x128, and the third warpgroup has none of it or of a thin one.
 enum class Shape { whole, edge, thin };
 constexpr int parts_of(Shape shape, int tile_m) {
   return shape == Shape::edge && tile_m == kTileM ? 2 : 1;
 }
 constexpr int part_columns(Shape shape, int tile_m, int tile_n) {
-  return shape == Shape::whole || tile_m == kTallM ? tile_n : kBox;
+  return shape == Shape::whole || (shape == Shape::edge && tile_m == kTallM) ? tile_n : kBox;
 }
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before

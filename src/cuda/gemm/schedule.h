@@ -117,9 +117,11 @@ class Schedule<Kind::rows, TileM, TileN> {
     if (thin) {
       const bool halves = tile.low() || tile.flank();
       if (halves && part == 2) return false;
-      (tile.flank() ? place.row : place.column) += part * (halves ? 2 * kBox : kBox);
+      const bool tall = TileM == kTallM && !tile.low();
+      (tile.flank() || tall ? place.row : place.column) += part * (halves ? 2 * kBox : kBox);
       if (place.row >= rows || place.column >= sizes_.n) return false;
       if (tile.flank()) tile.boxes_a = kTileM / kBox;
+      if (tall) tile.boxes_a = kLowBoxes;
       tile.boxes = kThinBoxes;
     }
     tile.expert = expert_;
