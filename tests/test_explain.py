@@ -76,8 +76,9 @@ def test_whole_tiles_waste_nothing() -> None:
 
 
 def test_a_narrow_tile_where_the_wide_one_wastes() -> None:
-    assert _C.explain_grouped_gemm("fprop", 512, 128, 512, 2, 132)["tile"] == (128, 128)
-    assert _C.explain_grouped_gemm("dgrad", 512, 512, 128, 2, 132)["tile"] == (128, 128)
+    rows, experts = 180_000, 600
+    assert _C.explain_grouped_gemm("fprop", rows, 128, 512, experts, 132)["tile"] == (128, 128)
+    assert _C.explain_grouped_gemm("dgrad", rows, 512, 128, experts, 132)["tile"] == (128, 128)
 
 
 def test_tall_tiles_where_experts_have_rows_enough() -> None:
@@ -87,9 +88,17 @@ def test_tall_tiles_where_experts_have_rows_enough() -> None:
     tall, wide = (192, 128), (128, 192)
     assert [tile(32768, 4096, 7168, e) for e in (32, 33)] == [tall, wide]
     assert [tile(32768, 4096, 2048, e) for e in (8, 16)] == [tall, wide]
-    assert [tile(rows, 4096, 2048, 1) for rows in (1024, 512)] == [tall, wide]  # few waves
     assert [tile(32768, 2048, 768, e) for e in (64, 128)] == [tall, wide]  # 10.67 columns of tiles
     assert tile(32768, 2880, 2880, 8) == wide  # 15 columns of tiles, of tall ones 22.5
+
+
+def test_few_waves_are_of_the_tiles_that_take_least_time() -> None:
+    def tile(*sizes: int) -> object:
+        return _C.explain_grouped_gemm("fprop", *sizes, 132)["tile"]
+
+    assert tile(4096, 4096, 7168, 1) == (192, 128)  # 5 of them and a thin one, as of wide ones
+    assert tile(4096, 4096, 7168, 8) == (128, 192)  # 5 and a thin one, and of tall ones 6
+    assert tile(512, 4096, 7168, 1) == (128, 128)  # one, as of the larger ones
 
 
 def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:

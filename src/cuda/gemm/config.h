@@ -25,6 +25,19 @@ inline constexpr int kBox = 64;
 inline constexpr int kScaleBox = kBox + 4;
 inline constexpr int kMaxExperts = 1024;
 
+// What decides which tiles there are, in what order. The experts' sizes are read on the device.
+struct Sizes {
+  const int32_t* row_offsets;        // [E+1] rows
+  const int32_t* tokens_per_expert;  // [E]   tokens_*
+  const int32_t* col_offsets;        // [E+1] tokens_*
+  int experts;
+  int m;         // rows of D per expert (tokens_*; unused for rows)
+  int n;         // columns of D
+  int k_blocks;  // cdiv(K, 128) or Kcap / 128
+  int band;      // rows of tiles in a band, see place_in_bands
+  bool flank;    // rows: the last columns are flank tiles
+};
+
 struct Config {
   int tile_m = kTileM;  // rows of a tile of D; kTallM with 128 columns
   int tile_n = 192;     // columns of a tile of D: 128 or 192
@@ -69,14 +82,49 @@ constexpr bool few_waves(int64_t n, int64_t rows, int64_t experts, int64_t sms) 
   return padded_columns(n, 192) / 192 * (rows / kTileM + experts) < 10 * sms;
 }
 
-// Tiles of Kind::rows are tall, 192x128 with three warpgroups to multiply, in bf16 where experts
-// have so many rows on the average: few where 192 columns hold more outside of D, more where tiles
-// are short, never where 128 hold more (docs/notes).
-constexpr bool tall_rows(int64_t n, int64_t rows, int64_t k_blocks, int64_t experts, bool few) {
+// The tiles of an expert's rows, before any is cut.
+struct RowTiles {
+  int rows;  // without those of low tiles
+  int wide;  // columns of whole tiles
+  int whole, flank, low;
+
+  constexpr int all() const { return whole + flank + low; }
+};
+constexpr RowTiles row_tiles(int tile_m, int tile_n, const Sizes& sizes, int rows) {
+  const int last = rows % tile_m;
+  const bool low = has_low(tile_m, tile_n) && last > 0 && last <= kBox;
+  if (low) rows -= last;
+  const int wide = sizes.flank ? sizes.n / tile_n : (sizes.n + tile_n - 1) / tile_n;
+  return {.rows = rows,
+          .wide = wide,
+          .whole = (rows + tile_m - 1) / tile_m * wide,
+          .flank = sizes.flank ? (rows + kFlankRows - 1) / kFlankRows : 0,
+          .low = low ? (sizes.n + kLowColumns - 1) / kLowColumns : 0};
+}
+
+// What evenly routed rows [rows, n] take by one kind of tiles, in the time of a tile of 128x192: a
+// model of few waves (docs/notes).
+constexpr double waves_time(const Config& kind, int64_t n, int64_t rows, int64_t experts,
+                            int64_t sms) {
+  Sizes sizes{};
+  sizes.n = static_cast<int>(n);
+  sizes.flank = has_flank(kind.tile_n, n, rows, experts);
+  const auto each = static_cast<int>((rows + experts - 1) / experts);
+  const int64_t tiles = experts * row_tiles(kind.tile_m, kind.tile_n, sizes, each).all();
+  const int64_t left = tiles % sms;
+  const double one = kind.tile_m == kTallM ? 0.975 : kind.tile_n == 192 ? 1 : 0.75;
+  const double last = left == 0 ? 0 : kind.thin && cuts_last_wave(left, sms) ? kThinTime : one;
+  return one * static_cast<double>(tiles / sms) + last;
+}
+
+// Tiles of Kind::rows are tall, 192x128 with three warpgroups to multiply, where waves are many and
+// experts have so many rows on the average: few where 192 columns hold more outside of D, more
+// where tiles are short, never where 128 hold more (docs/notes).
+constexpr bool tall_rows(int64_t n, int64_t rows, int64_t k_blocks, int64_t experts) {
   const int64_t tall = padded_columns(n, 128), wide = padded_columns(n, 192);
   if (tall > wide) return false;
   const bool fewer = tall < wide && !has_flank(192, n, rows, experts);
-  return rows >= (fewer ? 350 : few || k_blocks >= 32 ? 1000 : 3000) * experts;
+  return rows >= (fewer ? 350 : k_blocks >= 32 ? 1000 : 3000) * experts;
 }
 
 // Whether the tiles of tokens_* contract fewer than `few` K-blocks on the average. Kcap stands for
@@ -113,9 +161,16 @@ constexpr Config rows_config(int64_t n, int64_t rows, int64_t k_blocks, int64_t 
                              int64_t sms) {
   Config config = choose_config(Kind::rows, n, bf16);
   const bool few = few_waves(n, rows, experts, sms);
-  const bool tall = bf16 && tall_rows(n, rows, k_blocks, experts, few);
-  config.thin = few && (tall || config.tile_n == 192);
-  if (tall) {
+  config.thin = few && config.tile_n == 192;
+  if (bf16 && few && rows >= kBox * experts) {  // with fewer rows wide tiles are all low
+    constexpr Config kKinds[] = {{kTileM, 192, true}, {kTileM, 128}, {kTallM, 128, true}};
+    double least = waves_time(config, n, rows, experts, sms);
+    for (const Config& kind : kKinds) {
+      const double time = waves_time(kind, n, rows, experts, sms);
+      if (time < least) config = kind;
+      least = time < least ? time : least;
+    }
+  } else if (bf16 && !few && tall_rows(n, rows, k_blocks, experts)) {
     config.tile_m = kTallM;
     config.tile_n = 128;
   }

@@ -10,19 +10,6 @@
 
 namespace fp8moe::cuda::gemm {
 
-// What decides the order. The experts' sizes are read on the device.
-struct Sizes {
-  const int32_t* row_offsets;        // [E+1] rows
-  const int32_t* tokens_per_expert;  // [E]   tokens_*
-  const int32_t* col_offsets;        // [E+1] tokens_*
-  int experts;
-  int m;         // rows of D per expert (tokens_*; unused for rows)
-  int n;         // columns of D
-  int k_blocks;  // cdiv(K, 128) or Kcap / 128
-  int band;      // rows of tiles in a band, see place_in_bands
-  bool flank;    // rows: the last columns are flank tiles
-};
-
 inline constexpr int kUncounted = INT32_MAX;  // as the count of tiles
 inline constexpr int kNoMore = -1;            // as Tile::k_blocks: the last tile was the last
 
@@ -69,7 +56,7 @@ class Schedule<Kind::rows, TileM, TileN> {
   FP8MOE_HD static int count(const Sizes& sizes, const int32_t* row_offsets, int first, int step) {
     int tiles = 0;
     for (int e = first; e < sizes.experts; e += step)
-      tiles += tiles_of(sizes, row_offsets[e + 1] - row_offsets[e]).all();
+      tiles += row_tiles(TileM, TileN, sizes, row_offsets[e + 1] - row_offsets[e]).all();
     return tiles;
   }
 
@@ -89,12 +76,12 @@ class Schedule<Kind::rows, TileM, TileN> {
     const bool thin = at_ >= cut_;
     const int part = thin ? (at_ - cut_) / left_ : 0, uncut = at_ - part * left_;
     int first = 0, rows = 0;
-    Tiles tiles;
+    RowTiles tiles;
     for (;; ++expert_) {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
-      tiles = tiles_of(sizes_, rows);
+      tiles = row_tiles(TileM, TileN, sizes_, rows);
       if (uncut < before_ + tiles.all()) break;
       before_ += tiles.all();
     }
@@ -134,27 +121,6 @@ class Schedule<Kind::rows, TileM, TileN> {
   }
 
  private:
-  // The tiles of an expert, before any is cut.
-  struct Tiles {
-    int rows;  // without those of low tiles
-    int wide;  // columns of whole tiles
-    int whole, flank, low;
-
-    FP8MOE_HD int all() const { return whole + flank + low; }
-  };
-
-  FP8MOE_HD static Tiles tiles_of(const Sizes& sizes, int rows) {
-    const int last = rows % TileM;
-    const bool low = has_low(TileM, TileN) && last > 0 && last <= kBox;
-    if (low) rows -= last;
-    const int wide = sizes.flank ? sizes.n / TileN : (sizes.n + TileN - 1) / TileN;
-    return {.rows = rows,
-            .wide = wide,
-            .whole = (rows + TileM - 1) / TileM * wide,
-            .flank = sizes.flank ? (rows + kFlankRows - 1) / kFlankRows : 0,
-            .low = low ? (sizes.n + kLowColumns - 1) / kLowColumns : 0};
-  }
-
   const Sizes& sizes_;
   const int32_t* row_offsets_;
   int at_, ctas_;
