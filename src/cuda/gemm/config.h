@@ -162,7 +162,8 @@ constexpr Config rows_config(int64_t n, int64_t rows, int64_t k_blocks, int64_t 
   Config config = choose_config(Kind::rows, n, bf16);
   const bool few = few_waves(n, rows, experts, sms);
   config.thin = few && config.tile_n == 192;
-  if (bf16 && few && rows >= kBox * experts) {  // with fewer rows wide tiles are all low
+  // With fewer rows it is the routing that decides how many experts get by with low tiles.
+  if (bf16 && few && rows >= 96 * experts) {
     constexpr Config kKinds[] = {{kTileM, 192, true}, {kTileM, 128}, {kTallM, 128, true}};
     double least = waves_time(config, n, rows, experts, sms);
     for (const Config& kind : kKinds) {
