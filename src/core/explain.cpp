@@ -97,11 +97,8 @@ GemmChoice explain_grouped_gemm(GemmPass pass, int64_t m, int64_t n, int64_t k, 
                             : walk<Kind::rows>(config, m, n, k, experts);
   choice.band = config.band;
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(sm_count);
-  const int64_t left = choice.tiles % sm_count;
   choice.taken = wgrad && cuda::gemm::takes_tiles(k_blocks, experts, false);
-  const bool cut = config.thin && cuda::gemm::cuts_last_wave(left, sm_count);
-  const double last = left == 0 ? 0 : cut ? cuda::gemm::kThinTime : 1;
-  const double time = static_cast<double>(choice.tiles / sm_count) + last;
+  const double time = cuda::gemm::tiles_time(choice.tiles, 1, config.thin, sm_count);
   choice.idle = time > 0 ? 1 - choice.waves / time : 0;
   return choice;
 }

@@ -187,11 +187,14 @@ void wgrad_tiles() {
 void fprop_tiles() {
   const auto tile = [](int64_t n, int64_t rows, int64_t k_blocks, int64_t experts, bool bf16) {
     const Config config = rows_config(n, rows, k_blocks, experts, bf16, 132);
+    CHECK(!config.thin || has_low(config.tile_m, config.tile_n));
     return std::array<int, 3>{config.tile_m, config.tile_n, config.thin};
   };
   using Expected = std::array<int, 3>;
   // Tall where experts have rows enough, the sooner the longer tiles are, or where 192 columns hold
   // more outside of D (in flank tiles they do not), and not where they hold less.
+  CHECK((tile(4096, 32768, 56, 8, true) == Expected{192, 128, false}));
+  CHECK((tile(128, 1 << 20, 56, 8, true) == Expected{192, 128, false}));
   CHECK((tile(4096, 3000 * 64, 31, 64, true) == Expected{192, 128, false}));
   CHECK((tile(4096, 3000 * 64 - 1, 31, 64, true) == Expected{128, 192, false}));
   CHECK((tile(4096, 1000 * 64, 32, 64, true) == Expected{192, 128, false}));
@@ -206,6 +209,7 @@ void fprop_tiles() {
   CHECK((tile(4096, 4096, 56, 8, true) == Expected{128, 192, true}));
   CHECK((tile(4096, 512, 56, 1, true) == Expected{128, 128, false}));
   CHECK((tile(2048, 512, 56, 1, true) == Expected{128, 192, true}));
+  CHECK((tile(128, 4096, 56, 1, true) == Expected{128, 192, true}));
   CHECK((tile(1536, 96 * 8, 56, 8, true) == Expected{128, 128, false}));
   CHECK((tile(1536, 96 * 8 - 1, 56, 8, true) == Expected{128, 192, true}));
   CHECK((tile(2048, 0, 56, 8, true) == Expected{128, 192, true}));

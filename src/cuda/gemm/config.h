@@ -75,9 +75,16 @@ constexpr bool has_flank(int tile_n, int64_t n, int64_t rows, int64_t experts) {
 // one part at most: into thin ones, [64 a, 64 (3 - a)]. Whole tiles become three of 128x64, flank
 // ones two, tall ones three of 64x128, low ones two. Their stages hold three boxes, not five.
 inline constexpr int kThinBoxes = 3, kThinParts = 3;
-inline constexpr double kThinTime = 0.67;  // of a whole tile's, by measurement
+inline constexpr double kThinTime = 0.67;  // of a tile of 128x192's, by measurement
 constexpr bool cuts_last_wave(int64_t left, int64_t ctas) { return kThinParts * left <= ctas; }
-// In ten waves and more their code costs what they gain, 0.5% (docs/notes).
+// What so many tiles take, dealt in turn: each takes `one`, if `thin` those of the last wave may be
+// cut.
+constexpr double tiles_time(int64_t tiles, double one, bool thin, int64_t ctas) {
+  const int64_t left = tiles % ctas;
+  const double last = left == 0 ? 0 : thin && cuts_last_wave(left, ctas) ? kThinTime : one;
+  return one * static_cast<double>(tiles / ctas) + last;
+}
+// In ten waves and more the code of thin tiles costs what they gain, 0.5% (docs/notes).
 constexpr bool few_waves(int64_t n, int64_t rows, int64_t experts, int64_t sms) {
   return padded_columns(n, 192) / 192 * (rows / kTileM + experts) < 10 * sms;
 }
@@ -111,10 +118,8 @@ constexpr double waves_time(const Config& kind, int64_t n, int64_t rows, int64_t
   sizes.flank = has_flank(kind.tile_n, n, rows, experts);
   const auto each = static_cast<int>((rows + experts - 1) / experts);
   const int64_t tiles = experts * row_tiles(kind.tile_m, kind.tile_n, sizes, each).all();
-  const int64_t left = tiles % sms;
   const double one = kind.tile_m == kTallM ? 0.975 : kind.tile_n == 192 ? 1 : 0.75;
-  const double last = left == 0 ? 0 : kind.thin && cuts_last_wave(left, sms) ? kThinTime : one;
-  return one * static_cast<double>(tiles / sms) + last;
+  return tiles_time(tiles, one, kind.thin, sms);
 }
 
 // Tiles of Kind::rows are tall, 192x128 with three warpgroups to multiply, where waves are many and
@@ -168,8 +173,10 @@ constexpr Config rows_config(int64_t n, int64_t rows, int64_t k_blocks, int64_t 
     double least = waves_time(config, n, rows, experts, sms);
     for (const Config& kind : kKinds) {
       const double time = waves_time(kind, n, rows, experts, sms);
-      if (time < least) config = kind;
-      least = time < least ? time : least;
+      if (time < least) {
+        config = kind;
+        least = time;
+      }
     }
   } else if (bf16 && !few && tall_rows(n, rows, k_blocks, experts)) {
     config.tile_m = kTallM;
