@@ -1,0 +1,158 @@
+"""What README and docs show is true: snippets run as written, links lead somewhere, tables equal
+their records, pages keep the limits of scripts/prose.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8moe_cutlass
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+)
+CXX = shutil.which("c++") or shutil.which("g++")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a language on a page, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def prose():
+    spec = importlib.util.spec_from_file_location("prose", ROOT / "scripts/prose.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")])
+def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
+    """All Python of a page, one block after the other, as a user who copies it would run it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+    ranks = {k: str(v) for k, v in torchrun.items()} | {"MASTER_PORT": str(port)}
+    code = tmp_path / "page.py"
+    code.write_text("\n".join(blocks(page, "python")))
+    command = [sys.executable, code]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **ranks}
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_tutorial_commands_run(tmp_path: Path) -> None:
+    [*commands] = re.findall(
+        r"^fp8moe-cutlass (.*)$", (ROOT / "docs/tutorial/first-layer.md").read_text(), re.MULTILINE
+    )
+    assert commands == ["doctor", "verify", "train --size tiny"]
+    for command in commands:
+        run = [sys.executable, "-m", "fp8moe_cutlass", *command.split()]
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "runs/train/loss.json").exists()
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler on this machine")
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "cpp")])
+def test_cpp_compiles_as_written(page: str) -> None:
+    for code in blocks(page, "cpp"):
+        if "#include" not in code:  # an excerpt: what surrounds it
+            code = f"""#include "fp8moe/ops.h"
+            void excerpt(fp8moe::Fp8Tensor x, fp8moe::RoutingPlan plan, fp8moe::Tensor probs,
+                         fp8moe::Fp8Tensor rows, fp8moe::Tensor row_probs, fp8moe::Fp8Tensor weight,
+                         fp8moe::Tensor d, fp8moe::Stream stream) {{ {code} }}"""
+        flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-x", "c++", "-"]
+        command = [CXX, f"-I{fp8moe_cutlass.include_dir()}", *flags]
+        done = subprocess.run(command, input=code, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    text = re.sub(r"```.*?```", "", here.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (here.parent / path) if path else here
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_index_lists_every_page() -> None:
+    listed = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs/index.md").read_text())
+    kinds = ("tutorial", "how-to", "reference", "explanation")
+    pages = {
+        p.relative_to(ROOT / "docs").as_posix() for k in kinds for p in ROOT.glob(f"docs/{k}/*.md")
+    }
+    assert pages == {p for p in listed if p.startswith(kinds)}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if not p.startswith("docs/notes/")])
+def test_prose_keeps_its_limits(page: str) -> None:
+    found = prose().measure((ROOT / page).read_text())
+    assert found["long sentences"] == []
+    assert found["glossary"] == []
+    if page == "README.md":
+        assert {k: found[k] <= most for k, most in prose().README.items() if found[k] > most} == {}
+
+
+def table(page: str, record: str) -> list[list[str]]:
+    """The cells of the table that follows `<!-- table: RECORD -->`, without its head."""
+    _, _, after = (ROOT / page).read_text().partition(f"<!-- table: {record} -->\n")
+    rows = [line.strip("|\n").split("|") for line in after.split("\n\n")[0].splitlines()]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def results(record: str) -> list[dict]:
+    return json.loads((ROOT / "docs/benchmarks" / record).read_text())["results"]
+
+
+def test_layer_table_equals_its_record() -> None:
+    rows: dict[str, list[str]] = {}
+    for r in results("layer-peers-h200.json"):
+        if r["shape"]["T"] != 4096:
+            continue
+        if r["variant"] == "forward+backward":
+            ours, peers = r["ms"], (r["peers"]["torch bf16"], r["peers"]["SonicMoE bf16"])
+            rows[r["model"]] = [f"{ms:.2f}" for ms in (ours, *peers)]
+        elif r["variant"] == "forward+backward, quantizing weights":
+            rows[r["model"]].insert(0, f"{r['ms']:.2f}")
+    assert table("README.md", "layer-peers-h200.json") == [[m, *row] for m, row in rows.items()]
+
+
+def test_sweep_table_equals_its_record() -> None:
+    ratios = {}
+    for r in results("sweep-h200.json"):
+        s, bf16 = r["shape"], r["graph_peers"]["torch bf16"]
+        steps = (r["graph_ms"] + r["weights_ms"], r["graph_ms"])
+        per_expert = s["T"] * s["S"] // s["E"]
+        ratios[s["E"], s["I"], per_expert] = ", ".join(f"{bf16 / ms:.2f}" for ms in steps)
+    want = [
+        [f"{e}, {i}", *(ratios.get((e, i, n), "") for n in (8, 128, 512, 2048, 8192))]
+        for e in (8, 32, 128)
+        for i in (512, 1024, 2048)
+    ]
+    assert table("docs/explanation/when-fp8-helps.md", "sweep-h200.json") == want
