@@ -147,13 +147,12 @@ def test_any_values(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 256, 144), (3, 48, 2880 // 10), (1, 16, 16), (0, 16, 16)])
-@pytest.mark.parametrize("fp8_dtype", FORMATS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_weight_and_its_transpose(shape: tuple[int, ...], fp8_dtype: str, scale: str) -> None:
+def test_weight_and_its_transpose(shape: tuple[int, ...], scale: str) -> None:
     w = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     w[:, : shape[1] // 2] *= 100
-    q, q_t = ops.quantize_weight(w, fp8_dtype=fp8_dtype, scale=scale)
-    fmt = ref.FORMATS[fp8_dtype]
+    q, q_t = ops.quantize_weight(w, scale=scale)
+    fmt = ref.FORMATS["e4m3"]
     for e in range(shape[0]):
         codes, scale_inv = ref.quantize(w[e].numpy(), fmt, tile=(128, 128), pow2=scale == "pow2")
         np.testing.assert_array_equal(codes_of(q.data[e]), codes)

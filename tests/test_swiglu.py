@@ -105,16 +105,13 @@ def padding_rows(plan: RoutingPlan) -> Tensor:
 # ---- forward ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_forward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
+def test_forward(dtype: torch.dtype, scale: str) -> None:
     for inner in (16, 128, 368):
         z, probs = awkward(40, 2 * inner, dtype), torch.rand(40)
         for layout in ("row", "gemm"):
-            h = ops.swiglu_quantize(
-                z, probs=probs, scale=scale, fp8_dtype=fp8_dtype, scale_layout=layout
-            )
+            h = ops.swiglu_quantize(z, probs=probs, scale=scale, scale_layout=layout)
             assert_quantized(h, truth(z, probs=probs).h, scale == "pow2")
         assert_quantized(ops.swiglu_quantize(z, scale=scale), truth(z).h, scale == "pow2")
 
@@ -156,11 +153,10 @@ def test_nan_and_inf_stay_in_their_place() -> None:
     assert nan[2].nonzero().flatten().tolist() == [2]  # d up does not see up
 
 
-@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
-def test_saved_z_is_quantize(fp8_dtype: str) -> None:
+def test_saved_z_is_quantize() -> None:
     z = awkward(33, 544, torch.bfloat16)
-    _, z_q = ops.swiglu_quantize(z, save_z=True, fp8_dtype=fp8_dtype)
-    want = ops.quantize(z, fp8_dtype=fp8_dtype)
+    _, z_q = ops.swiglu_quantize(z, save_z=True)
+    want = ops.quantize(z)
     assert torch.equal(z_q.data.view(torch.uint8), want.data.view(torch.uint8))
     assert torch.equal(z_q.scale_inv, want.scale_inv)
 
@@ -187,12 +183,11 @@ def test_backward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
         assert_quantized(alone, truth(z, dh).dz)
 
 
-@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
-def test_backward_from_saved_z(fp8_dtype: str) -> None:
+def test_backward_from_saved_z() -> None:
     """The same as from the bfloat16 that z_q stands for."""
     z, dh, probs = awkward(40, 544, torch.bfloat16), awkward(40, 272), torch.rand(40)
     for layout in ("row", "gemm"):
-        z_q = ops.quantize(z, fp8_dtype=fp8_dtype, scale_layout=layout)
+        z_q = ops.quantize(z, scale_layout=layout)
         got, got_dprobs = ops.swiglu_quantize_backward(dh, z_q, probs=probs)
         want, want_dprobs = ops.swiglu_quantize_backward(
             dh, z_q.dequantize("bfloat16"), probs=probs
@@ -238,14 +233,14 @@ def test_columns(counts: list[int], fp8_dtype: str, columns: str) -> None:
     inner = 208
     z, dh, probs = awkward(plan.rows, 2 * inner), awkward(plan.rows, inner), torch.rand(plan.rows)
     want = truth(z, dh, probs)
-    h, h_t = ops.swiglu_quantize(z, plan, probs, columns=columns, fp8_dtype=fp8_dtype)
+    h, h_t = ops.swiglu_quantize(z, plan, probs, columns=columns)
     _dz, dz_t, h_t2, _ = ops.swiglu_quantize_backward(
-        dh, z, plan, probs, columns=columns, fp8_dtype=fp8_dtype, h_fp8_dtype="e4m3"
+        dh, z, plan, probs, columns=columns, fp8_dtype=fp8_dtype
     )
     groups = ref.groups_of(counts, 16)
     used = int(plan.col_offsets[-1])
     for q, values, name in (
-        (h_t, want.h, fp8_dtype),
+        (h_t, want.h, "e4m3"),
         (dz_t, want.dz, fp8_dtype),
         (h_t2, want.h, "e4m3"),
     ):
@@ -268,13 +263,10 @@ def test_columns(counts: list[int], fp8_dtype: str, columns: str) -> None:
         for g in groups:
             tail[g.col : g.col + g.tokens] = False
         assert (q.data.view(torch.uint8)[:, :used][:, tail] == 0).all()
-    rows_alone = ops.swiglu_quantize(z, plan, probs, fp8_dtype=fp8_dtype)
+    rows_alone = ops.swiglu_quantize(z, plan, probs)
     n = int(plan.row_offsets[-1])
     assert torch.equal(rows_alone.data.view(torch.uint8)[:n], h.data.view(torch.uint8)[:n])
-    if fp8_dtype == "e4m3":
-        assert torch.equal(
-            h_t.data.view(torch.uint8)[:, :used], h_t2.data.view(torch.uint8)[:, :used]
-        )
+    assert torch.equal(h_t.data.view(torch.uint8)[:, :used], h_t2.data.view(torch.uint8)[:, :used])
 
 
 def test_columns_hold_what_rows_hold_when_nothing_rounds() -> None:

@@ -82,7 +82,6 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
         clamp=2.0,
         columns="column",
         fp8_dtype="e5m2",
-        h_fp8_dtype="e4m3",
     ),
     "grouped_gemm": lambda p: ops.grouped_gemm(p.rows8, p.w8, p.plan),
     "grouped_gemm_wgrad": lambda p: ops.grouped_gemm_wgrad(p.columns8, p.columns8, p.plan),

@@ -191,13 +191,13 @@ FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, cons
 
 // ---- grouped GEMM -------------------------------------------------------------------------------
 
-// d[rows of e] = a[rows of e] w[e]^T. a [R, K] gemm layout; w [E, N, K] block layout;
-// d [R, N] bf16/f32.
+// d[rows of e] = a[rows of e] w[e]^T. a [R, K] e4m3 or e5m2, gemm layout; w [E, N, K] e4m3, block
+// layout; d [R, N] bf16/f32.
 FP8MOE_API void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
                              const Tensor& d, Stream stream = {});
 
-// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap], x_t [K, Kcap], both block
-// or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's dw is zero.
+// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap] e4m3 or e5m2, x_t [K, Kcap]
+// e4m3, both block or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's dw is zero.
 FP8MOE_API void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t,
                                    const RoutingPlan& plan, const Tensor& dw, bool accumulate,
                                    Stream stream = {});

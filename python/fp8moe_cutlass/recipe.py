@@ -11,7 +11,7 @@ from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind
 class Fp8Recipe:
     """How a layer quantizes.
 
-    fp8_dtype: format of activations and weights. grad_dtype: format of gradients. scale: "pow2"
+    grad_dtype: format of gradients; activations and weights are in E4M3. scale: "pow2"
     (power-of-two scales, shifted exactly by the FP8-domain transpose) or "fp32". eps: floor of a
     tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
     fast wgrad) or "column" (1x128 along tokens, the most accurate one).
@@ -22,7 +22,6 @@ class Fp8Recipe:
     scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
 
-    fp8_dtype: Fp8DType = "e4m3"
     grad_dtype: Fp8DType = "e4m3"
     scale: ScaleKind = "pow2"
     eps: float = 1e-10
@@ -31,7 +30,6 @@ class Fp8Recipe:
 
     def __post_init__(self) -> None:
         allowed = {
-            "fp8_dtype": ("e4m3", "e5m2"),
             "grad_dtype": ("e4m3", "e5m2"),
             "scale": ("pow2", "fp32"),
             "columns": ("block", "column"),

@@ -59,7 +59,9 @@ class Checker {
   // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
            std::initializer_list<ScaleLayout> layouts) const;
-  // The same of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
+  // Weights and activations are in E4M3: E5M2 is for gradients alone.
+  void e4m3(const Fp8Tensor& t, const char* name) const;
+  // fp8() of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
   // apart: of the data multiples of 16 bytes.
   void strided_fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
                    std::initializer_list<ScaleLayout> layouts) const;

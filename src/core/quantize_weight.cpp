@@ -15,10 +15,13 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
   check.multiple(n, "w.shape[1]", 16);
   check.multiple(k, "w.shape[2]", 16);
   FP8MOE_CHECK(q.defined() || q_t.defined(), "[quantize_weight] q or q_t is required; got neither");
-  if (q.defined()) check.fp8(q, "q", {experts, n, k}, {ScaleLayout::block});
-  if (q_t.defined()) check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
-  if (q.defined() && q_t.defined()) {
-    check.dtype(q_t.data, "q_t (the format of q)", {q.data.dtype});
+  if (q.defined()) {
+    check.fp8(q, "q", {experts, n, k}, {ScaleLayout::block});
+    check.e4m3(q, "q");
+  }
+  if (q_t.defined()) {
+    check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
+    check.e4m3(q_t, "q_t");
   }
   if (interleave != 0) {
     FP8MOE_CHECK(interleave > 0 && kTile % interleave == 0,

@@ -14,9 +14,11 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
   check.tensor(z, "z", {rows, 2 * inner});
   check.aligned(z, "z");
   check.fp8(h, "h", {rows, inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.e4m3(h, "h");
   check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
   if (z_q.defined()) {
     check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.e4m3(z_q, "z_q");
   }
   check.rule(rule);
   check.disjoint({{h, "h"}, {h_columns, "h_columns"}, {z_q, "z_q"}},

@@ -24,6 +24,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
     check.aligned(z, "z");
   } else {
     check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.e4m3(z_q, "z_q");
   }
   check.fp8(dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
   if (dprobs.defined()) {
@@ -33,6 +34,14 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   }
   check_swiglu_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
   check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
+  if (dz_columns.defined())
+    check.dtype(dz_columns.data, "dz_columns (the format of dz)", {dz.data.dtype});
+  if (h_columns.defined()) check.e4m3(h_columns, "h_columns");
+  FP8MOE_CHECK(!dz_columns.defined() || !h_columns.defined() ||
+                   dz_columns.layout == h_columns.layout,
+               "[swiglu_quantize_backward] dz_columns and h_columns must have one scale layout; "
+               "got ",
+               name_of(dz_columns.layout), " and ", name_of(h_columns.layout));
   check.rule(rule);
   check.disjoint(
       {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},

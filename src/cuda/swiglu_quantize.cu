@@ -40,7 +40,7 @@ __device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)
 }
 
 // No columns: 16 rows x 4 tiles a block, the next tile loaded while one is computed.
-template <typename F, bool kClamp>
+template <bool kClamp>
 __global__ __launch_bounds__(8 * kRowsPerBlock,
                              8) void quantize_rows(const __grid_constant__ RowsParams p) {
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
@@ -73,9 +73,9 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
     unpack16(packed[tile][0], packed[tile][1], gate);
     unpack16(packed[tile][2], packed[tile][3], up);
     hidden<kClamp>(gate, up, p.clamp, h);
-    const TileScale s = p.scaling.of<F>(lanes_max<8>(weighted_amax(h, prob)));
+    const TileScale s = p.scaling.of<E4M3>(lanes_max<8>(weighted_amax(h, prob)));
     if (!kind.written) continue;
-    Tile<8>::store_codes<F>(codes + 128 * tile, h, s.scale * prob);
+    Tile<8>::store_codes<E4M3>(codes + 128 * tile, h, s.scale * prob);
     if (Tile<8>::lane() == 0) scale[tile * p.h.scale_tile] = kind.token ? s.scale_inv : 0.0f;
   }
 }
@@ -104,7 +104,6 @@ struct StagedHidden {
   }
 };
 
-template <typename F>
 void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
                  const Fp8Tensor& h, const Fp8Tensor& h_columns, float eps, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
@@ -113,7 +112,7 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
     const auto go = [&]<bool kClamp>() {
       const StagedHidden<kClamp> source = {z.as<uint16_t>(), static_cast<int>(intermediate), clamp,
                                            pinned_sigmoid(clamp)};
-      launch_staged_tiles<F>(kOp, z.device, source, probs.as<float>(), plan, h, h_columns, eps,
+      launch_staged_tiles<E4M3>(kOp, z.device, source, probs.as<float>(), plan, h, h_columns, eps,
                              stream);
     };
     return clamp > 0.0f ? go.template operator()<true>() : go.template operator()<false>();
@@ -129,7 +128,7 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                              .read_policy = read_once_policy(h.data),
                              .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch(kOp, clamp > 0.0f ? quantize_rows<F, true> : quantize_rows<F, false>,
+  launch(kOp, clamp > 0.0f ? quantize_rows<true> : quantize_rows<false>,
          static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0, stream, params);
 }
 
@@ -145,19 +144,16 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
                                .probs = probs.as<float>(),
                                .clamp = clamp,
                                .intermediate = static_cast<int>(intermediate)};
-  const bool one_format = !h_columns.defined() || h_columns.data.dtype == h.data.dtype;
-  if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2 && one_format)
-    dispatch_fp8(h.data.dtype, [&]<typename F>() {
-      launch_bf16<F>(z, plan, probs, clamp, h, h_columns, rule.eps, stream_of(stream));
-    });
+  if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2)
+    launch_bf16(z, plan, probs, clamp, h, h_columns, rule.eps, stream_of(stream));
   else
-    quantize_from(kOp, source, plan, rows, intermediate, h, h_columns,
+    quantize_from<E4M3>(kOp, source, plan, rows, intermediate, h, h_columns,
                   {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
   if (!z_q.defined()) return;
   const float overflow = z.dtype == DType::f16    ? 65504.0f
                          : z.dtype == DType::bf16 ? 0x1.fep127f
                                                   : kMaxFloat;
-  quantize_from(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q, {},
+  quantize_from<E4M3>(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q, {},
                 {rule.pow2, rule.eps, overflow}, stream_of(stream));
 }
 

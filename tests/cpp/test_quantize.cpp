@@ -172,6 +172,8 @@ void bad_arguments() {
   const Owned w(DType::bf16, {1, 272, 32});
   CHECK_INVALID("[quantize_weight]",
                 quantize_weight(w, OwnedFp8(DType::e4m3, 1, 272, 32), {}, rule, 16));
+  CHECK_INVALID("[quantize_weight] q must be float8_e4m3fn",
+                quantize_weight(w, OwnedFp8(DType::e5m2, 1, 272, 32), {}, rule));
   CHECK(q.data.copy() == before);
 }
 

@@ -96,6 +96,12 @@ void bad_arguments() {
                 swiglu_quantize(z, {}, Owned(DType::f32, {4}), 0, h, {}, {}, rule));
   CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, {}, {}, {}, rule));
   CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, h, h_t, {}, rule));  // no plan
+  const OwnedFp8 e5m2(DType::e5m2, 3, 32, ScaleLayout::gemm);
+  CHECK_INVALID("[swiglu_quantize] h must be float8_e4m3fn",
+                swiglu_quantize(z, {}, {}, 0, e5m2, {}, {}, rule));
+  const OwnedFp8 z_e5m2(DType::e5m2, 3, 64, ScaleLayout::gemm);
+  CHECK_INVALID("[swiglu_quantize_backward] z_q must be float8_e4m3fn",
+                swiglu_quantize_backward(dh, {}, z_e5m2, {}, {}, 0, dz, {}, {}, {}, rule));
   CHECK_INVALID("[swiglu_quantize_backward]",
                 swiglu_quantize_backward(dh, {}, {}, {}, {}, 0, dz, {}, {}, {}, rule));
   CHECK_INVALID("[swiglu_quantize_backward]",

@@ -18,11 +18,7 @@ C_MET = 14.5
 C_CUDA = 1.5 * C_MET
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-FORMATS = pytest.mark.parametrize(
-    ("left", "right"),
-    [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")],
-    ids="-".join,
-)
+FORMATS = pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])  # of the left operand
 COUNTS = {
     "ragged": [5, 0, 130, 1, 64, 65, 257],
     "one expert takes all": [0, 0, 700, 0],
@@ -110,10 +106,10 @@ def test_fprop(counts: list[int], n: int, k: int, dtype: torch.dtype) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("kind", KINDS)
-def test_fprop_formats_and_adversarial_operands(kind: str, left: str, right: str) -> None:
+def test_fprop_formats_and_adversarial_operands(kind: str, fp8: str) -> None:
     plan = plan_of([100, 0, 30])
-    a = on_gpu(KINDS[kind](plan.rows, 2880, layout="gemm", fp8=left))
-    w = on_gpu(KINDS[kind](3, 208, 2880, layout="block", fp8=right))
+    a = on_gpu(KINDS[kind](plan.rows, 2880, layout="gemm", fp8=fp8))
+    w = on_gpu(KINDS[kind](3, 208, 2880, layout="block"))
     d = ops.grouped_gemm(
         a, w, plan, out_dtype="float32", out=poisoned(130, 208, dtype=torch.float32)
     )
@@ -203,17 +199,16 @@ SMALL = [5, 0, 65, 129, 256, 257, 384]
     ids=["some small", "one expert", "one takes all", "no tokens", "all small"],
 )
 @pytest.mark.parametrize(
-    ("n", "k", "left", "right"),
+    ("n", "k", "fp8"),
     [
-        (1408, 272, "e4m3", "e4m3"),
-        (1600, 33 * 128 + 16, "e4m3", "e4m3"),
-        (1504, 128, "e5m2", "e4m3"),
-        (1408, 400, "e4m3", "e5m2"),
-        (2048, 16, "e5m2", "e5m2"),
+        (1408, 272, "e4m3"),
+        (1600, 33 * 128 + 16, "e4m3"),
+        (1504, 128, "e5m2"),
+        (2048, 16, "e5m2"),
     ],
 )
 def test_fprop_in_many_waves(
-    counts: list[int | str], tile: tuple[int, int], n: int, k: int, left: str, right: str
+    counts: list[int | str], tile: tuple[int, int], n: int, k: int, fp8: str
 ) -> None:
     """Tall tiles with their low ones, where experts have rows enough, else wide ones: the bits are
     those of a thousand rows at a time, which fill few waves and are compared with float64 above."""
@@ -222,8 +217,8 @@ def test_fprop_in_many_waves(
     rows = [c if isinstance(c, int) else most if c == "most" else 0 for c in counts]
     plan = plan_of(rows, spare=37 if sum(rows) else most)
     assert chosen_tile(plan, n, k) == tile
-    a = on_gpu(noise(plan.rows, k, layout="gemm", fp8=left))
-    w = on_gpu(noise(len(rows), n, k, layout="block", fp8=right))
+    a = on_gpu(noise(plan.rows, k, layout="gemm", fp8=fp8))
+    w = on_gpu(noise(len(rows), n, k, layout="block"))
     first, again = (
         ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
         for _ in range(2)
@@ -379,11 +374,11 @@ def test_wgrad_over_several_runs_of_scales(m: int, n: int) -> None:
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("kind", ["noise", "range", "largest"])
 def test_wgrad_formats_and_adversarial_operands(
-    kind: str, layout: str, left: str, right: str
+    kind: str, layout: str, fp8: str
 ) -> None:
     plan = plan_of([200, 0, 1060])
-    dy = segments(on_gpu(KINDS[kind](208, plan.columns, layout=layout, fp8=left)), plan)
-    x = segments(on_gpu(KINDS[kind](144, plan.columns, layout=layout, fp8=right)), plan)
+    dy = segments(on_gpu(KINDS[kind](208, plan.columns, layout=layout, fp8=fp8)), plan)
+    x = segments(on_gpu(KINDS[kind](144, plan.columns, layout=layout)), plan)
     dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(3, 208, 144, dtype=torch.float32))
     assert wgrad_error(dy, x, plan, dw) <= C_CUDA
 

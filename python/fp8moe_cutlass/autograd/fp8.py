@@ -112,7 +112,6 @@ def backward(
         probs=saved.row_probs,
         columns=None if recipe.requantize or not (need_gate_up or need_down) else recipe.columns,
         fp8_dtype=recipe.grad_dtype,
-        h_fp8_dtype=recipe.fp8_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
     )
@@ -174,7 +173,6 @@ def _activate(
         plan,
         probs=row_probs,
         save_z=keep == "fp8",
-        fp8_dtype=recipe.fp8_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
     )
@@ -187,7 +185,6 @@ def _transposed(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
         return w
     return ops.quantize_weight(
         w.mT.contiguous(),
-        fp8_dtype=recipe.fp8_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
         only="transpose",

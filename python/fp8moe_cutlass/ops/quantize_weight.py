@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
-from fp8moe_cutlass.typing import Array, DType, ScaleKind
+from fp8moe_cutlass.typing import Array, ScaleKind
 
 _op = define(
     "quantize_weight(Tensor w, Tensor(a!)? q, Tensor(b!)? q_scale, "
@@ -19,7 +19,6 @@ def quantize_weight(
     w: Array,
     *,
     interleave: int = 0,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     only: None = None,
@@ -32,7 +31,6 @@ def quantize_weight(
     w: Array,
     *,
     interleave: int = 0,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     only: Literal["rows", "transpose"],
@@ -44,13 +42,12 @@ def quantize_weight(
     w: Array,
     *,
     interleave: int = 0,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     only: Literal["rows", "transpose"] | None = None,
     out: Any = None,
 ) -> Any:
-    """Quantizes w [E, N, K] (float32, float16 or bfloat16) once for fprop and dgrad.
+    """Quantizes w [E, N, K] (float32, float16 or bfloat16) to E4M3, once for fprop and dgrad.
 
     Returns q [E, N, K] and q_t [E, K, N] with the same codes and scales transposed; with `only`
     "rows" q alone, with "transpose" q_t alone.
@@ -65,14 +62,14 @@ def quantize_weight(
     if out is None:
         e, n, k = shape_of(op, "w", w, 3)
         if only != "transpose":
-            rows = new_fp8(op, w, (e, n, k), "block", fp8_dtype, pow2, interleave)
+            rows = new_fp8(op, w, (e, n, k), "block", "e4m3", pow2, interleave)
         if only != "rows":
-            transpose = new_fp8(op, w, (e, k, n), "block", fp8_dtype, pow2)
+            transpose = new_fp8(op, w, (e, k, n), "block", "e4m3", pow2)
     else:
         given = (out, out) if only else out
         if only != "transpose":
-            rows = given_fp8(op, given[0], "block", fp8_dtype, pow2, interleave)
+            rows = given_fp8(op, given[0], "block", "e4m3", pow2, interleave)
         if only != "rows":
-            transpose = given_fp8(op, given[1], "block", fp8_dtype, pow2)
+            transpose = given_fp8(op, given[1], "block", "e4m3", pow2)
     _op(w, rows, transpose, pow2, eps, interleave)
     return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]
