@@ -23,7 +23,7 @@ Make = Callable[..., Fp8Tensor]
 
 
 def wrap(data: Tensor, scale: Tensor, layout: str) -> Fp8Tensor:
-    return Fp8Tensor(data, scale, (128, 128) if layout == "block" else (1, 128), layout)
+    return Fp8Tensor(data, scale, layout)
 
 
 def noise(*shape: int, layout: str, fp8: str = "e4m3", spread: int = 4) -> Fp8Tensor:
@@ -228,7 +228,7 @@ def test_bad_arguments_write_nothing() -> None:
     a, w = noise(5, 32, layout="gemm"), noise(2, 48, 32, layout="block")
     out = torch.full((5, 48), -77.0)
     gradient = noise(2, 48, 32, layout="block", fp8="e5m2")
-    as_floats = Fp8Tensor(w.data.float(), w.scale_inv, (128, 128), "block", fp8_dtype="e4m3")
+    as_floats = Fp8Tensor(w.data.float(), w.scale_inv, "block", fp8_dtype="e4m3")
     bad = [
         ("a must have scale layout '?gemm", a.to_layout("row"), w, out),
         (r"w must be \[2, 48, 32\]", a, noise(3, 48, 32, layout="block"), out),

@@ -15,9 +15,6 @@ class Fp8Recipe:
     (power-of-two scales, shifted exactly by the FP8-domain transpose) or "fp32". eps: floor of a
     tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
     fast wgrad) or "column" (1x128 along tokens, the most accurate one).
-    requantize: a baseline. Every operand contracted over tokens is dequantized to float32 from its
-    rows and quantized again along the tokens, a second rounding: FP8 without this library's
-    transposes. With scale="fp32", columns="column" it is what is called double quantization.
     Raises ValueError for an unknown word, and for "fp32" with "block": a 128x128 block has one
     scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
@@ -26,7 +23,6 @@ class Fp8Recipe:
     scale: ScaleKind = "pow2"
     eps: float = 1e-10
     columns: Columns = "block"
-    requantize: bool = False
 
     def __post_init__(self) -> None:
         allowed = {

@@ -32,7 +32,6 @@ std::string name_of(Device device);
 std::string shape_of(const Tensor& t);  // "[4, 128]"
 
 inline bool is_fp8(DType d) { return d == DType::e4m3 || d == DType::e5m2; }
-inline bool is_float(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
 
 // The memory of an argument; an FP8 tensor's codes and scales.
 struct Memory {

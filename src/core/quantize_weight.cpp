@@ -4,7 +4,7 @@
 namespace fp8moe {
 
 void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
-                     int64_t interleave, Stream stream) {
+                     Stream stream) {
   const Checker check("quantize_weight", w.device);
   check.ndim(w, "w", 3);
   const int64_t experts = w.shape[0];
@@ -23,17 +23,11 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
     check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
     check.e4m3(q_t, "q_t");
   }
-  if (interleave != 0) {
-    FP8MOE_CHECK(interleave > 0 && kTile % interleave == 0,
-                 "[quantize_weight] interleave must be 0 or a divisor of 128; got ", interleave);
-    check.multiple(n, "w.shape[1] under interleave", 2 * kTile);
-  }
   check.aligned(w, "w");
   check.rule(rule);
   check.disjoint({{q, "q"}, {q_t, "q_t"}}, {{w, "w"}});
   if (w.numel() == 0) return;
-  FP8MOE_DISPATCH("quantize_weight", w.device,
-                  quantize_weight(w, q, q_t, rule, interleave, stream));
+  FP8MOE_DISPATCH("quantize_weight", w.device, quantize_weight(w, q, q_t, rule, stream));
 }
 
 }  // namespace fp8moe

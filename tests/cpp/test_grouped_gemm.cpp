@@ -127,8 +127,9 @@ void bad_arguments() {
   CHECK_INVALID("[grouped_gemm] a must have scale layout gemm",
                 grouped_gemm(row_scales, w, plan, d));
   CHECK_INVALID("[grouped_gemm] w must be [2, 48, 32]", grouped_gemm(a, three_experts, plan, d));
-  CHECK_INVALID("[grouped_gemm] w must be float8_e4m3fn, as every weight and activation; got float8_e5m2",
-                grouped_gemm(a, OwnedFp8(DType::e5m2, 2, 48, 32), plan, d));
+  CHECK_INVALID(
+      "[grouped_gemm] w must be float8_e4m3fn, as every weight and activation; got float8_e5m2",
+      grouped_gemm(a, OwnedFp8(DType::e5m2, 2, 48, 32), plan, d));
   CHECK_INVALID("[grouped_gemm] N must be a multiple of 16; got 40",
                 grouped_gemm(a, narrow, plan, Owned(DType::bf16, {5, 40})));
   CHECK_INVALID("[grouped_gemm] d must be one of",

@@ -38,7 +38,7 @@ def plan_of(counts: list[int], spare: int = 0, align: int = 1) -> RoutingPlan:
 
 
 def on_gpu(q: Fp8Tensor) -> Fp8Tensor:
-    return Fp8Tensor(q.data.cuda(), q.scale_inv.cuda(), q.block, q.scale_layout)
+    return Fp8Tensor(q.data.cuda(), q.scale_inv.cuda(), q.scale_layout)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -62,7 +62,7 @@ def rows_of(t: Fp8Tensor, rows: slice) -> Fp8Tensor:
     """Some rows of operand A, by themselves."""
     scale = t.scale_inv[:, rows]
     scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
-    return Fp8Tensor(t.data[rows], scale, t.block, t.scale_layout)
+    return Fp8Tensor(t.data[rows], scale, t.scale_layout)
 
 
 def fprop_error(a: Fp8Tensor, w: Fp8Tensor, plan: RoutingPlan, d: Tensor) -> float:
@@ -174,7 +174,7 @@ def test_few_waves_have_the_bits_of_many(
     w = on_gpu(noise(len(counts) + 1, n, k, layout="block"))
     uncut = ops.grouped_gemm(a, w, many, out_dtype="bfloat16")[: sum(counts)]
     a = rows_of(a, slice(few.rows))
-    w = Fp8Tensor(w.data[:-1], w.scale_inv[:-1], w.block, w.scale_layout)
+    w = Fp8Tensor(w.data[:-1], w.scale_inv[:-1], w.scale_layout)
     first, again = (
         ops.grouped_gemm(a, w, few, out=poisoned(few.rows, n, dtype=torch.bfloat16))
         for _ in range(2)
@@ -226,7 +226,7 @@ def test_fprop_in_many_waves(
     assert same_bits(first, again)
     offsets = plan.row_offsets.tolist()
     for e, (start, stop) in enumerate(pairwise(offsets)):
-        of_e = Fp8Tensor(w.data[e : e + 1], w.scale_inv[e : e + 1], w.block, w.scale_layout)
+        of_e = Fp8Tensor(w.data[e : e + 1], w.scale_inv[e : e + 1], w.scale_layout)
         for at in range(start, stop, 1000):
             part = slice(at, min(at + 1000, stop))
             few = plan_of([part.stop - part.start])
@@ -373,9 +373,7 @@ def test_wgrad_over_several_runs_of_scales(m: int, n: int) -> None:
 @FORMATS
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("kind", ["noise", "range", "largest"])
-def test_wgrad_formats_and_adversarial_operands(
-    kind: str, layout: str, fp8: str
-) -> None:
+def test_wgrad_formats_and_adversarial_operands(kind: str, layout: str, fp8: str) -> None:
     plan = plan_of([200, 0, 1060])
     dy = segments(on_gpu(KINDS[kind](208, plan.columns, layout=layout, fp8=fp8)), plan)
     x = segments(on_gpu(KINDS[kind](144, plan.columns, layout=layout)), plan)
@@ -451,7 +449,7 @@ def test_a_misaligned_operand_is_refused() -> None:
     flat = torch.empty(8 * 32 + 1, dtype=torch.uint8, device="cuda")
     shifted = flat[1:].view(8, 32).view(torch.float8_e4m3fn)
     out = poisoned(8, 32, dtype=torch.bfloat16)
-    bad = Fp8Tensor(shifted, a.scale_inv, (1, 128), "gemm")
+    bad = Fp8Tensor(shifted, a.scale_inv, "gemm")
     with pytest.raises(ValueError, match="a must start at a multiple of 16 bytes"):
         ops.grouped_gemm(bad, w, plan, out=out)
     assert out.isnan().all()

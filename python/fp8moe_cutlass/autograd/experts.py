@@ -174,9 +174,7 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 def quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str = "e4m3") -> Fp8Tensor:
     """A standalone cast of the block: t [T, H] to row layout."""
-    q: Fp8Tensor = ops.quantize(
-        dense(t), fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps
-    )
+    q: Fp8Tensor = ops.quantize(dense(t), fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps)
     return q
 
 

@@ -18,7 +18,6 @@ from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
 
-
 class Fp8Copies(nn.Module):
     """A module whose gate_up_proj [E, 2I, H] and down_proj [E, H, I] have FP8 copies, in buffers
     outside state_dict."""
@@ -61,7 +60,7 @@ class Fp8Copies(nn.Module):
         """The FP8 copies as the last `quantize_weights` left them; the layer has an FP8 recipe."""
         assert self.recipe is not None
         buffers = self._buffers  # every forward is here; a look-up by attribute takes a microsecond
-        how: Any = ((128, 128), "block", self.recipe.scale == "pow2", 0, "e4m3")
+        how: Any = ("block", self.recipe.scale == "pow2", "e4m3")
 
         def held(name: str) -> Fp8Tensor:
             return Fp8Tensor(buffers[f"{name}_fp8"], buffers[f"{name}_scale_inv"], *how)

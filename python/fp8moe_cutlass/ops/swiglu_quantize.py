@@ -19,8 +19,7 @@ from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 _op = define(
     f"swiglu_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
     "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
-    "Tensor(c!)? h_columns, Tensor(d!)? h_columns_scale, str h_columns_layout, "
-    "Tensor(e!)? z_q, Tensor(f!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
+    "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
 )
 _backward = define(
     "swiglu_quantize_backward(Tensor dh, Tensor? z, Tensor? z_q, Tensor? z_q_scale, "
@@ -38,57 +37,36 @@ def swiglu_quantize(
     probs: Array | None = None,
     *,
     clamp: float | None = None,
-    columns: Columns | None = None,
     save_z: bool = False,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
-    out: tuple[Fp8Tensor, ...] | Fp8Tensor | None = None,
-) -> Fp8Tensor | tuple[Fp8Tensor, ...]:
+    out: tuple[Fp8Tensor, Fp8Tensor] | Fp8Tensor | None = None,
+) -> Fp8Tensor | tuple[Fp8Tensor, Fp8Tensor]:
     """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
-    up within [-c, c]; None or 0: neither. columns "block" or "column" (needs a plan) also returns h
-    transposed, [I, Kcap], as quantize_dual does; save_z also returns Q(z) [R, 2I] in row layout,
-    which the backward may take instead of z.
-    Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
+    up within [-c, c]; None or 0: neither.
+    Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, which the backward may take
+    instead of z.
     """
     op = "swiglu_quantize"
     pow2 = is_pow2(op, scale)
-    layout = None if columns is None else column_layout(op, columns)
-    h_columns = z_q = None
+    z_q = None
     if out is None:
         r, width = shape_of(op, "z", z, 2)
         h = new_fp8(op, z, (r, width // 2), scale_layout, "e4m3", pow2)
-        if layout:
-            kcap = _needed(plan, op).columns
-            h_columns = new_fp8(op, z, (width // 2, kcap), layout, "e4m3", pow2)
         if save_z:
             z_q = new_fp8(op, z, (r, width), "row", "e4m3", pow2)
     else:
         given = (out,) if isinstance(out, Fp8Tensor) else out
-        parts = 1 + bool(layout) + save_z
-        if len(given) != parts:
-            raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
+        if len(given) != 1 + save_z:
+            raise ValueError(f"[{op}] out must have {1 + save_z} parts; got {len(given)}")
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
-        if layout:
-            h_columns = given_fp8(op, given[1], layout, "e4m3", pow2)
         if save_z:
             z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
-    _op(
-        z,
-        plan,
-        probs,
-        clamp or 0.0,
-        h,
-        h_columns,
-        z_q,
-        pow2,
-        eps,
-    )
-    if h_columns is None:
-        return h if z_q is None else (h, z_q)
-    return (h, h_columns) if z_q is None else (h, h_columns, z_q)
+    _op(z, plan, probs, clamp or 0.0, h, z_q, pow2, eps)
+    return h if z_q is None else (h, z_q)
 
 
 def swiglu_quantize_backward(
@@ -119,7 +97,9 @@ def swiglu_quantize_backward(
         r, i = shape_of(op, "dh", dh, 2)
         dz = new_fp8(op, dh, (r, 2 * i), scale_layout, fp8_dtype, pow2)
         if layout:
-            kcap = _needed(plan, op).columns
+            if plan is None:
+                raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
+            kcap = plan.columns
             dz_columns = new_fp8(op, dh, (2 * i, kcap), layout, fp8_dtype, pow2)
             h_columns = new_fp8(op, dh, (i, kcap), layout, "e4m3", pow2)
     else:
@@ -151,9 +131,3 @@ def swiglu_quantize_backward(
     if dz_columns is None or h_columns is None:
         return dz, dprobs
     return dz, dz_columns, h_columns, dprobs
-
-
-def _needed(plan: RoutingPlan | None, op: str) -> RoutingPlan:
-    if plan is None:
-        raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
-    return plan

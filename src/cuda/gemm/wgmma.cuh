@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply(uint32_t a, uint32_t b, float* part) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)  // 32 bytes of K are 2 units of the descriptor's address
     issue<typename Instruction<A, N>::Op>(whole(a + 2 * k), whole(b + 2 * k), part, k > 0,
-                                             std::make_index_sequence<N / 2>{});
+                                          std::make_index_sequence<N / 2>{});
 }
 
 // Nothing that touched part before passes the multiplies that follow.

@@ -2,6 +2,5 @@
 
 namespace fp8moe::cuda::gemm {
 template void launch<Kind::tokens_column, DType::e4m3>(const Params&, const Config&,
-                                                                    const DeviceInfo&,
-                                                                    cudaStream_t);
+                                                       const DeviceInfo&, cudaStream_t);
 }  // namespace fp8moe::cuda::gemm
