@@ -48,7 +48,6 @@ def main(framework: str) -> float:
         Fp8Tensor(
             outputs.empty((EXPERTS, rows, columns), "uint8"),
             outputs.empty((EXPERTS, cdiv(rows, 128), cdiv(columns, 128)), "float32"),
-            block=(128, 128),
             scale_layout="block",
             fp8_dtype="e4m3",
         )

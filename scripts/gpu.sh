@@ -10,7 +10,7 @@
 # --layer     fp8moe-cutlass bench --layer --device cuda: layer.json and layer.png
 # --layer-full  the same, and bench --memory: memory.json
 # --sweep     fp8moe-cutlass bench --sweep in SWEEP_SECONDS (90): sweep.json and sweep.png
-# --train-cuda  train --size h200: FP8, bf16 and double quantization, TRAIN_SEEDS (3) seeds, text = every
+# --train-cuda  train --size h200: FP8 and bf16, TRAIN_SEEDS (3) seeds, text = every
 #             Python source here, for at most MINUTES; loss.json and loss.png. It goes on from what is
 #             in runs/h200 (finished runs: loss.json alone is enough), so call it again until done.
 # --ep        all GPUs that nvidia-smi sees, by NCCL: the tests of distributed, bench --ep (ep.json, ep.png), a soak of SOAK_STEPS
@@ -134,7 +134,7 @@ if [[ $train ]]; then
   runs=runs/h200
   size=h200
   ((${#quick[@]})) && runs=runs/tiny size=tiny
-  "$python" -m fp8moe_cutlass train --device cuda --size $size --every-python --baseline \
+  "$python" -m fp8moe_cutlass train --device cuda --size $size --every-python \
     --seeds "${TRAIN_SEEDS:-3}" --out $runs --resume --minutes "$train" 2>&1 | tee "$out/train.log" || status=1
   for file in $runs/loss.*; do [[ ! -e $file ]] || cp "$file" "$out"; done
 fi

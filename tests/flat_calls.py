@@ -98,19 +98,11 @@ def flat_calls() -> dict[str, dict[str, Any]]:
     counts_slab = RoutingPlan(None, *counts.values()).slab_size
     return {
         "quantize": {"x": p.x, **new("q", TOKENS, width, layout="row"), **rule},
-        "quantize_dual": {
-            "x": p.rows,
-            **plan,
-            **new("rows", rows, width, layout="gemm"),
-            **new("columns", width, kcap, layout="block"),
-            **rule,
-        },
         "quantize_weight": {
             "w": p.w,
             **without_layout(new("q", EXPERTS, width, width, layout="block")),
             **without_layout(new("q_t", EXPERTS, width, width, layout="block")),
             **rule,
-            "interleave": 0,
         },
         "dequantize": {**fp8("q", p.x8), "x": torch.zeros(TOKENS, width)},
         "route": {"topk_idx": p.topk_idx, "routing_map": None, **plan, "plan": slab},
@@ -192,7 +184,6 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "probs": p.row_probs,
             "clamp": 0.0,
             **new("h", rows, width // 2, layout="gemm"),
-            **new("h_columns", width // 2, kcap, layout="block"),
             **new("z_q", rows, width, layout="row"),
             **rule,
         },
@@ -230,7 +221,6 @@ def flat_calls() -> dict[str, dict[str, Any]]:
 _SIZES = ("tokens", "slots", "experts", "align", "capacity")
 OPS = (
     "quantize",
-    "quantize_dual",
     "quantize_weight",
     "dequantize",
     "route",

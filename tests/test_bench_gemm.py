@@ -96,7 +96,7 @@ def test_flat_segments_are_the_same_product(columns: str) -> None:
     counts = [5, 0, 130, 128]
     plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
     x = torch.randn(sum(counts), 272)
-    _, t = ops.quantize_dual(x, plan, columns=columns)
+    t = ops.transpose_fp8(ops.quantize(x), plan, columns=columns)
     padded = gemm_peers.whole_tiles(counts)
     assert padded == [128, 0, 256, 128]
     data, scale = gemm_peers.flat_segments(t, padded)

@@ -56,8 +56,7 @@ def entry(name: str) -> Callable[..., None]:
                 flat = {k: v for k, v in flat.items() if k not in SIZES}
             elif f"{key}_scale" in flat:
                 scale, layout = flat.pop(f"{key}_scale"), flat.pop(f"{key}_layout", "row")
-                block = (128, 128) if layout == "block" else (1, 128)
-                value = value if scale is None else Fp8Tensor(value, scale, block, layout)
+                value = value if scale is None else Fp8Tensor(value, scale, layout)
             given.append(value)
         call(*given)
 
@@ -256,7 +255,6 @@ def test_outputs_overlap_nothing(name: str) -> None:
     "name",
     [
         "quantize",
-        "quantize_dual",
         "quantize_weight",
         "quantize_pack",
         "transpose_fp8",
@@ -397,18 +395,17 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "got pow2=True, scale='fp32'",
     ),
     "columns": (lambda p: transposed(p, columns="row", requantize=True), "'block' or 'column'"),
-    "columns need a plan": (lambda p: ops.swiglu_quantize(p.rows, columns="block"), "need a plan"),
+    "columns need a plan": (
+        lambda p: ops.swiglu_quantize_backward(p.rows, p.rows, columns="block"),
+        "need a plan",
+    ),
     "scale": (lambda p: ops.quantize(p.x, scale="e8m0"), "scale must be 'pow2' or 'fp32'"),
     "fp8_dtype": (
         lambda p: ops.quantize(p.x, fp8_dtype="e3m4"),
         r"\[quantize\] fp8_dtype must be one of",
     ),
     "fp8_dtype object": (lambda p: ops.quantize(p.x, fp8_dtype=torch.int8), "got torch.int8"),
-    "block": (lambda p: ops.quantize(p.x, block=(1, 64)), r"got \(1, 64\)"),
-    "block of a layout": (
-        lambda p: ops.quantize(p.x, block=(128, 128), scale_layout="gemm"),
-        "with 'gemm'",
-    ),
+    "layout": (lambda p: ops.quantize(p.x, scale_layout="block"), "layout row, gemm; got block"),
     "out of another layout": (
         lambda p: ops.quantize(p.x, out=p.rows8),
         r"out must have .*'row'.*; got \('gemm'",
@@ -424,14 +421,6 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     "out_dtype": (
         lambda p: ops.grouped_gemm(p.rows8, p.w8, p.plan, out_dtype="float16"),
         r"\[grouped_gemm\] out_dtype must be one of .* got 'float16'",
-    ),
-    "interleaved gemm": (
-        lambda p: ops.grouped_gemm(p.rows8, ops.quantize_weight(p.w, interleave=64)[0], p.plan),
-        "must not be interleaved; got interleave=0 and 64",
-    ),
-    "interleaved dequantize": (
-        lambda p: ops.quantize_weight(p.w, interleave=64)[0].dequantize(),
-        "must not be interleaved; got interleave=64",
     ),
     "row layout gemm": (lambda p: ops.grouped_gemm(p.x8, p.w8, p.plan), "layout 'gemm'; got 'row'"),
     "accumulate into nothing": (
@@ -466,10 +455,6 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         r"\[to_layout\] data must be \[M, K\]",
     ),
     "tensor layout": (lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, scale_layout="?"), "'row'"),
-    "tensor block": (
-        lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, (128, 128)),
-        r"block must be \(1, 128\)",
-    ),
     "tensor of another format": (
         lambda p: Fp8Tensor(p.x8.data, p.x8.scale_inv, fp8_dtype="e5m2"),
         "fp8_dtype must be that of data, float8_e4m3fn; got e5m2",
@@ -504,7 +489,7 @@ def test_plan_check_counts_what_was_dropped() -> None:
 def test_fp8_tensor_keeps_its_metadata() -> None:
     p = problem()
     assert p.rows8.shape == (96, 256)
-    assert repr(p.w8).startswith("Fp8Tensor(shape=(3, 256, 256), e4m3, block=(128, 128)")
+    assert repr(p.w8).startswith("Fp8Tensor(shape=(3, 256, 256), e4m3, scale_layout='block'")
     back = Fp8Tensor.from_state(p.rows8.state())
     assert back.state() == p.rows8.state()
     moved = p.rows8.cpu()

@@ -46,10 +46,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "hidden": ({"hidden": 144}, "hidden_size must .*128 on ranks 0, 3; 144 on rank 2"),
     "slots": ({"slots": 3}, "number of slots must .*2 on ranks 0, 3; 3 on rank 2"),
     "experts": ({"experts": 12}, "num_experts must .*6 on ranks 0, 3; 12 on rank 2"),
-    "bf16": ({"recipe": None}, r"recipe must .*e4m3 .* on ranks 0, 3; none \(bfloat16\) on rank 2"),
+    "bf16": ({"recipe": None}, r"recipe must .*pow2 .* on ranks 0, 3; none \(bfloat16\) on rank 2"),
     "scale": (
         {"recipe": Fp8Recipe(scale="fp32", columns="column")},
-        "recipe must .*e4m3 with pow2 .* on ranks 0, 3; e4m3 with fp32 scales, .* on rank 2",
+        "recipe must .*pow2 scales, .* on ranks 0, 3; fp32 scales, .* on rank 2",
     ),
     "gradient": ({"recipe": Fp8Recipe(grad_dtype="e5m2")}, "gradients in e5m2 on rank 2"),
     "capacity": ({"capacity": 7}, "capacity must .* on ranks 0, 3; 7 on rank 2"),

@@ -23,7 +23,7 @@ Make = Callable[..., Fp8Tensor]
 
 
 def wrap(data: Tensor, scale: Tensor, layout: str) -> Fp8Tensor:
-    return Fp8Tensor(data, scale, (128, 128) if layout == "block" else (1, 128), layout)
+    return Fp8Tensor(data, scale, layout)
 
 
 def noise(*shape: int, layout: str, fp8: str = "e4m3", spread: int = 4) -> Fp8Tensor:
@@ -200,8 +200,8 @@ def test_special_values_stand_where_float64_has_them() -> None:
 def test_any_shape(counts: list[int], n: int, k: int, layout: str, seed: int) -> None:
     torch.manual_seed(seed)
     plan = plan_of(counts)
-    a = noise(plan.rows, 16 * k, layout="gemm")
-    w = noise(len(counts), 16 * n, 16 * k, layout="block", fp8="e5m2")
+    a = noise(plan.rows, 16 * k, layout="gemm", fp8="e5m2")
+    w = noise(len(counts), 16 * n, 16 * k, layout="block")
     check_fprop(a, w, plan, torch.float32)
     small_n, small_k = 16 * min(n, 3), 16 * min(k, 3)
     dy, x = (noise(c, plan.columns, layout=layout) for c in (small_n, small_k))
@@ -227,7 +227,8 @@ def test_bad_arguments_write_nothing() -> None:
     plan = plan_of([3, 2])
     a, w = noise(5, 32, layout="gemm"), noise(2, 48, 32, layout="block")
     out = torch.full((5, 48), -77.0)
-    as_floats = Fp8Tensor(w.data.float(), w.scale_inv, (128, 128), "block", fp8_dtype="e4m3")
+    gradient = noise(2, 48, 32, layout="block", fp8="e5m2")
+    as_floats = Fp8Tensor(w.data.float(), w.scale_inv, "block", fp8_dtype="e4m3")
     bad = [
         ("a must have scale layout '?gemm", a.to_layout("row"), w, out),
         (r"w must be \[2, 48, 32\]", a, noise(3, 48, 32, layout="block"), out),
@@ -242,6 +243,7 @@ def test_bad_arguments_write_nothing() -> None:
         ("d must be one of", a, w, out.half()),
         ("d must be contiguous", a, w, out.T.contiguous().T),
         ("w must be one of", a, as_floats, out),
+        ("w must be float8_e4m3fn, as .*; got float8_e5m2", a, gradient, out),
     ]
     for message, left, right, d in bad:
         with pytest.raises(ValueError, match=message):
@@ -250,6 +252,8 @@ def test_bad_arguments_write_nothing() -> None:
     dy, x = noise(48, plan.columns, layout="block"), noise(32, plan.columns, layout="gemm")
     with pytest.raises(ValueError, match=r"must have one scale layout; got '?block'? and '?gemm"):
         ops.grouped_gemm_wgrad(dy, x, plan)
+    with pytest.raises(ValueError, match=r"x_t must be float8_e4m3fn, as .*; got float8_e5m2"):
+        ops.grouped_gemm_wgrad(dy, noise(32, plan.columns, layout="block", fp8="e5m2"), plan)
     with pytest.raises(ValueError, match="adds to out"):
         ops.grouped_gemm_wgrad(dy, dy, plan, accumulate=True)
     with pytest.raises(ValueError, match=r"x_t must be \[32, 256\]"):

@@ -29,7 +29,6 @@ OPS: dict[str, Callable[[RoutingPlan], Any]] = {
     "permute_pad_backward": lambda p: ops.permute_pad_backward(ROWS, p),
     "unpermute_unpad": lambda p: ops.unpermute_unpad(ROWS, p),
     "unpermute_unpad_backward": lambda p: ops.unpermute_unpad_backward(X, p, ROWS, PROBS),
-    "quantize_dual": lambda p: ops.quantize_dual(ROWS, p),
     "transpose_fp8": lambda p: ops.transpose_fp8(Q_ROWS, p),
     "permute_transpose_fp8": lambda p: ops.permute_transpose_fp8(Q, p),
     "swiglu_quantize": lambda p: ops.swiglu_quantize(ROWS, p),
@@ -38,7 +37,7 @@ OPS: dict[str, Callable[[RoutingPlan], Any]] = {
     "grouped_gemm_wgrad": lambda p: ops.grouped_gemm_wgrad(Q_COLUMNS, Q_COLUMNS, p),
 }
 BY_ROW = {"permute_pad", "permute_pad_fp8", "unpermute_unpad_backward", "permute_transpose_fp8"}
-BY_COLUMN = {"quantize_dual", "transpose_fp8", "permute_transpose_fp8", "grouped_gemm_wgrad"}
+BY_COLUMN = {"transpose_fp8", "permute_transpose_fp8", "grouped_gemm_wgrad"}
 BY_TOKEN = {"permute_pad_backward", "unpermute_unpad"}
 BAD = (-2, PLAN.rows + 1, 0x7FFFFFFF, -0x80000000)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reference_quantize as ref
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, ops
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = ["e4m3", "e5m2"]
@@ -56,31 +56,17 @@ def special_rows(seed: int, k: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("layout", ["row", "gemm", "block"])
+@pytest.mark.parametrize("layout", ["row", "gemm"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_tile(dtype: str, fp8_dtype: str, scale: str, layout: str) -> None:
     x = torch.cat([special_rows(1, 272), special_rows(2, 272)]).to(DTYPES[dtype])
     for eps in (0.0, 1e-40, 1e-10):  # under 1e-36 largest / eps overflows
-        q = ops.quantize(
-            x,
-            fp8_dtype=fp8_dtype,
-            scale=scale,
-            eps=eps,
-            scale_layout=layout,
-            block=(128, 128) if layout == "block" else (1, 128),
-        )
-        tile = (128, 128) if layout == "block" else (1, 128)
-        expected = ref.quantize(
-            x.float().numpy(),
-            ref.FORMATS[fp8_dtype],
-            tile=tile,
-            pow2=scale == "pow2",
-            eps=eps,
-            dtype=dtype,
-        )
-        assert_same(q, *expected)
+        q = ops.quantize(x, fp8_dtype=fp8_dtype, scale=scale, eps=eps, scale_layout=layout)
+        args = {"pow2": scale == "pow2", "eps": eps, "dtype": dtype}
+        fmt = ref.FORMATS[fp8_dtype]
+        assert_same(q, *ref.quantize(x.float().numpy(), fmt, tile=(1, 128), **args))
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
@@ -117,13 +103,12 @@ def test_ties_between_codes(fp8_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("m", "k"), [(0, 128), (1, 16), (5, 128), (130, 144), (3, 2880)])
-@pytest.mark.parametrize("layout", ["row", "gemm", "block"])
+@pytest.mark.parametrize("layout", ["row", "gemm"])
 def test_sizes_off_the_tile(m: int, k: int, layout: str) -> None:
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
-    tile = (128, 128) if layout == "block" else (1, 128)
-    q = ops.quantize(x, block=tile, scale_layout=layout)
-    assert_same(q, *ref.quantize(x.float().numpy(), ref.E4M3, tile=tile, dtype="bfloat16"))
-    again = ops.quantize(x, block=tile, scale_layout=layout)
+    q = ops.quantize(x, scale_layout=layout)
+    assert_same(q, *ref.quantize(x.float().numpy(), ref.E4M3, tile=(1, 128), dtype="bfloat16"))
+    again = ops.quantize(x, scale_layout=layout)
     assert torch.equal(q.data.view(torch.uint8), again.data.view(torch.uint8))
 
 
@@ -147,19 +132,37 @@ def test_any_values(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 256, 144), (3, 48, 2880 // 10), (1, 16, 16), (0, 16, 16)])
-@pytest.mark.parametrize("fp8_dtype", FORMATS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_weight_and_its_transpose(shape: tuple[int, ...], fp8_dtype: str, scale: str) -> None:
+def test_weight_and_its_transpose(shape: tuple[int, ...], scale: str) -> None:
     w = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     w[:, : shape[1] // 2] *= 100
-    q, q_t = ops.quantize_weight(w, fp8_dtype=fp8_dtype, scale=scale)
-    fmt = ref.FORMATS[fp8_dtype]
+    q, q_t = ops.quantize_weight(w, scale=scale)
+    fmt = ref.FORMATS["e4m3"]
     for e in range(shape[0]):
         codes, scale_inv = ref.quantize(w[e].numpy(), fmt, tile=(128, 128), pow2=scale == "pow2")
         np.testing.assert_array_equal(codes_of(q.data[e]), codes)
         np.testing.assert_array_equal(q.scale_inv[e].numpy(), scale_inv)
         np.testing.assert_array_equal(codes_of(q_t.data[e]), codes.T)
         np.testing.assert_array_equal(q_t.scale_inv[e].numpy(), scale_inv.T)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_of_every_kind_of_tile(dtype: str, scale: str) -> None:
+    """Each row of special_rows repeated, an expert each: a tile of nothing else."""
+    w = special_rows(1, 272).to(DTYPES[dtype])[:, None].expand(-1, 144, -1).contiguous()
+    w[:, 1::3] *= 0.5
+    for eps in (0.0, 1e-40, 1e-10):
+        q, q_t = ops.quantize_weight(w, scale=scale, eps=eps)
+        args = {"pow2": scale == "pow2", "eps": eps, "dtype": dtype}
+        for e in range(w.shape[0]):
+            codes, scale_inv = ref.quantize(w[e].float().numpy(), ref.E4M3, tile=(128, 128), **args)
+            for got, axes in ((q, (0, 1)), (q_t, (1, 0))):
+                np.testing.assert_array_equal(
+                    got.scale_inv[e].numpy().view(np.uint32),
+                    scale_inv.transpose(axes).copy().view(np.uint32),
+                )
+                np.testing.assert_array_equal(codes_of(got.data[e]), codes.transpose(axes))
 
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
@@ -174,61 +177,6 @@ def test_one_of_the_two_weights(scale):
         assert torch.equal(got.scale_inv, want.scale_inv)
     with pytest.raises(ValueError, match="only must be None, 'rows' or 'transpose'; got 'both'"):
         ops.quantize_weight(w, only="both")
-
-
-@pytest.mark.parametrize("interleave", [1, 8, 64, 128])
-def test_interleave_moves_rows_of_q_alone(interleave: int) -> None:
-    w = torch.randn(2, 512, 128, generator=torch.Generator().manual_seed(4)).bfloat16()
-    plain, plain_t = ops.quantize_weight(w)
-    q, q_t = ops.quantize_weight(w, interleave=interleave)
-    gate, up = plain.data.view(torch.uint8).split(256, dim=1)
-    groups = [t.reshape(2, -1, 1, interleave, 128) for t in (gate, up)]
-    expected = torch.cat(groups, dim=2).reshape(2, 512, 128)
-    assert torch.equal(q.data.view(torch.uint8), expected)
-    assert torch.equal(q_t.data.view(torch.uint8), plain_t.data.view(torch.uint8))
-    assert torch.equal(q.scale_inv, plain.scale_inv)
-    assert torch.equal(q_t.scale_inv, plain_t.scale_inv)
-
-
-# ---- quantize_dual ------------------------------------------------------------------------------
-
-COUNTS = [[0, 1, 15, 16, 127, 128, 129], [200, 0, 0], [0, 0, 0], [3]]
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("align", [1, 16, 128])
-@pytest.mark.parametrize("columns", ["block", "column"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_dual(counts: list[int], align: int, columns: str, dtype: str) -> None:
-    c = 144
-    plan = RoutingPlan.from_counts(torch.tensor(counts), sum(counts) + 5, align)
-    g = torch.Generator().manual_seed(5)
-    x = torch.randn(plan.rows, c, generator=g)
-    x *= torch.exp2(torch.randint(-20, 20, (plan.rows, 1), generator=g).float())
-    x = x.to(DTYPES[dtype])
-    for scale, fp8_dtype in (("pow2", "e4m3"), ("fp32", "e5m2")):
-        fmt, values = ref.FORMATS[fp8_dtype], x.float().numpy()
-        args = {"pow2": scale == "pow2", "dtype": dtype}
-        rows, cols = ops.quantize_dual(
-            x, plan, columns=columns, scale=scale, fp8_dtype=fp8_dtype, scale_layout="gemm"
-        )
-        codes, scale_inv = ref.quantize(values, fmt, tile=(1, 128), **args)
-        groups = ref.groups_of(counts, align)
-        for group in groups:
-            end = group.row + -(-group.tokens // align) * align
-            at, padding = slice(group.row, group.row + group.tokens), group.row + group.tokens
-            np.testing.assert_array_equal(codes_of(rows.data)[at], codes[at])
-            np.testing.assert_array_equal(scales_of(rows)[at], scale_inv[at])
-            assert not codes_of(rows.data)[padding:end].any()
-            assert not scales_of(rows)[padding:end].any()
-        t_codes, t_scales = ref.quantize_columns(values, groups, plan.columns, fmt, columns, **args)
-        end = int(plan.col_offsets[-1])
-        got = cols.scale_inv.numpy()
-        np.testing.assert_array_equal(codes_of(cols.data)[:, :end], t_codes[:, :end])
-        if columns == "block":
-            np.testing.assert_array_equal(got[:, : end // 128], t_scales[:, : end // 128])
-        else:
-            np.testing.assert_array_equal(got[: end // 128, :c], t_scales[: end // 128])
 
 
 # ---- dequantize ---------------------------------------------------------------------------------
@@ -249,8 +197,7 @@ def test_dequantize(layout: str, fp8_dtype: str, dtype: str) -> None:
         stored = torch.full((tiles, 132), torch.nan)
         stored[:, :m] = scale.T
         scale = stored
-    block = (128, 128) if layout == "block" else (1, 128)
-    t = Fp8Tensor(codes.view(fp8), scale, block, layout, pow2=False)
+    t = Fp8Tensor(codes.view(fp8), scale, layout, pow2=False)
     full = full.repeat_interleave(128, 1)[:, :k]
     expected = (codes.view(fp8).float() * full).to(DTYPES[dtype])
     torch.testing.assert_close(t.dequantize(dtype), expected, rtol=0, atol=0, equal_nan=True)
@@ -289,10 +236,7 @@ def test_refusals_write_nothing() -> None:
     for arguments in (
         {"fp8_dtype": "e3m4"},
         {"scale": "fp16"},
-        {"block": (128, 128), "scale_layout": "row"},
+        {"scale_layout": "block"},
     ):
         with pytest.raises(ValueError, match=r"\[quantize\]"):
             ops.quantize(x, **arguments)
-    for interleave, n in ((3, 256), (8, 128), (-8, 256)):
-        with pytest.raises(ValueError, match=r"\[quantize_weight\]"):
-            ops.quantize_weight(torch.randn(1, n, 128), interleave=interleave)

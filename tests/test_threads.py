@@ -30,12 +30,12 @@ def block(seed: int) -> list[torch.Tensor]:
     assert np.array_equal(q.data.view(torch.uint8).numpy(), ops.quantize(x).data)
     rows, _ = ops.permute_pad(q, plan)
     y = ops.grouped_gemm(rows, ops.quantize_weight(w)[0], plan)
-    h: Any = ops.swiglu_quantize(y, plan, columns="block")
+    h = ops.swiglu_quantize(y, plan)
     kept = int(plan.row_offsets[-1])
     end = int(plan.col_offsets[-1])
     columns = ops.permute_transpose_fp8(q, plan)
-    dw = ops.grouped_gemm_wgrad(columns, h[1], plan)
-    results = [q.data, rows.data[:kept], y[:kept], h[0].data[:kept], columns.data[:, :end], dw]
+    dw = ops.grouped_gemm_wgrad(columns, ops.transpose_fp8(h, plan), plan)
+    results = [q.data, rows.data[:kept], y[:kept], h.data[:kept], columns.data[:, :end], dw]
     return [t.contiguous().view(torch.uint8) for t in results]
 
 

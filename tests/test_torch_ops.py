@@ -37,9 +37,8 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
     "quantize_gemm_e5m2_fp32": lambda p: ops.quantize(
         p.x, scale_layout="gemm", fp8_dtype="e5m2", scale="fp32"
     ),
-    "quantize_block": lambda p: ops.quantize(p.x, block=(128, 128), fp8_dtype=torch.float8_e4m3fn),
-    "quantize_dual": lambda p: ops.quantize_dual(p.rows, p.plan, columns="column"),
-    "quantize_weight": lambda p: ops.quantize_weight(p.w, interleave=64),
+    "quantize_dtype": lambda p: ops.quantize(p.x, fp8_dtype=torch.float8_e4m3fn),
+    "quantize_weight": lambda p: ops.quantize_weight(p.w),
     "dequantize": lambda p: ops.dequantize(p.w8, dtype=torch.float32),
     "route": lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, align=16),
     "route_map": lambda p: ops.route(
@@ -71,9 +70,7 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
     ),
     "transpose_fp8": lambda p: ops.transpose_fp8(p.rows8, p.plan),
     "permute_transpose_fp8": lambda p: ops.permute_transpose_fp8(p.x8, p.plan, columns="column"),
-    "swiglu_quantize": lambda p: ops.swiglu_quantize(
-        p.rows, p.plan, p.row_probs, columns="block", save_z=True
-    ),
+    "swiglu_quantize": lambda p: ops.swiglu_quantize(p.rows, p.plan, p.row_probs, save_z=True),
     "swiglu_quantize_backward": lambda p: ops.swiglu_quantize_backward(
         p.rows[:, : WIDTH // 2].contiguous(),
         ops.quantize(p.rows),
@@ -82,7 +79,6 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
         clamp=2.0,
         columns="column",
         fp8_dtype="e5m2",
-        h_fp8_dtype="e4m3",
     ),
     "grouped_gemm": lambda p: ops.grouped_gemm(p.rows8, p.w8, p.plan),
     "grouped_gemm_wgrad": lambda p: ops.grouped_gemm_wgrad(p.columns8, p.columns8, p.plan),
@@ -102,7 +98,7 @@ def defined(result: Any, plan: RoutingPlan) -> list[Any]:
     if not isinstance(result, Fp8Tensor):
         return [None if result is None else bits(result)]
     data, scale = result.data, result.scale_inv
-    words = (result.shape, result.block, result.scale_layout, result.pow2, result.fp8_dtype)
+    words = (result.shape, result.scale_layout, result.pow2, result.fp8_dtype)
     if data.shape[-1] == plan.columns:
         end = int(plan.col_offsets[-1])
         data = data[:, :end]
@@ -154,7 +150,6 @@ def chain(x: torch.Tensor, topk_idx: torch.Tensor, probs: torch.Tensor, p: Probl
     down = Fp8Tensor(
         p.w8.data[:, :, : WIDTH // 2].contiguous(),
         p.w8.scale_inv[:, :, :1].contiguous(),
-        (128, 128),
         "block",
     )
     return ops.unpermute_unpad(ops.grouped_gemm(h, down, plan), plan), plan
@@ -267,7 +262,7 @@ def described(value: Any) -> Any:
 def test_fp8_outputs_without_the_dispatcher(
     layout: str, shape: tuple[int, ...], fp8_dtype: Any
 ) -> None:
-    like, asked = torch.empty(1), (layout, fp8_dtype, False, 16)
+    like, asked = torch.empty(1), (layout, fp8_dtype, False)
     fast = _C.empty_fp8(like, shape, *asked)
     with dispatched():
         assert _C.empty_fp8(like, shape, *asked) is None
@@ -281,7 +276,6 @@ def test_fp8_outputs_without_the_dispatcher(
         "gemm" if layout == "row" else "row",
         "e4m3" if fp8_dtype == "e5m2" else "e5m2",
         True,
-        0,
     )
     for i, other in enumerate(others):
         with pytest.raises(ValueError, match="out must have"):
@@ -337,7 +331,7 @@ def test_nothing_is_allocated_behind_whom_it_concerns() -> None:
     sizes: list[Any] = [(-1, 3), (2**70,), (2.0,), (1, 1, 1, 1), 3, (2**40, 2**40)]
     assert [_C.empty(like, shape, None) for shape in sizes] == [None] * 6
     words: list[Any] = [("column", "e4m3"), (None, "e4m3"), ("row", "e4m4"), ("row", None)]
-    assert [_C.empty_fp8(like, (4, 128), *w, True, 0) for w in words] == [None] * 4
+    assert [_C.empty_fp8(like, (4, 128), *w, True) for w in words] == [None] * 4
     assert _C.empty_fp8(like, (2, 4, 128), "row", "e4m3", True, 0) is None
     plans: list[Any] = [(4, 2, 0, 1, 8), (4, 2, 3, 0, 8), (4, 2, 3, 2**20, 8), (4, 2, 3, 1, 2**40)]
     assert [_C.empty_plan(like, sizes) for sizes in plans] == [None] * 4
@@ -352,7 +346,7 @@ def test_numpy_while_torch_watches() -> None:
 
 def in_other_arrays(q: Fp8Tensor, kind: str) -> Fp8Tensor:
     """The same codes and scales, of a subclass, as torch's uint8 or as NumPy's."""
-    rest = (q.block, q.scale_layout, q.pow2, q.interleave)
+    rest = (q.scale_layout, q.pow2)
     if kind == "subclass":
         return type("Named", (Fp8Tensor,), {})(q.data, q.scale_inv, *rest)
     codes, scale = q.data.view(torch.uint8), q.scale_inv
@@ -363,7 +357,7 @@ def in_other_arrays(q: Fp8Tensor, kind: str) -> Fp8Tensor:
 
 def zeros_like(q: Fp8Tensor) -> Fp8Tensor:
     data, scale = torch.zeros_like(q.data), torch.zeros_like(q.scale_inv)
-    return Fp8Tensor(data, scale, q.block, q.scale_layout)
+    return Fp8Tensor(data, scale, q.scale_layout)
 
 
 @pytest.mark.parametrize("kind", ["subclass", "uint8", "numpy"])
@@ -436,7 +430,6 @@ def first_row(q: Fp8Tensor) -> Fp8Tensor:
     ("call", "message"),
     [
         (lambda p: ops.quantize(p.x[0]), r"\[quantize\] x must have 2 dimensions"),
-        (lambda p: ops.quantize_dual(p.x[0], p.plan), r"\[quantize_dual\] x must have 2"),
         (lambda p: ops.quantize_weight(p.w[0]), r"\[quantize_weight\] w must have 3 dimensions"),
         (lambda p: ops.swiglu_quantize(p.x[0]), r"\[swiglu_quantize\] z must have 2"),
         (lambda p: ops.swiglu_quantize_backward(p.x[0], p.x), "_backward\\] dh must have 2"),

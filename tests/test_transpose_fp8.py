@@ -230,7 +230,7 @@ def test_scales_that_are_no_powers_of_two(bad: float) -> None:
     scale_inv[17, 1] = bad
     plan = RoutingPlan.from_counts(torch.tensor([40]), 40)
     untouched = torch.full((256, 128), 7, dtype=torch.uint8)
-    out = Fp8Tensor(untouched.view(FP8["e4m3"]), torch.full((2, 1), 7.0), (128, 128), "block")
+    out = Fp8Tensor(untouched.view(FP8["e4m3"]), torch.full((2, 1), 7.0), "block")
     for layout in ("row", "gemm"):
         with pytest.raises(ValueError, match=r"\[transpose_fp8\] scales must be positive powers"):
             ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", layout), plan, out=out)
@@ -262,7 +262,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"q must be \[8, 128\]"):
         ops.transpose_fp8(ops.quantize(torch.randn(9, 128)), plan)
     with pytest.raises(ValueError, match="scale layout"):
-        ops.transpose_fp8(ops.quantize(torch.randn(8, 128), block=(128, 128)), plan)
+        ops.transpose_fp8(Fp8Tensor(q.data, torch.ones(1, 1), "block"), plan)
     unfilled = RoutingPlan(torch.full_like(plan.slab, 1 << 20), *plan.sizes)
     with pytest.raises(ValueError, match="plan must be filled"):
         ops.transpose_fp8(q, unfilled)

@@ -113,16 +113,11 @@ FP8MOE_C_API int64_t fp8moe_plan_col_blocks_at(const fp8moe_plan* plan);        
 
 FP8MOE_C_API fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
                                            fp8moe_scale_rule rule, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_quantize_dual(const fp8moe_tensor* x, const fp8moe_plan* plan,
-                                                const fp8moe_fp8_tensor* rows,
-                                                const fp8moe_fp8_tensor* columns,
-                                                fp8moe_scale_rule rule, void* stream);
 /* q, q_t: either is optional. */
 FP8MOE_C_API fp8moe_status fp8moe_quantize_weight(const fp8moe_tensor* w,
                                                   const fp8moe_fp8_tensor* q,
                                                   const fp8moe_fp8_tensor* q_t,
-                                                  fp8moe_scale_rule rule, int64_t interleave,
-                                                  void* stream);
+                                                  fp8moe_scale_rule rule, void* stream);
 FP8MOE_C_API fp8moe_status fp8moe_dequantize(const fp8moe_fp8_tensor* q, const fp8moe_tensor* x,
                                              void* stream);
 
@@ -201,11 +196,10 @@ FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const 
 
 /* ---- activation ---- */
 
-/* plan, probs, h_columns, z_q: optional. */
+/* plan, probs, z_q: optional. */
 FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* plan,
                                                   const fp8moe_tensor* probs, float clamp,
                                                   const fp8moe_fp8_tensor* h,
-                                                  const fp8moe_fp8_tensor* h_columns,
                                                   const fp8moe_fp8_tensor* z_q,
                                                   fp8moe_scale_rule rule, void* stream);
 /* One of z and z_q is NULL; plan, probs, dprobs, dz_columns, h_columns: optional. */

@@ -25,21 +25,13 @@ struct ScaleRule {
 
 // ---- quantization -------------------------------------------------------------------------------
 
-// q = Q(x). x [M, K] f32/f16/bf16; q.layout row or gemm: 1x128 tiles; block: 128x128 tiles.
+// q = Q(x) by 1x128 tiles. x [M, K] f32/f16/bf16; q.layout row or gemm.
 FP8MOE_API void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream = {});
 
-// rows = Q(x) by 1x128 tiles (gemm or row layout) and columns = Q(x^T) per expert, in one pass.
-// x [R, C]; rows.data [R, C]; columns.data [C, Kcap], columns.layout block (128x128 tiles) or gemm
-// (1x128 tiles along tokens, scales [Kcap/128, pad4(C)]). Both are single quantizations of x.
-FP8MOE_API void quantize_dual(const Tensor& x, const RoutingPlan& plan, const Fp8Tensor& rows,
-                              const Fp8Tensor& columns, ScaleRule rule, Stream stream = {});
-
-// q = Q(w) by 128x128 tiles of w [E, N, K], and q_t [E, K, N], its exact transpose with its scales.
-// interleave g > 0 stores the rows of q as g rows of the first half (gate), g of the second (up),
-// and so on; the scales stay those of the original rows. Needs N % 256 == 0 and 128 % g == 0.
-// q or q_t may be left out.
+// q = Q(w) by 128x128 tiles of w [E, N, K], in e4m3, and q_t [E, K, N], its exact transpose with
+// its scales. q or q_t may be left out.
 FP8MOE_API void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t,
-                                ScaleRule rule, int64_t interleave = 0, Stream stream = {});
+                                ScaleRule rule, Stream stream = {});
 
 // x = q * scale_inv. q [M, K] in any layout, or [E, M, K] in block. The product is rounded to f32
 // and that to x's dtype: a product with a power of two is exact unless it leaves f32's range, so
@@ -138,7 +130,8 @@ FP8MOE_API void unpack(const Tensor& packed, int64_t hidden, const Tensor& topk_
 
 // columns = the rows of q as the contracted dimension, shifted to one scale a tile:
 // code' = RNE(code 2^-k).
-// q [R, C] with 1x128 power-of-two scales; columns [C, Kcap], layout block or gemm (quantize_dual).
+// q [R, C] with 1x128 power-of-two scales; columns [C, Kcap] of q's format, layout block (128x128
+// tiles) or gemm (1x128 tiles along tokens, scales [Kcap/128, pad4(C)]).
 // requantize: dequantize and quantize again by `rule` instead (any scales; a second rounding).
 FP8MOE_API void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
                               bool requantize = false, ScaleRule rule = {}, Stream stream = {});
@@ -173,16 +166,16 @@ enum CodeCount : int {
 
 // h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.
 // clamp > 0: gate at most clamp, up within [-clamp, clamp]; 0: none. `plan` may be undefined: all R
-// rows are then ordinary (and no columns). Outputs: h [R, I] (row or gemm); optional h_columns
-// [I, Kcap] as in quantize_dual; optional z_q [R, 2I] = Q(z), the FP8 pre-activation.
+// rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional z_q [R, 2I] =
+// Q(z), the FP8 pre-activation.
 FP8MOE_API void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
-                                float clamp, const Fp8Tensor& h, const Fp8Tensor& h_columns,
-                                const Fp8Tensor& z_q, ScaleRule rule, Stream stream = {});
+                                float clamp, const Fp8Tensor& h, const Fp8Tensor& z_q,
+                                ScaleRule rule, Stream stream = {});
 
 // The gradient: dh [R, I] f32/f16/bf16, z as given forward, or its FP8 form (z_q, z then undefined;
 // it is dequantized to bf16 first). dz [R, 2I] = Q([dgate | dup]); dprobs [R] f32 = sum of
-// silu*up*dh in the pinned order; optional dz_columns [2I, Kcap], and h_columns [I, Kcap] of h,
-// which is recomputed.
+// silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8, dz_columns
+// [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
 FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
                                          const RoutingPlan& plan, const Tensor& probs, float clamp,
                                          const Fp8Tensor& dz, const Tensor& dprobs,
@@ -191,13 +184,14 @@ FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, cons
 
 // ---- grouped GEMM -------------------------------------------------------------------------------
 
-// d[rows of e] = a[rows of e] w[e]^T. a [R, K] gemm layout; w [E, N, K] block layout;
-// d [R, N] bf16/f32.
+// d[rows of e] = a[rows of e] w[e]^T. a [R, K] e4m3 or e5m2, gemm layout; w [E, N, K] e4m3, block
+// layout; d [R, N] bf16/f32.
 FP8MOE_API void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
                              const Tensor& d, Stream stream = {});
 
-// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap], x_t [K, Kcap], both block
-// or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's dw is zero.
+// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap] e4m3 or e5m2, x_t [K, Kcap]
+// e4m3, both block or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's
+// dw is zero.
 FP8MOE_API void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t,
                                    const RoutingPlan& plan, const Tensor& dw, bool accumulate,
                                    Stream stream = {});

@@ -338,9 +338,6 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the size's.")] = None,
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="How many seeds, from --seed on.")] = 1,
-    baseline: Annotated[
-        bool, typer.Option("--baseline", help="Also FP8 with double quantization.")
-    ] = False,
     out: Annotated[Path, typer.Option(help="Where checkpoints and curves go.")] = Path(
         "runs/train"
     ),
@@ -364,7 +361,6 @@ def train(
     training.settle(place)
     config = training.configure(size, steps, seed)
     stop = Stop(stop_at, minutes)
-    variants = ("fp8", "bf16", "double") if baseline else ("fp8", "bf16")
     with processes(ep, place) as place:
         ranks = training.Alone() if ep is None else training.Ranks()
         console = Console(quiet=ranks.rank > 0)
@@ -382,13 +378,12 @@ def train(
                     corpus,
                     place,
                     out,
-                    variants,
-                    seeds,
-                    resume,
-                    on_step,
-                    stop,
-                    stop.left,
-                    ranks,
+                    seeds=seeds,
+                    resume=resume,
+                    on_step=on_step,
+                    stop=stop,
+                    left=stop.left,
+                    ranks=ranks,
                 )
         except training.Paused as paused:
             console.print(f"{paused}; the same command with --resume continues, bit for bit")

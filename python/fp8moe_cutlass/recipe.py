@@ -11,27 +11,21 @@ from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind
 class Fp8Recipe:
     """How a layer quantizes.
 
-    fp8_dtype: format of activations and weights. grad_dtype: format of gradients. scale: "pow2"
+    grad_dtype: format of gradients; activations and weights are in E4M3. scale: "pow2"
     (power-of-two scales, shifted exactly by the FP8-domain transpose) or "fp32". eps: floor of a
     tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
     fast wgrad) or "column" (1x128 along tokens, the most accurate one).
-    requantize: a baseline. Every operand contracted over tokens is dequantized to float32 from its
-    rows and quantized again along the tokens, a second rounding: FP8 without this library's
-    transposes. With scale="fp32", columns="column" it is what is called double quantization.
     Raises ValueError for an unknown word, and for "fp32" with "block": a 128x128 block has one
     scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
 
-    fp8_dtype: Fp8DType = "e4m3"
     grad_dtype: Fp8DType = "e4m3"
     scale: ScaleKind = "pow2"
     eps: float = 1e-10
     columns: Columns = "block"
-    requantize: bool = False
 
     def __post_init__(self) -> None:
         allowed = {
-            "fp8_dtype": ("e4m3", "e5m2"),
             "grad_dtype": ("e4m3", "e5m2"),
             "scale": ("pow2", "fp32"),
             "columns": ("block", "column"),

@@ -8,7 +8,6 @@ from typing import Any
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
-_TILES = {"row": (1, TILE), "gemm": (1, TILE), "block": (TILE, TILE)}
 _FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
@@ -37,20 +36,17 @@ class Fp8Tensor:
 
     data: [M, K] or [E, M, K], float8_e4m3fn or float8_e5m2, or uint8 codes with `fp8_dtype` given
     ("e4m3" or "e5m2"; frameworks without FP8 dtypes). scale_inv: float32.
-    block: the tile, (1, 128) or (128, 128). scale_layout: where its scale is (docs/layouts.md):
+    scale_layout: the tiles, and where their scales are (docs/layouts.md):
       "row"   [M, cdiv(K, 128)]        tiles 1x128
       "gemm"  [cdiv(K, 128), pad4(M)]  tiles 1x128, what the GEMMs read
       "block" [(E,) cdiv(M, 128), cdiv(K, 128)]  tiles 128x128
-    pow2: every scale is a power of two. interleave: rows of gate and up alternate in groups of this
-    many (quantize_weight); 0 for plain order.
+    pow2: every scale is a power of two.
     """
 
     data: Array
     scale_inv: Array
-    block: tuple[int, int] = (1, TILE)
     scale_layout: str = "row"
     pow2: bool = True
-    interleave: int = 0
     fp8_dtype: str | None = None
     _kept = None  # by _C (src/bindings/eager.cpp): data, scale_inv and scale_layout
 
@@ -58,20 +54,13 @@ class Fp8Tensor:
         self,
         data: Array,
         scale_inv: Array,
-        block: tuple[int, int] = (1, TILE),
         scale_layout: str = "row",
         pow2: bool = True,
-        interleave: int = 0,
         fp8_dtype: str | None = None,
     ) -> None:
-        tile = _TILES.get(scale_layout)
-        if tile is None:
+        if scale_layout not in ("row", "gemm", "block"):
             raise ValueError(
                 f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {scale_layout!r}"
-            )
-        if block != tile:
-            raise ValueError(
-                f"[Fp8Tensor] block must be {tile} with scale_layout {scale_layout!r}; got {block}"
             )
         if fp8_dtype not in ("e4m3", "e5m2", None):
             raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
@@ -87,8 +76,7 @@ class Fp8Tensor:
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv
-        own["block"], own["scale_layout"], own["pow2"] = block, scale_layout, pow2
-        own["interleave"], own["fp8_dtype"] = interleave, own_format
+        own["scale_layout"], own["pow2"], own["fp8_dtype"] = scale_layout, pow2, own_format
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,14 +138,14 @@ class Fp8Tensor:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Fp8Tensor:
         """The inverse of `state`."""
-        return cls(**{**state, "block": tuple(state["block"])})
+        return cls(**state)
 
     def _with(self, **changes: Any) -> Fp8Tensor:
         return Fp8Tensor(**{**self.state(), **changes})
 
     def __repr__(self) -> str:
-        parts = [f"shape={self.shape}", f"{self.fp8_dtype}", f"block={self.block}"]
-        parts += [f"scale_layout={self.scale_layout!r}", "pow2" if self.pow2 else "fp32 scales"]
-        if self.interleave:
-            parts.append(f"interleave={self.interleave}")
-        return f"Fp8Tensor({', '.join([*parts, f'device={self.device}'])})"
+        scales = "pow2" if self.pow2 else "fp32 scales"
+        return (
+            f"Fp8Tensor(shape={self.shape}, {self.fp8_dtype}, scale_layout={self.scale_layout!r}, "
+            f"{scales}, device={self.device})"
+        )

@@ -84,7 +84,7 @@ struct Torch {
   explicit Torch(nb::dict objects)
       : tensor(objects["tensor"]),
         requires_grad(objects["requires_grad"]),
-        fp8_tensor(objects["fp8_tensor"], {0, 1, 3}),
+        fp8_tensor(objects["fp8_tensor"], {0, 1, 2}),
         plan(objects["plan"], {0, 1, 2, 3, 4, 5}),
         dtypes(objects["dtypes"]),
         formats(objects["formats"]),
@@ -357,28 +357,20 @@ nb::object empty(nb::handle like, nb::handle shape, nb::handle dtype) {
 }
 
 nb::object empty_fp8(nb::handle like, nb::handle shape, nb::handle layout, nb::handle fp8_dtype,
-                     nb::handle pow2, nb::handle interleave) {
+                     nb::handle pow2) {
   PyObject* format = torch ? PyDict_GetItem(torch->formats.ptr(), fp8_dtype.ptr()) : nullptr;
   if (!format) return nb::none();
   PyObject* function = PyUnicode_Check(layout.ptr()) ? allocator(like) : nullptr;
   Shape sizes;
   if (!function || (sizes.count = read(shape, sizes.sizes)) < 2) return nb::none();
-  const std::string_view text = nb::cast<const char*>(layout);
-  const auto scales = scale_shape(sizes, text);
+  const auto scales = scale_shape(sizes, nb::cast<const char*>(layout));
   if (!scales) return nb::none();
 
   const nb::object data = allocate(function, sizes, PyTuple_GetItem(format, 1));
   if (!data.is_valid()) return nb::none();
   const nb::object scale_inv = allocate(function, *scales, torch->dtypes["float32"]);
   if (!scale_inv.is_valid()) return nb::none();
-  static PyObject* const row_tile = nb::make_tuple(1, kTile).release().ptr();
-  static PyObject* const block_tile = nb::make_tuple(kTile, kTile).release().ptr();
-  PyObject* values[] = {data.ptr(),
-                        scale_inv.ptr(),
-                        text == "block" ? block_tile : row_tile,
-                        layout.ptr(),
-                        pow2.ptr(),
-                        interleave.ptr(),
+  PyObject* values[] = {data.ptr(), scale_inv.ptr(), layout.ptr(), pow2.ptr(),
                         PyTuple_GetItem(format, 0)};
   return torch->fp8_tensor.instance(values);
 }

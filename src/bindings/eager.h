@@ -31,8 +31,7 @@ nanobind::object empty(nanobind::handle like, nanobind::handle shape, nanobind::
 
 // The same for an Fp8Tensor; None for what is no layout or format, too.
 nanobind::object empty_fp8(nanobind::handle like, nanobind::handle shape, nanobind::handle layout,
-                           nanobind::handle fp8_dtype, nanobind::handle pow2,
-                           nanobind::handle interleave);
+                           nanobind::handle fp8_dtype, nanobind::handle pow2);
 
 // The same for a RoutingPlan, of whose slab nothing is written; None for sizes no plan can have,
 // too.

@@ -40,28 +40,14 @@ void bind_quantization(nb::module_& m) {
       "x"_a, "q"_a, "q_scale"_a, "q_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
-      "quantize_dual",
-      [](In x, In plan, PLAN_SIZES, Out rows, Out rows_scale, Layout rows_layout, Out columns,
-         Out columns_scale, Layout columns_layout, bool pow2, double eps) {
-        Call op("quantize_dual");
-        op.run(quantize_dual, op.tensor(x, "x"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.fp8(rows, rows_scale, rows_layout, "rows"),
-               op.fp8(columns, columns_scale, columns_layout, "columns"), rule(pow2, eps));
-      },
-      "x"_a, "plan"_a, PLAN_NAMES, "rows"_a, "rows_scale"_a, "rows_layout"_a, "columns"_a,
-      "columns_scale"_a, "columns_layout"_a, "pow2"_a, "eps"_a);
-
-  m.def(
       "quantize_weight",
-      [](In w, Out q, Out q_scale, Out q_t, Out q_t_scale, bool pow2, double eps,
-         int64_t interleave) {
+      [](In w, Out q, Out q_scale, Out q_t, Out q_t_scale, bool pow2, double eps) {
         Call op("quantize_weight");
         op.run(quantize_weight, op.tensor(w, "w"), op.fp8(q, q_scale, "block", "q"),
-               op.fp8(q_t, q_t_scale, "block", "q_t"), rule(pow2, eps), interleave);
+               op.fp8(q_t, q_t_scale, "block", "q_t"), rule(pow2, eps));
       },
       "w"_a, "q"_a.none(), "q_scale"_a.none(), "q_t"_a.none(), "q_t_scale"_a.none(), "pow2"_a,
-      "eps"_a, "interleave"_a);
+      "eps"_a);
 
   m.def(
       "dequantize",
@@ -244,18 +230,15 @@ void bind_activation(nb::module_& m) {
   m.def(
       "swiglu_quantize",
       [](In z, In plan, PLAN_SIZES, In probs, double clamp, Out h, Out h_scale, Layout h_layout,
-         Out h_columns, Out h_columns_scale, Layout h_columns_layout, Out z_q, Out z_q_scale,
-         Layout z_q_layout, bool pow2, double eps) {
+         Out z_q, Out z_q_scale, Layout z_q_layout, bool pow2, double eps) {
         Call op("swiglu_quantize");
         op.run(swiglu_quantize, op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
                static_cast<float>(clamp), op.fp8(h, h_scale, h_layout, "h"),
-               op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"),
                op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), rule(pow2, eps));
       },
       "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "clamp"_a, "h"_a, "h_scale"_a,
-      "h_layout"_a, "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a,
-      "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
+      "h_layout"_a, "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
       "swiglu_quantize_backward",
@@ -326,9 +309,9 @@ NB_MODULE(_C, m) {
         nb::sig("def empty(like: Any, shape: Any, dtype: Any) -> Any"),
         "A tensor beside `like` without torch's dispatcher, or None.");
   m.def("empty_fp8", &empty_fp8, "like"_a.none(), "shape"_a, "layout"_a.none(),
-        "fp8_dtype"_a.none(), "pow2"_a, "interleave"_a,
-        nb::sig("def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool, "
-                "interleave: int) -> Any"),
+        "fp8_dtype"_a.none(), "pow2"_a,
+        nb::sig("def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool) -> "
+                "Any"),
         "An Fp8Tensor beside `like` without torch's dispatcher, or None.");
   m.def("empty_plan", &empty_plan, "like"_a.none(), "sizes"_a,
         nb::sig("def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any"),

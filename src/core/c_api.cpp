@@ -171,18 +171,10 @@ fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q
   return guarded([&] { quantize(tensor(x), fp8(q), rule(r), {stream}); });
 }
 
-fp8moe_status fp8moe_quantize_dual(const fp8moe_tensor* x, const fp8moe_plan* p,
-                                   const fp8moe_fp8_tensor* rows, const fp8moe_fp8_tensor* columns,
-                                   fp8moe_scale_rule r, void* stream) {
-  return guarded(
-      [&] { quantize_dual(tensor(x), plan(p), fp8(rows), fp8(columns), rule(r), {stream}); });
-}
-
 fp8moe_status fp8moe_quantize_weight(const fp8moe_tensor* w, const fp8moe_fp8_tensor* q,
                                      const fp8moe_fp8_tensor* q_t, fp8moe_scale_rule r,
-                                     int64_t interleave, void* stream) {
-  return guarded(
-      [&] { quantize_weight(tensor(w), fp8(q), fp8(q_t), rule(r), interleave, {stream}); });
+                                     void* stream) {
+  return guarded([&] { quantize_weight(tensor(w), fp8(q), fp8(q_t), rule(r), {stream}); });
 }
 
 fp8moe_status fp8moe_dequantize(const fp8moe_fp8_tensor* q, const fp8moe_tensor* x, void* stream) {
@@ -316,12 +308,10 @@ fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* 
 
 fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
                                      const fp8moe_tensor* probs, float clamp,
-                                     const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* h_columns,
-                                     const fp8moe_fp8_tensor* z_q, fp8moe_scale_rule r,
-                                     void* stream) {
+                                     const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* z_q,
+                                     fp8moe_scale_rule r, void* stream) {
   return guarded([&] {
-    swiglu_quantize(tensor(z), plan(p), tensor(probs), clamp, fp8(h), fp8(h_columns), fp8(z_q),
-                    rule(r), {stream});
+    swiglu_quantize(tensor(z), plan(p), tensor(probs), clamp, fp8(h), fp8(z_q), rule(r), {stream});
   });
 }
 

@@ -105,6 +105,12 @@ void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DTy
   fail("[", op_, "] ", name, part, " must be one of ", names, "; got ", name_of(t.dtype));
 }
 
+void Checker::e4m3(const Fp8Tensor& t, const char* name) const {
+  FP8MOE_CHECK(t.data.dtype == DType::e4m3, "[", op_, "] ", name,
+               " must be float8_e4m3fn, as every weight and activation; got ",
+               name_of(t.data.dtype));
+}
+
 void Checker::multiple(int64_t value, const char* name, int64_t of) const {
   FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ",
                value);

@@ -32,7 +32,6 @@ std::string name_of(Device device);
 std::string shape_of(const Tensor& t);  // "[4, 128]"
 
 inline bool is_fp8(DType d) { return d == DType::e4m3 || d == DType::e5m2; }
-inline bool is_float(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
 
 // The memory of an argument; an FP8 tensor's codes and scales.
 struct Memory {
@@ -59,7 +58,9 @@ class Checker {
   // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
            std::initializer_list<ScaleLayout> layouts) const;
-  // The same of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
+  // Weights and activations are in E4M3: E5M2 is for gradients alone.
+  void e4m3(const Fp8Tensor& t, const char* name) const;
+  // fp8() of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
   // apart: of the data multiples of 16 bytes.
   void strided_fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
                    std::initializer_list<ScaleLayout> layouts) const;

@@ -14,6 +14,7 @@ void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& pla
   const int64_t k = a.data.shape[1];
   check.fp8(a, "a", {rows, k}, {ScaleLayout::gemm});
   check.fp8(w, "w", {plan.experts, n, k}, {ScaleLayout::block});
+  check.e4m3(w, "w");
   check.multiple(n, "N", 16);
   check.multiple(k, "K", 16);
   check.tensor(d, "d", {rows, n});

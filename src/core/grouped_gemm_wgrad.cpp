@@ -13,6 +13,7 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   const int64_t k = x_t.data.shape[0];
   check.columns(dy_t, "dy_t", n, plan);
   check.columns(x_t, "x_t", k, plan);
+  check.e4m3(x_t, "x_t");
   FP8MOE_CHECK(dy_t.layout == x_t.layout,
                "[grouped_gemm_wgrad] dy_t and x_t must have one scale "
                "layout; got ",

@@ -4,7 +4,7 @@
 namespace fp8moe {
 
 void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
-                     int64_t interleave, Stream stream) {
+                     Stream stream) {
   const Checker check("quantize_weight", w.device);
   check.ndim(w, "w", 3);
   const int64_t experts = w.shape[0];
@@ -15,22 +15,19 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
   check.multiple(n, "w.shape[1]", 16);
   check.multiple(k, "w.shape[2]", 16);
   FP8MOE_CHECK(q.defined() || q_t.defined(), "[quantize_weight] q or q_t is required; got neither");
-  if (q.defined()) check.fp8(q, "q", {experts, n, k}, {ScaleLayout::block});
-  if (q_t.defined()) check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
-  if (q.defined() && q_t.defined()) {
-    check.dtype(q_t.data, "q_t (the format of q)", {q.data.dtype});
+  if (q.defined()) {
+    check.fp8(q, "q", {experts, n, k}, {ScaleLayout::block});
+    check.e4m3(q, "q");
   }
-  if (interleave != 0) {
-    FP8MOE_CHECK(interleave > 0 && kTile % interleave == 0,
-                 "[quantize_weight] interleave must be 0 or a divisor of 128; got ", interleave);
-    check.multiple(n, "w.shape[1] under interleave", 2 * kTile);
+  if (q_t.defined()) {
+    check.fp8(q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
+    check.e4m3(q_t, "q_t");
   }
   check.aligned(w, "w");
   check.rule(rule);
   check.disjoint({{q, "q"}, {q_t, "q_t"}}, {{w, "w"}});
   if (w.numel() == 0) return;
-  FP8MOE_DISPATCH("quantize_weight", w.device,
-                  quantize_weight(w, q, q_t, rule, interleave, stream));
+  FP8MOE_DISPATCH("quantize_weight", w.device, quantize_weight(w, q, q_t, rule, stream));
 }
 
 }  // namespace fp8moe

@@ -24,13 +24,4 @@ inline void check_swiglu(const Checker& check, int64_t rows, int64_t width, cons
                clamp);
 }
 
-// An optional transposed operand [c, Kcap]: it needs the plan.
-inline void check_swiglu_columns(const Checker& check, const Fp8Tensor& columns, const char* name,
-                                 int64_t c, const RoutingPlan& plan) {
-  if (!columns.defined()) return;
-  FP8MOE_CHECK(plan.defined(), "[", check.op(), "] ", name, " needs a plan; got none");
-  check.columns(columns, name, c, plan);
-  check.aligned(columns.data, name);
-}
-
 }  // namespace fp8moe

@@ -3,8 +3,7 @@
 namespace fp8moe {
 
 void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                     const Fp8Tensor& h, const Fp8Tensor& h_columns, const Fp8Tensor& z_q,
-                     ScaleRule rule, Stream stream) {
+                     const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
   const Checker check("swiglu_quantize", z.device);
   check.ndim(z, "z", 2);
   check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
@@ -14,16 +13,16 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
   check.tensor(z, "z", {rows, 2 * inner});
   check.aligned(z, "z");
   check.fp8(h, "h", {rows, inner}, {ScaleLayout::row, ScaleLayout::gemm});
-  check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
+  check.e4m3(h, "h");
   if (z_q.defined()) {
     check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.e4m3(z_q, "z_q");
   }
   check.rule(rule);
-  check.disjoint({{h, "h"}, {h_columns, "h_columns"}, {z_q, "z_q"}},
-                 {{z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
+  check.disjoint({{h, "h"}, {z_q, "z_q"}}, {{z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (z.numel() == 0) return;
   FP8MOE_DISPATCH("swiglu_quantize", z.device,
-                  swiglu_quantize(z, plan, probs, clamp, h, h_columns, z_q, rule, stream));
+                  swiglu_quantize(z, plan, probs, clamp, h, z_q, rule, stream));
 }
 
 }  // namespace fp8moe

@@ -1,6 +1,18 @@
 #include "core/swiglu_check.h"
 
 namespace fp8moe {
+namespace {
+
+// An optional transposed operand [c, Kcap]: it needs the plan.
+void check_columns(const Checker& check, const Fp8Tensor& columns, const char* name, int64_t c,
+                   const RoutingPlan& plan) {
+  if (!columns.defined()) return;
+  FP8MOE_CHECK(plan.defined(), "[", check.op(), "] ", name, " needs a plan; got none");
+  check.columns(columns, name, c, plan);
+  check.aligned(columns.data, name);
+}
+
+}  // namespace
 
 void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
                               const RoutingPlan& plan, const Tensor& probs, float clamp,
@@ -24,6 +36,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
     check.aligned(z, "z");
   } else {
     check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.e4m3(z_q, "z_q");
   }
   check.fp8(dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
   if (dprobs.defined()) {
@@ -31,8 +44,16 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
     check.tensor(dprobs, "dprobs", {rows});
     check.dtype(dprobs, "dprobs", {DType::f32});
   }
-  check_swiglu_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
-  check_swiglu_columns(check, h_columns, "h_columns", inner, plan);
+  check_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
+  check_columns(check, h_columns, "h_columns", inner, plan);
+  if (dz_columns.defined())
+    check.dtype(dz_columns.data, "dz_columns (the format of dz)", {dz.data.dtype});
+  if (h_columns.defined()) check.e4m3(h_columns, "h_columns");
+  FP8MOE_CHECK(
+      !dz_columns.defined() || !h_columns.defined() || dz_columns.layout == h_columns.layout,
+      "[swiglu_quantize_backward] dz_columns and h_columns must have one scale layout; "
+      "got ",
+      name_of(dz_columns.layout), " and ", name_of(h_columns.layout));
   check.rule(rule);
   check.disjoint(
       {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},

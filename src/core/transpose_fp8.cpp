@@ -12,7 +12,7 @@ void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor&
   check.fp8(q, "q", {plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.multiple(c, "q.shape[1]", 16);
   check.columns(columns, "columns", c, plan);
-  if (!requantize) check.dtype(columns.data, "columns (the format of q)", {q.data.dtype});
+  check.dtype(columns.data, "columns (the format of q)", {q.data.dtype});
   check.rule(rule);
   check.disjoint({{columns, "columns"}, {plan.slab, "plan"}}, {{q, "q"}});  // plan: status
   if (q.data.numel() == 0) return;

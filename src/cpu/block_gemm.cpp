@@ -40,17 +40,9 @@ struct Task {
 };
 
 template <typename F>
-inline void decode(const uint8_t* codes, int64_t n, float* values) {
+FP8MOE_CLONES void decode(const uint8_t* codes, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = fp8_decode<F>(codes[i]);
 }
-FP8MOE_CLONES void decode_e4m3(const uint8_t* codes, int64_t n, float* values) {
-  decode<E4M3>(codes, n, values);
-}
-FP8MOE_CLONES void decode_e5m2(const uint8_t* codes, int64_t n, float* values) {
-  decode<E5M2>(codes, n, values);
-}
-using Decode = void (*)(const uint8_t*, int64_t, float*);
-Decode decoder(DType format) { return format == DType::e4m3 ? decode_e4m3 : decode_e5m2; }
 
 // sum[i][j] += partial[i][j] * (scale_a[i] * scale_b[j])
 FP8MOE_CLONES void promote(const float* partial, int tile_columns, int64_t rows, int64_t columns,
@@ -63,16 +55,16 @@ FP8MOE_CLONES void promote(const float* partial, int tile_columns, int64_t rows,
 // [rows][k] from `rows` rows of codes; rows up to a whole tile are zero.
 void pack_a(const BlockOperand& a, int64_t row, int64_t rows, int64_t k, int64_t depth, int tile,
             float* panel) {
-  const Decode decode = decoder(a.format);
-  for (int64_t i = 0; i < rows; ++i)
-    decode(a.codes + (row + i) * a.stride + k, depth, panel + i * kTile);
+  dispatch_fp8(a.format, [&]<typename F>() {
+    for (int64_t i = 0; i < rows; ++i)
+      decode<F>(a.codes + (row + i) * a.stride + k, depth, panel + i * kTile);
+  });
   for (int64_t i = rows; i < round_up(rows, tile); ++i) std::fill_n(panel + i * kTile, depth, 0.0f);
 }
 
-// [tile][k][column] from `columns` rows of codes; columns up to a whole tile are zero.
+// [tile][k][column] from `columns` rows of codes in E4M3; columns up to a whole tile are zero.
 void pack_b(const BlockOperand& b, int64_t row, int64_t columns, int64_t k, int64_t depth, int tile,
             uint8_t* codes, float* panel) {
-  const Decode decode = decoder(b.format);
   for (int64_t first = 0; first < columns; first += tile) {
     const int64_t n = std::min<int64_t>(tile, columns - first);
     if (n < tile) memset(codes, 0, depth * tile);
@@ -80,7 +72,7 @@ void pack_b(const BlockOperand& b, int64_t row, int64_t columns, int64_t k, int6
       const uint8_t* source = b.codes + (row + first + j) * b.stride + k;
       for (int64_t p = 0; p < depth; ++p) codes[p * tile + j] = source[p];
     }
-    decode(codes, depth * tile, panel + first * kTile);
+    decode<E4M3>(codes, depth * tile, panel + first * kTile);
   }
 }
 

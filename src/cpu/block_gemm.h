@@ -1,5 +1,5 @@
-// C = A B^T over FP8 operands whose contracted dimension is contiguous: what grouped_gemm and
-// grouped_gemm_wgrad are made of, one product an expert.
+// C = A B^T over FP8 operands whose contracted dimension is contiguous, B in E4M3: what
+// grouped_gemm and grouped_gemm_wgrad are made of, one product per expert.
 #pragma once
 
 #include <vector>

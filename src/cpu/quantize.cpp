@@ -1,4 +1,4 @@
-// q = Q(x): x [M, K], one scale a tile of 1x128 (row and gemm layouts) or 128x128 (block layout).
+// q = Q(x): x [M, K], one scale per tile of 1x128.
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cpu/clones.h"
@@ -8,9 +8,9 @@ namespace fp8moe::cpu {
 namespace {
 
 template <typename F, typename T>
-FP8MOE_CLONES void band(const T* x, int rows, int64_t k, ScaleRule rule, uint8_t* q,
-                        float* scale_inv, int64_t scale_stride) {
-  quantize_band<F>(x, rows, k, rule, q, scale_inv, scale_stride);
+FP8MOE_CLONES void quantize_row(const T* x, int64_t k, ScaleRule rule, uint8_t* q, float* scale_inv,
+                                int64_t scale_stride) {
+  quantize_tiles<F>(x, k, rule, q, scale_inv, scale_stride);
 }
 
 }  // namespace
@@ -20,16 +20,12 @@ void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream) {
   const int64_t k = x.shape[1];
   const int64_t tiles = cdiv(k, kTile);
   const bool gemm = q.layout == ScaleLayout::gemm;
-  const int64_t height = q.layout == ScaleLayout::block ? kTile : 1;
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
     dispatch_float(x.dtype, [&]<typename T>() {
 #pragma omp parallel for schedule(static)
-      for (int64_t i = 0; i < cdiv(m, height); ++i) {
-        const int64_t row = i * height;
-        band<F>(x.as<T>() + row * k, static_cast<int>(std::min(height, m - row)), k, rule,
-                q.data.as<uint8_t>() + row * k, q.scale_inv.as<float>() + (gemm ? i : i * tiles),
-                gemm ? pad4(m) : 1);
-      }
+      for (int64_t i = 0; i < m; ++i)
+        quantize_row<F>(x.as<T>() + i * k, k, rule, q.data.as<uint8_t>() + i * k,
+                        q.scale_inv.as<float>() + (gemm ? i : i * tiles), gemm ? pad4(m) : 1);
     });
   });
 }

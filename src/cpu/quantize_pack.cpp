@@ -15,7 +15,7 @@ namespace {
 template <typename F, typename T>
 FP8MOE_CLONES void quantize_row(const T* x, int64_t hidden, ScaleRule rule, uint8_t* codes,
                                 float* scale_inv) {
-  quantize_band<F>(x, 1, hidden, rule, codes, scale_inv, 1);
+  quantize_tiles<F>(x, hidden, rule, codes, scale_inv, 1);
 }
 
 template <typename Id>

@@ -1,4 +1,4 @@
-// q = Q(w) by 128x128 tiles of w [E, N, K]; q_t [E, K, N] holds the same codes transposed.
+// q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3; q_t [E, K, N] holds the same codes transposed.
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cpu/clones.h"
@@ -8,12 +8,12 @@ namespace fp8moe::cpu {
 namespace {
 
 // One tile of w [rows, cols] -> its codes and scale_inv; past the edge the codes are zero.
-template <typename F, typename T>
+template <typename T>
 FP8MOE_CLONES float encode_tile(const T* w, int64_t stride, int rows, int cols, ScaleRule rule,
                                 CodeTile& tile) {
   const TileMax max = tile_max(w, stride, rows, cols);
-  const TileScale s = tile_scale_of<F, T>(max.amax, rule);
-  tile_encode<F>(w, stride, rows, cols, s.scale, max.finite, tile.code[0], kTile);
+  const TileScale s = tile_scale_of<E4M3, T>(max.amax, rule);
+  tile_encode<E4M3>(w, stride, rows, cols, s.scale, max.finite, tile.code[0], kTile);
   return s.scale_inv;
 }
 
@@ -28,46 +28,37 @@ void transpose(const CodeTile& tile, int rows, int cols, uint8_t* out, int64_t s
 }  // namespace
 
 void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
-                     int64_t interleave, Stream) {
+                     Stream) {
   const int64_t experts = w.shape[0];
   const int64_t n = w.shape[1];
   const int64_t k = w.shape[2];
   const int64_t n_tiles = cdiv(n, kTile);
   const int64_t k_tiles = cdiv(k, kTile);
-  // Where row i of an expert is stored: groups of `interleave` gate rows, then as many up rows.
-  const auto stored = [&](int64_t i) {
-    if (interleave == 0) return i;
-    const int64_t half = i >= n / 2;
-    const int64_t j = i - half * (n / 2);
-    return (j / interleave * 2 + half) * interleave + j % interleave;
-  };
-  dispatch_fp8((q.defined() ? q : q_t).data.dtype, [&]<typename F>() {
-    dispatch_float(w.dtype, [&]<typename T>() {
+  dispatch_float(w.dtype, [&]<typename T>() {
 #pragma omp parallel for collapse(2) schedule(static)
-      for (int64_t e = 0; e < experts; ++e)
-        for (int64_t nt = 0; nt < n_tiles; ++nt) {
-          const int64_t row = nt * kTile;
-          const int rows = static_cast<int>(std::min(kTile, n - row));
-          for (int64_t kt = 0; kt < k_tiles; ++kt) {
-            const int64_t col = kt * kTile;
-            const int cols = static_cast<int>(std::min(kTile, k - col));
-            CodeTile tile;
-            const float scale_inv =
-                encode_tile<F>(w.as<T>() + (e * n + row) * k + col, k, rows, cols, rule, tile);
-            if (q.defined()) {
-              uint8_t* out = q.data.as<uint8_t>() + e * n * k + col;
-              for (int i = 0; i < rows; ++i)
-                memcpy(out + stored(row + i) * k, tile.code[i], static_cast<size_t>(cols));
-              q.scale_inv.as<float>()[(e * n_tiles + nt) * k_tiles + kt] = scale_inv;
-            }
-            if (q_t.defined()) {
-              transpose(tile, rows, cols, q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
-              q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] = scale_inv;
-            }
+    for (int64_t e = 0; e < experts; ++e)
+      for (int64_t nt = 0; nt < n_tiles; ++nt) {
+        const int64_t row = nt * kTile;
+        const int rows = static_cast<int>(std::min(kTile, n - row));
+        for (int64_t kt = 0; kt < k_tiles; ++kt) {
+          const int64_t col = kt * kTile;
+          const int cols = static_cast<int>(std::min(kTile, k - col));
+          CodeTile tile;
+          const float scale_inv =
+              encode_tile(w.as<T>() + (e * n + row) * k + col, k, rows, cols, rule, tile);
+          if (q.defined()) {
+            uint8_t* out = q.data.as<uint8_t>() + e * n * k + col;
+            for (int i = 0; i < rows; ++i)
+              memcpy(out + (row + i) * k, tile.code[i], static_cast<size_t>(cols));
+            q.scale_inv.as<float>()[(e * n_tiles + nt) * k_tiles + kt] = scale_inv;
           }
-          finish_lines();
+          if (q_t.defined()) {
+            transpose(tile, rows, cols, q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
+            q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] = scale_inv;
+          }
         }
-    });
+        finish_lines();
+      }
   });
 }
 

@@ -9,14 +9,13 @@ namespace fp8moe::cpu {
 namespace {
 
 // to = bf16(q * scale_inv), as f32
-template <typename F>
 FP8MOE_CLONES void dequantize_row(const uint8_t* q, const float* scale_inv, int64_t stride,
                                   int64_t n, float* to) {
   for (int64_t first = 0; first < n; first += kTile) {
     const float scale = scale_inv[first / kTile * stride];
     const int64_t width = std::min(kTile, n - first);
     for (int64_t i = first; i < first + width; ++i)
-      to[i] = to_float(from_float<Bf16>(fp8_decode<F>(q[i]) * scale));
+      to[i] = to_float(from_float<Bf16>(fp8_decode<E4M3>(q[i]) * scale));
   }
 }
 
@@ -66,10 +65,8 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   const auto read_z = [&](int64_t row, float* to) {
     if (z.defined()) return read(z, row, 2 * inner, to);
     const RowScales scales(z_q);
-    dispatch_fp8(z_q.data.dtype, [&]<typename F>() {
-      dequantize_row<F>(z_q.data.as<const uint8_t>() + row * 2 * inner, scales.of(row), scales.tile,
-                        2 * inner, to);
-    });
+    dequantize_row(z_q.data.as<const uint8_t>() + row * 2 * inner, scales.of(row), scales.tile,
+                   2 * inner, to);
   };
 #pragma omp parallel
   {

@@ -22,7 +22,7 @@ FP8MOE_CLONES void widen_row(const T* from, int64_t n, float* to) {
 template <typename F, typename T>
 FP8MOE_CLONES void quantize_row(const T* x, int64_t n, ScaleRule rule, uint8_t* q, float* scale_inv,
                                 int64_t stride) {
-  quantize_band<F>(x, 1, n, rule, q, scale_inv, stride);
+  quantize_tiles<F>(x, n, rule, q, scale_inv, stride);
 }
 
 // h = silu(gate) up prob; z = [gate | up]

@@ -123,27 +123,26 @@ FP8MOE_HD auto with_width(int64_t cols, Fn fn) {
   return cols >= kTile ? fn(static_cast<int>(kTile)) : fn(static_cast<int>(cols));
 }
 
-// Rows of 128-column tiles, each tile `rows` (1 or up to 128) high: x [rows, k] -> q [rows, k], one
-// scale_inv a tile, `scale_stride` apart. The scales of a few tiles are computed side by side: one
-// tile's chain of maximum and two divisions takes longer than its codes.
+// A row of 1x128 tiles, x [k] -> q [k], one scale_inv per tile, `scale_stride` apart. The scales of
+// a few tiles are computed side by side: one tile's chain of maximum and two divisions takes longer
+// than its codes.
 template <typename F, typename T>
-FP8MOE_HD void quantize_band(const T* x, int rows, int64_t k, ScaleRule rule, uint8_t* q,
-                             float* scale_inv, int64_t scale_stride) {
+FP8MOE_HD void quantize_tiles(const T* x, int64_t k, ScaleRule rule, uint8_t* q, float* scale_inv,
+                              int64_t scale_stride) {
   constexpr int kTiles = 4;
-  const int64_t group = rows == 1 ? kTiles : 1;  // a tall tile is long enough by itself
-  for (int64_t first = 0; first < k; first += group * kTile) {
-    const int tiles = static_cast<int>(std::min(group, cdiv(k - first, kTile)));
+  for (int64_t first = 0; first < k; first += kTiles * kTile) {
+    const int tiles = static_cast<int>(std::min<int64_t>(kTiles, cdiv(k - first, kTile)));
     TileMax max[kTiles];
     TileScale scale[kTiles];
     for (int t = 0; t < tiles; ++t) {
       const int64_t c = first + t * kTile;
-      max[t] = with_width(k - c, [&](int n) FP8MOE_INLINE { return tile_max(x + c, k, rows, n); });
+      max[t] = with_width(k - c, [&](int n) FP8MOE_INLINE { return tile_max(x + c, k, 1, n); });
     }
     for (int t = 0; t < tiles; ++t) scale[t] = tile_scale_of<F, T>(max[t].amax, rule);
     for (int t = 0; t < tiles; ++t) {
       const int64_t c = first + t * kTile;
       with_width(k - c, [&](int n) FP8MOE_INLINE {
-        tile_encode<F>(x + c, k, rows, n, scale[t].scale, max[t].finite, q + c, k);
+        tile_encode<F>(x + c, k, 1, n, scale[t].scale, max[t].finite, q + c, k);
       });
       scale_inv[c / kTile * scale_stride] = scale[t].scale_inv;
     }

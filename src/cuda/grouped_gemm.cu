@@ -15,8 +15,7 @@ void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& pla
   const gemm::Config config = gemm::rows_config(n, a.data.shape[0], k_blocks, plan.experts,
                                                 d.dtype == DType::bf16, device.sm_count);
   const gemm::Params params = gemm::rows_problem(a, w, plan, d, config);
-  gemm::launch<gemm::Kind::rows>(a.data.dtype, w.data.dtype, params, config, device,
-                                 stream_of(stream));
+  gemm::launch<gemm::Kind::rows>(a.data.dtype, params, config, device, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

@@ -26,7 +26,7 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }
   const auto run = [&]<gemm::Kind kKind>() {
-    gemm::launch<kKind>(dy_t.data.dtype, x_t.data.dtype, params, config, device, stream_of(stream));
+    gemm::launch<kKind>(dy_t.data.dtype, params, config, device, stream_of(stream));
   };
   if (block)
     run.operator()<gemm::Kind::tokens_block>();

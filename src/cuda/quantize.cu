@@ -3,7 +3,6 @@
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
-#include "cuda/quantize_blocks.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -69,8 +68,6 @@ void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream
   const int64_t m = x.shape[0], k = x.shape[1];
   if (m == 0 || k == 0) return;
   const DeviceGuard guard(x.device);
-  if (q.layout == ScaleLayout::block)
-    return quantize_blocks("quantize", x, 1, m, k, q, {}, rule, 0, stream);
   const int64_t tiles = cdiv(k, kTile), blocks_of_row = cdiv(tiles, kBlockTiles);
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
     dispatch_float(x.dtype, [&]<typename T>() {

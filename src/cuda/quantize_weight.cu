@@ -1,11 +1,10 @@
-// q = Q(w) by 128x128 tiles of w [E, N, K], and q_t, the same codes transposed: one block a tile, w
-// read once and kept packed in registers.
+// q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3, and q_t, the same codes transposed: one block
+// per tile, w read once and kept packed in registers.
 #include "core/backends.h"
 #include "core/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
 #include "cuda/device/transposed_codes.cuh"
-#include "cuda/quantize_blocks.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -19,7 +18,6 @@ struct Params {
   float* scale;    // [E, cdiv(N, 128), cdiv(K, 128)]
   float* scale_t;  // its transpose
   int n, k, n_tiles, k_tiles;
-  int interleave;  // 0: rows of q in w's order
   Scaling scaling;
 };
 
@@ -32,16 +30,9 @@ struct Shared {
   float amax[kThreads / 32];
 };
 
-// Row i of an expert goes to groups of `interleave` gate rows and as many up rows.
-__device__ __forceinline__ int stored_row(int i, int n, int interleave) {
-  if (interleave == 0) return i;
-  const int up = i >= n / 2, j = i - up * (n / 2);
-  return (j / interleave * 2 + up) * interleave + j % interleave;
-}
-
 // 16 lanes share a row: a warp stores whole lines of 128 codes. A thread holds rows
 // 64 half + 4 group + j at columns 8 lane, 8 of them.
-template <typename F, typename T>
+template <typename T>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
     const __grid_constant__ Params<T> p) {
   __shared__ Shared shared;
@@ -74,7 +65,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
   __syncthreads();
 #pragma unroll
   for (float m : shared.amax) top = fmaxf(top, m);
-  const TileScale s = p.scaling.template of<F>(top);
+  const TileScale s = p.scaling.template of<E4M3>(top);
   if (threadIdx.x == 0) {
     if (p.q != nullptr) p.scale[(expert * p.n_tiles + n_tile) * p.k_tiles + k_tile] = s.scale_inv;
     if (p.q_t != nullptr)
@@ -88,11 +79,11 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
     for (int j = 0; j < 4; ++j) {
       float v[8];
       x[half][j].values(v);
-      const uint2 eight = fp8_encode8<F>(v, s.scale);
+      const uint2 eight = fp8_encode8<E4M3>(v, s.scale);
       codes[0][j] = eight.x, codes[1][j] = eight.y;
       const int i = row + 64 * half + j;
       if (p.q != nullptr && i < p.n && column < p.k)
-        store(p.q + base + int64_t{stored_row(i, p.n, p.interleave)} * p.k + column, eight);
+        store(p.q + base + int64_t{i} * p.k + column, eight);
     }
     if (p.q_t == nullptr) continue;
 #pragma unroll
@@ -107,35 +98,27 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
 
 }  // namespace
 
-void quantize_blocks(const char* op, const Tensor& x, int64_t experts, int64_t n, int64_t k,
-                     const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule, int64_t interleave,
-                     Stream stream) {
-  const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
-  dispatch_fp8((q.defined() ? q : q_t).data.dtype, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
-      const Params<T> params = {.w = x.as<T>(),
-                                .q = q.data.as<uint8_t>(),
-                                .q_t = q_t.data.as<uint8_t>(),
-                                .scale = q.scale_inv.as<float>(),
-                                .scale_t = q_t.scale_inv.as<float>(),
-                                .n = static_cast<int>(n),
-                                .k = static_cast<int>(k),
-                                .n_tiles = static_cast<int>(n_tiles),
-                                .k_tiles = static_cast<int>(k_tiles),
-                                .interleave = static_cast<int>(interleave),
-                                .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
-      launch(op, quantize_tiles<F, T>, static_cast<unsigned>(experts * n_tiles * k_tiles), kThreads,
-             0, stream_of(stream), params);
-    });
-  });
-}
-
 void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
-                     int64_t interleave, Stream stream) {
+                     Stream stream) {
   if (w.numel() == 0) return;
   const DeviceGuard guard(w.device);
-  quantize_blocks("quantize_weight", w, w.shape[0], w.shape[1], w.shape[2], q, q_t, rule,
-                  interleave, stream);
+  const int64_t n = w.shape[1], k = w.shape[2];
+  const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
+  dispatch_float(w.dtype, [&]<typename T>() {
+    const Params<T> params = {.w = w.as<T>(),
+                              .q = q.data.as<uint8_t>(),
+                              .q_t = q_t.data.as<uint8_t>(),
+                              .scale = q.scale_inv.as<float>(),
+                              .scale_t = q_t.scale_inv.as<float>(),
+                              .n = static_cast<int>(n),
+                              .k = static_cast<int>(k),
+                              .n_tiles = static_cast<int>(n_tiles),
+                              .k_tiles = static_cast<int>(k_tiles),
+                              .scaling = {rule.pow2, rule.eps, max_finite(w.dtype)}};
+    launch("quantize_weight", quantize_tiles<T>,
+           static_cast<unsigned>(w.shape[0] * n_tiles * k_tiles), kThreads, 0, stream_of(stream),
+           params);
+  });
 }
 
 }  // namespace fp8moe::cuda

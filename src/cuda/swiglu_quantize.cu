@@ -1,12 +1,9 @@
-// h = Q(silu(gate) * up * prob) of z = [gate | up] [R, 2I]; optional columns of h [I, Kcap] from
-// the same registers, and Q(z).
+// h = Q(silu(gate) * up * prob) of z = [gate | up] [R, 2I], and Q(z).
 //
-// bf16 z, I % 128 == 0 and power-of-two scales have kernels of their own: quantize_rows, or
-// staged_tiles where columns are asked for. The rest, and Q(z), takes the general tile kernel.
+// bf16 z, I % 128 == 0 and power-of-two scales have a kernel of their own: quantize_rows. The rest,
+// and Q(z), takes the general tile kernel.
 #include "core/backends.h"
 #include "core/dispatch.h"
-#include "cuda/device/sigmoid_table.cuh"
-#include "cuda/device/staged_tiles.cuh"
 #include "cuda/device/swiglu_rows.cuh"
 #include "cuda/runtime.h"
 
@@ -39,8 +36,8 @@ __device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)
   }
 }
 
-// No columns: 16 rows x 4 tiles a block, the next tile loaded while one is computed.
-template <typename F, bool kClamp>
+// 16 rows x 4 tiles per block, the next tile loaded while one is computed.
+template <bool kClamp>
 __global__ __launch_bounds__(8 * kRowsPerBlock,
                              8) void quantize_rows(const __grid_constant__ RowsParams p) {
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
@@ -73,51 +70,17 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
     unpack16(packed[tile][0], packed[tile][1], gate);
     unpack16(packed[tile][2], packed[tile][3], up);
     hidden<kClamp>(gate, up, p.clamp, h);
-    const TileScale s = p.scaling.of<F>(lanes_max<8>(weighted_amax(h, prob)));
+    const TileScale s = p.scaling.of<E4M3>(lanes_max<8>(weighted_amax(h, prob)));
     if (!kind.written) continue;
-    Tile<8>::store_codes<F>(codes + 128 * tile, h, s.scale * prob);
+    Tile<8>::store_codes<E4M3>(codes + 128 * tile, h, s.scale * prob);
     if (Tile<8>::lane() == 0) scale[tile * p.h.scale_tile] = kind.token ? s.scale_inv : 0.0f;
   }
 }
 
-// h as a source of staged_tiles; the weight of a row is its prob.
-template <bool kClamp>
-struct StagedHidden {
-  using Table = SigmoidTable<>;
-  const uint16_t* z;
-  int intermediate;
-  float clamp, sigmoid_of_clamp;
-
-  __device__ __forceinline__ const uint16_t* first() const { return z; }
-  __device__ __forceinline__ int plane(int i) const { return i * intermediate; }
-  __device__ __forceinline__ int stride() const { return 2 * intermediate; }
-  __device__ __forceinline__ void values(const Table& sigmoids, const uint4 (&packed)[2],
-                                         float (&h)[8]) const {
-    float gate[8], up[8], sigmoid[8];
-    unpack<Bf16>(&packed[0].x, gate), unpack<Bf16>(&packed[1].x, up);
-    sigmoids.eight<1>(packed[0], sigmoid);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);
-      h[i] = swiglu(in, kClamp && !in.gate_open ? sigmoid_of_clamp : sigmoid[i], 1.0f);
-    }
-  }
-};
-
-template <typename F>
 void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                 const Fp8Tensor& h, const Fp8Tensor& h_columns, float eps, cudaStream_t stream) {
+                 const Fp8Tensor& h, float eps, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
                 tiles = intermediate / kTile;
-  if (h_columns.defined()) {
-    const auto go = [&]<bool kClamp>() {
-      const StagedHidden<kClamp> source = {z.as<uint16_t>(), static_cast<int>(intermediate), clamp,
-                                           pinned_sigmoid(clamp)};
-      launch_staged_tiles<F>(kOp, z.device, source, probs.as<float>(), plan, h, h_columns, eps,
-                             stream);
-    };
-    return clamp > 0.0f ? go.template operator()<true>() : go.template operator()<false>();
-  }
   const RowsParams params = {.z = z.as<uint16_t>(),
                              .probs = probs.as<float>(),
                              .clamp = clamp,
@@ -129,15 +92,14 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                              .read_policy = read_once_policy(h.data),
                              .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch(kOp, clamp > 0.0f ? quantize_rows<F, true> : quantize_rows<F, false>,
+  launch(kOp, clamp > 0.0f ? quantize_rows<true> : quantize_rows<false>,
          static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0, stream, params);
 }
 
 }  // namespace
 
 void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                     const Fp8Tensor& h, const Fp8Tensor& h_columns, const Fp8Tensor& z_q,
-                     ScaleRule rule, Stream stream) {
+                     const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
   const int64_t rows = z.shape[0], intermediate = z.shape[1] / 2;
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(z.device);
@@ -145,20 +107,17 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
                                .probs = probs.as<float>(),
                                .clamp = clamp,
                                .intermediate = static_cast<int>(intermediate)};
-  const bool one_format = !h_columns.defined() || h_columns.data.dtype == h.data.dtype;
-  if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2 && one_format)
-    dispatch_fp8(h.data.dtype, [&]<typename F>() {
-      launch_bf16<F>(z, plan, probs, clamp, h, h_columns, rule.eps, stream_of(stream));
-    });
+  if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2)
+    launch_bf16(z, plan, probs, clamp, h, rule.eps, stream_of(stream));
   else
-    quantize_from(kOp, source, plan, rows, intermediate, h, h_columns,
-                  {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
+    quantize_from<E4M3>(kOp, source, plan, rows, intermediate, h, {},
+                        {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
   if (!z_q.defined()) return;
   const float overflow = z.dtype == DType::f16    ? 65504.0f
                          : z.dtype == DType::bf16 ? 0x1.fep127f
                                                   : kMaxFloat;
-  quantize_from(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q, {},
-                {rule.pow2, rule.eps, overflow}, stream_of(stream));
+  quantize_from<E4M3>(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q, {},
+                      {rule.pow2, rule.eps, overflow}, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

@@ -48,10 +48,12 @@ void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
                 const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
                 const Fp8Tensor& h_columns, Scaling scaling, cudaStream_t stream) {
   const int64_t intermediate = source.intermediate;
-  quantize_from(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling, stream);
+  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+    quantize_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling, stream);
+  });
   if (h_columns.defined()) {
     const HiddenSource hidden = {source.z, source.probs, source.clamp, source.intermediate};
-    quantize_from(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling, stream);
+    quantize_from<E4M3>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling, stream);
   }
   if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
 }
@@ -75,14 +77,6 @@ void launch_rows(SwigluBackward p, cudaStream_t stream) {
       sizeof(BackwardRowsShared) + static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
   launch(kOp, p.clamp > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
          static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
-}
-
-// What backward_tiles makes: columns of one kind, dz's in dz's format and h's in e4m3.
-bool usual_columns(const Fp8Tensor& dz, const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns) {
-  const bool one_kind =
-      !dz_columns.defined() || !h_columns.defined() || dz_columns.layout == h_columns.layout;
-  return one_kind && (!dz_columns.defined() || dz_columns.data.dtype == dz.data.dtype) &&
-         (!h_columns.defined() || h_columns.data.dtype == DType::e4m3);
 }
 
 // Tiles that a range of backward_tiles has at least. Where sums of dprob are handed on, a block of
@@ -139,7 +133,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
                              .probs = probs.as<float>(),
                              .clamp = clamp,
                              .intermediate = static_cast<int>(intermediate)};
-  if (one_pass && usual_columns(dz, dz_columns, h_columns)) {
+  if (one_pass) {
     const int64_t tiles = plan.columns() / kTile * params.tiles;
     if (tiles == 0) return;
     static LaunchNumbers numbers(kMostLaunches);

@@ -30,12 +30,10 @@ void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor&
   if (q.data.numel() == 0) return;
   const DeviceGuard guard(q.data.device);
   if (!requantize) return shift_columns("transpose_fp8", q, plan, false, columns, stream);
-  dispatch_fp8(q.data.dtype, [&]<typename From>() {
-    dispatch_fp8(columns.data.dtype, [&]<typename To>() {
-      launch_quantize_source<To>("transpose_fp8", DequantizedSource<From>{rows_out(q)}, plan,
-                                 q.data.shape[0], q.data.shape[1], {}, columns,
-                                 {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
-    });
+  dispatch_fp8(q.data.dtype, [&]<typename F>() {
+    quantize_from<F>("transpose_fp8", DequantizedSource<F>{rows_out(q)}, plan, q.data.shape[0],
+                     q.data.shape[1], {}, columns, {rule.pow2, rule.eps, kMaxFloat},
+                     stream_of(stream));
   });
 }
 

@@ -128,7 +128,7 @@ int main(void) {
                                 FP8MOE_LAYOUT_BLOCK};
   CHECK(fp8moe_quantize(&xt, &xq, rule, NULL) == FP8MOE_OK);
   CHECK(fp8moe_permute_pad_fp8(&xq, &plan, NULL, &aq, NULL, NULL) == FP8MOE_OK);
-  CHECK(fp8moe_quantize_weight(&wt, &wq, NULL, rule, 0, NULL) == FP8MOE_OK);
+  CHECK(fp8moe_quantize_weight(&wt, &wq, NULL, rule, NULL) == FP8MOE_OK);
   CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &dt, NULL) == FP8MOE_OK);
   const int32_t* row_of = slab + fp8moe_plan_row_of_at(&plan);
   for (int i = 0; i < kTokens * kSlots; ++i) {

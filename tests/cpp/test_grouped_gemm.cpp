@@ -127,6 +127,9 @@ void bad_arguments() {
   CHECK_INVALID("[grouped_gemm] a must have scale layout gemm",
                 grouped_gemm(row_scales, w, plan, d));
   CHECK_INVALID("[grouped_gemm] w must be [2, 48, 32]", grouped_gemm(a, three_experts, plan, d));
+  CHECK_INVALID(
+      "[grouped_gemm] w must be float8_e4m3fn, as every weight and activation; got float8_e5m2",
+      grouped_gemm(a, OwnedFp8(DType::e5m2, 2, 48, 32), plan, d));
   CHECK_INVALID("[grouped_gemm] N must be a multiple of 16; got 40",
                 grouped_gemm(a, narrow, plan, Owned(DType::bf16, {5, 40})));
   CHECK_INVALID("[grouped_gemm] d must be one of",
@@ -141,6 +144,9 @@ void bad_arguments() {
   const OwnedFp8 x(DType::e4m3, 32, plan->columns(), ScaleLayout::gemm);
   CHECK_INVALID("[grouped_gemm_wgrad] dy_t and x_t must have one scale layout; got block and gemm",
                 grouped_gemm_wgrad(dy, x, plan, Owned(DType::f32, {2, 48, 32}), false));
+  const OwnedFp8 gradient(DType::e5m2, 32, plan->columns(), ScaleLayout::block);
+  CHECK_INVALID("[grouped_gemm_wgrad] x_t must be float8_e4m3fn",
+                grouped_gemm_wgrad(dy, gradient, plan, Owned(DType::f32, {2, 48, 32}), false));
   const OwnedFp8 too_short(DType::e4m3, 32, 128, ScaleLayout::block);
   CHECK_INVALID("[grouped_gemm_wgrad] x_t must be [32, 256]",
                 grouped_gemm_wgrad(dy, too_short, plan, Owned(DType::f32, {2, 48, 32}), false));

@@ -18,11 +18,7 @@ C_MET = 14.5
 C_CUDA = 1.5 * C_MET
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-FORMATS = pytest.mark.parametrize(
-    ("left", "right"),
-    [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")],
-    ids="-".join,
-)
+FORMATS = pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])  # of the left operand
 COUNTS = {
     "ragged": [5, 0, 130, 1, 64, 65, 257],
     "one expert takes all": [0, 0, 700, 0],
@@ -42,7 +38,7 @@ def plan_of(counts: list[int], spare: int = 0, align: int = 1) -> RoutingPlan:
 
 
 def on_gpu(q: Fp8Tensor) -> Fp8Tensor:
-    return Fp8Tensor(q.data.cuda(), q.scale_inv.cuda(), q.block, q.scale_layout)
+    return Fp8Tensor(q.data.cuda(), q.scale_inv.cuda(), q.scale_layout)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -66,7 +62,7 @@ def rows_of(t: Fp8Tensor, rows: slice) -> Fp8Tensor:
     """Some rows of operand A, by themselves."""
     scale = t.scale_inv[:, rows]
     scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
-    return Fp8Tensor(t.data[rows], scale, t.block, t.scale_layout)
+    return Fp8Tensor(t.data[rows], scale, t.scale_layout)
 
 
 def fprop_error(a: Fp8Tensor, w: Fp8Tensor, plan: RoutingPlan, d: Tensor) -> float:
@@ -110,10 +106,10 @@ def test_fprop(counts: list[int], n: int, k: int, dtype: torch.dtype) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("kind", KINDS)
-def test_fprop_formats_and_adversarial_operands(kind: str, left: str, right: str) -> None:
+def test_fprop_formats_and_adversarial_operands(kind: str, fp8: str) -> None:
     plan = plan_of([100, 0, 30])
-    a = on_gpu(KINDS[kind](plan.rows, 2880, layout="gemm", fp8=left))
-    w = on_gpu(KINDS[kind](3, 208, 2880, layout="block", fp8=right))
+    a = on_gpu(KINDS[kind](plan.rows, 2880, layout="gemm", fp8=fp8))
+    w = on_gpu(KINDS[kind](3, 208, 2880, layout="block"))
     d = ops.grouped_gemm(
         a, w, plan, out_dtype="float32", out=poisoned(130, 208, dtype=torch.float32)
     )
@@ -178,7 +174,7 @@ def test_few_waves_have_the_bits_of_many(
     w = on_gpu(noise(len(counts) + 1, n, k, layout="block"))
     uncut = ops.grouped_gemm(a, w, many, out_dtype="bfloat16")[: sum(counts)]
     a = rows_of(a, slice(few.rows))
-    w = Fp8Tensor(w.data[:-1], w.scale_inv[:-1], w.block, w.scale_layout)
+    w = Fp8Tensor(w.data[:-1], w.scale_inv[:-1], w.scale_layout)
     first, again = (
         ops.grouped_gemm(a, w, few, out=poisoned(few.rows, n, dtype=torch.bfloat16))
         for _ in range(2)
@@ -203,17 +199,16 @@ SMALL = [5, 0, 65, 129, 256, 257, 384]
     ids=["some small", "one expert", "one takes all", "no tokens", "all small"],
 )
 @pytest.mark.parametrize(
-    ("n", "k", "left", "right"),
+    ("n", "k", "fp8"),
     [
-        (1408, 272, "e4m3", "e4m3"),
-        (1600, 33 * 128 + 16, "e4m3", "e4m3"),
-        (1504, 128, "e5m2", "e4m3"),
-        (1408, 400, "e4m3", "e5m2"),
-        (2048, 16, "e5m2", "e5m2"),
+        (1408, 272, "e4m3"),
+        (1600, 33 * 128 + 16, "e4m3"),
+        (1504, 128, "e5m2"),
+        (2048, 16, "e5m2"),
     ],
 )
 def test_fprop_in_many_waves(
-    counts: list[int | str], tile: tuple[int, int], n: int, k: int, left: str, right: str
+    counts: list[int | str], tile: tuple[int, int], n: int, k: int, fp8: str
 ) -> None:
     """Tall tiles with their low ones, where experts have rows enough, else wide ones: the bits are
     those of a thousand rows at a time, which fill few waves and are compared with float64 above."""
@@ -222,8 +217,8 @@ def test_fprop_in_many_waves(
     rows = [c if isinstance(c, int) else most if c == "most" else 0 for c in counts]
     plan = plan_of(rows, spare=37 if sum(rows) else most)
     assert chosen_tile(plan, n, k) == tile
-    a = on_gpu(noise(plan.rows, k, layout="gemm", fp8=left))
-    w = on_gpu(noise(len(rows), n, k, layout="block", fp8=right))
+    a = on_gpu(noise(plan.rows, k, layout="gemm", fp8=fp8))
+    w = on_gpu(noise(len(rows), n, k, layout="block"))
     first, again = (
         ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
         for _ in range(2)
@@ -231,7 +226,7 @@ def test_fprop_in_many_waves(
     assert same_bits(first, again)
     offsets = plan.row_offsets.tolist()
     for e, (start, stop) in enumerate(pairwise(offsets)):
-        of_e = Fp8Tensor(w.data[e : e + 1], w.scale_inv[e : e + 1], w.block, w.scale_layout)
+        of_e = Fp8Tensor(w.data[e : e + 1], w.scale_inv[e : e + 1], w.scale_layout)
         for at in range(start, stop, 1000):
             part = slice(at, min(at + 1000, stop))
             few = plan_of([part.stop - part.start])
@@ -378,12 +373,10 @@ def test_wgrad_over_several_runs_of_scales(m: int, n: int) -> None:
 @FORMATS
 @pytest.mark.parametrize("layout", ["block", "gemm"])
 @pytest.mark.parametrize("kind", ["noise", "range", "largest"])
-def test_wgrad_formats_and_adversarial_operands(
-    kind: str, layout: str, left: str, right: str
-) -> None:
+def test_wgrad_formats_and_adversarial_operands(kind: str, layout: str, fp8: str) -> None:
     plan = plan_of([200, 0, 1060])
-    dy = segments(on_gpu(KINDS[kind](208, plan.columns, layout=layout, fp8=left)), plan)
-    x = segments(on_gpu(KINDS[kind](144, plan.columns, layout=layout, fp8=right)), plan)
+    dy = segments(on_gpu(KINDS[kind](208, plan.columns, layout=layout, fp8=fp8)), plan)
+    x = segments(on_gpu(KINDS[kind](144, plan.columns, layout=layout)), plan)
     dw = ops.grouped_gemm_wgrad(dy, x, plan, out=poisoned(3, 208, 144, dtype=torch.float32))
     assert wgrad_error(dy, x, plan, dw) <= C_CUDA
 
@@ -456,7 +449,7 @@ def test_a_misaligned_operand_is_refused() -> None:
     flat = torch.empty(8 * 32 + 1, dtype=torch.uint8, device="cuda")
     shifted = flat[1:].view(8, 32).view(torch.float8_e4m3fn)
     out = poisoned(8, 32, dtype=torch.bfloat16)
-    bad = Fp8Tensor(shifted, a.scale_inv, (1, 128), "gemm")
+    bad = Fp8Tensor(shifted, a.scale_inv, "gemm")
     with pytest.raises(ValueError, match="a must start at a multiple of 16 bytes"):
         ops.grouped_gemm(bad, w, plan, out=out)
     assert out.isnan().all()

@@ -38,9 +38,9 @@ def test_without_plan(rows, intermediate, dtype, scale, fp8_dtype):
     z = awkward(rows, 2 * intermediate, dtype=dtype)
     dh = awkward(rows, intermediate, dtype=dtype)
     probs = torch.rand(rows)
+    check(ops.swiglu_quantize, z, scale=scale)
+    check(ops.swiglu_quantize, z, probs=probs, clamp=1.5, scale=scale)
     options = {"scale": scale, "fp8_dtype": fp8_dtype}
-    check(ops.swiglu_quantize, z, **options)
-    check(ops.swiglu_quantize, z, probs=probs, clamp=1.5, **options)
     check(ops.swiglu_quantize_backward, dh, z, **options)
     check(ops.swiglu_quantize_backward, dh, z, probs=probs, clamp=1.5, **options)
 
@@ -53,8 +53,8 @@ def test_with_plan(kind, align, columns):
     _, plan = plan_of(kind, tokens=150, experts=5, slots=3, align=align)
     for intermediate in (128, 208, 384):
         z, dh, probs = inputs(plan, intermediate)
+        check(ops.swiglu_quantize, z, probs=probs, plan=plan)
         options = {"probs": probs, "columns": columns, "plan": plan}
-        check(ops.swiglu_quantize, z, **options)
         check(ops.swiglu_quantize_backward, dh, z, **options)
 
 
@@ -66,10 +66,10 @@ def test_scale_layouts_and_saved_z(fp8_dtype, columns):
     for intermediate in (256, 336):
         z, dh, probs = inputs(plan, intermediate)
         for layout in ("row", "gemm"):
-            options = {"probs": probs, "columns": columns, "plan": plan, "fp8_dtype": fp8_dtype}
-            check(ops.swiglu_quantize, z, save_z=True, scale_layout=layout, **options)
-        z_q = ops.quantize(z, fp8_dtype=fp8_dtype)
-        check(ops.swiglu_quantize_backward, dh, z_q, **options)
+            options = {"save_z": True, "scale_layout": layout}
+            check(ops.swiglu_quantize, z, probs=probs, plan=plan, **options)
+        options = {"probs": probs, "columns": columns, "plan": plan, "fp8_dtype": fp8_dtype}
+        check(ops.swiglu_quantize_backward, dh, ops.quantize(z), **options)
 
 
 def test_every_bf16_sigmoid():
@@ -92,8 +92,8 @@ def test_every_gate_of_whole_tiles(columns, clamp):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
     dh = torch.ones(512, 128, dtype=torch.bfloat16)
+    check(ops.swiglu_quantize, z, plan=plan, clamp=clamp)
     options = {"plan": plan, "clamp": clamp, "columns": columns}
-    check(ops.swiglu_quantize, z, **options)
     check(ops.swiglu_quantize_backward, dh, z, probs=torch.rand(512), **options)
 
 
@@ -105,7 +105,7 @@ def test_many_tiles(intermediate, columns):
     counts = torch.tensor([2500, 0, 3100, 1, 1903], dtype=torch.int32)
     plan = RoutingPlan.from_counts(counts, capacity=7600, align=16)
     z, dh, probs = inputs(plan, intermediate)
-    check(ops.swiglu_quantize, z, probs=probs, columns=columns, plan=plan)
+    check(ops.swiglu_quantize, z, probs=probs, plan=plan)
     check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
@@ -211,7 +211,7 @@ def test_empty(columns):
         idx = torch.full((tokens, 2), -1)
         plan = ops.route(4, topk_idx=idx)
         z, dh, probs = inputs(plan, 128)
-        check(ops.swiglu_quantize, z, probs=probs, columns=columns, plan=plan)
+        check(ops.swiglu_quantize, z, probs=probs, plan=plan)
         check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 

@@ -172,11 +172,9 @@ def needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str | None = None) -> Fp8Tensor:
+def quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str = "e4m3") -> Fp8Tensor:
     """A standalone cast of the block: t [T, H] to row layout."""
-    q: Fp8Tensor = ops.quantize(
-        dense(t), fp8_dtype=fp8_dtype or recipe.fp8_dtype, scale=recipe.scale, eps=recipe.eps
-    )
+    q: Fp8Tensor = ops.quantize(dense(t), fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps)
     return q
 
 

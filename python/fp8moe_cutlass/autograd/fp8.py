@@ -110,9 +110,8 @@ def backward(
         z,
         plan,
         probs=saved.row_probs,
-        columns=None if recipe.requantize or not (need_gate_up or need_down) else recipe.columns,
+        columns=recipe.columns if need_gate_up or need_down else None,
         fp8_dtype=recipe.grad_dtype,
-        h_fp8_dtype=recipe.fp8_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
     )
@@ -120,15 +119,10 @@ def backward(
     if observe is not None:
         observe("dh", dh, plan, dout)
         observe("dz", dz, plan, (dh, z, saved.row_probs))
-    if recipe.requantize:  # the rows, to be quantized again
-        h, _ = _activate(z, plan, saved.row_probs, recipe, "none")
-        columns = [dz, h]
     del dy, dh, z, made
 
     def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
         dz_columns, x_columns = columns[0], _columns(x, plan, recipe)
-        if recipe.requantize:
-            dz_columns = _requantized(dz_columns, plan, recipe)
         if observe is not None:
             observe("x columns", x_columns, plan, x)
         dw: Tensor = ops.grouped_gemm_wgrad(
@@ -138,8 +132,6 @@ def backward(
 
     def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
         dy_columns, h_columns = _columns(dout, plan, recipe), columns[1]
-        if recipe.requantize:
-            h_columns = _requantized(h_columns, plan, recipe)
         if observe is not None:
             observe("dout columns", dy_columns, plan, dout)
         dw: Tensor = ops.grouped_gemm_wgrad(
@@ -174,7 +166,6 @@ def _activate(
         plan,
         probs=row_probs,
         save_z=keep == "fp8",
-        fp8_dtype=recipe.fp8_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
     )
@@ -187,7 +178,6 @@ def _transposed(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
         return w
     return ops.quantize_weight(
         w.mT.contiguous(),
-        fp8_dtype=recipe.fp8_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
         only="transpose",
@@ -197,13 +187,9 @@ def _transposed(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
 def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
     """The rows of `t` as a wgrad operand. Only power-of-two scales can be shifted in FP8; float32
     scales are dequantized and quantized again, a second rounding."""
-    if recipe.scale == "pow2" and not recipe.requantize:
+    if recipe.scale == "pow2":
         return ops.permute_transpose_fp8(t, plan, columns=recipe.columns)
-    return _requantized(ops.permute_pad(t, plan)[0], plan, recipe)
-
-
-def _requantized(rows: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
-    """FP8 rows [R, C] -> columns [C, Kcap] by way of float32: a second rounding."""
+    rows, _ = ops.permute_pad(t, plan)
     return ops.transpose_fp8(
         rows, plan, columns=recipe.columns, requantize=True, scale=recipe.scale, eps=recipe.eps
     )

@@ -36,7 +36,7 @@ def permute_pad(
     if isinstance(x, Fp8Tensor):
         if x.data.requires_grad or x.scale_inv.requires_grad:
             raise ValueError("[permute_pad] an Fp8Tensor has no gradient; got requires_grad=True")
-        kind = (x.block, scale_layout, x.pow2, x.interleave, x.fp8_dtype)
+        kind = (scale_layout, x.pow2, x.fp8_dtype)
         data, scale_inv, row_probs = _PermutePadFp8.apply(  # type: ignore[no-untyped-call]
             x, probs, plan.slab, plan.sizes, scale_layout, zero_unweighted
         )

@@ -22,9 +22,7 @@ def save(ctx: Any, *items: Saved) -> None:
             kinds.append(())
         elif isinstance(item, Fp8Tensor):
             tensors += [item.data, item.scale_inv]
-            kinds.append(
-                (item.block, item.scale_layout, item.pow2, item.interleave, item.fp8_dtype)
-            )
+            kinds.append((item.scale_layout, item.pow2, item.fp8_dtype))
         elif isinstance(item, RoutingPlan):
             tensors.append(item.slab)
             kinds.append(("plan", *item.sizes))

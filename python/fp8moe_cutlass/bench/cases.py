@@ -112,15 +112,6 @@ def quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
 
 
 @case
-def quantize_dual(shape: Shape, device: torch.device) -> Iterator[Work]:
-    x = normal(shape["R"], shape["C"], device=device)
-    plan = ragged(shape["R"], shape["E"], device)
-    for columns in ("block", "column"):
-        run, out = into(ops.quantize_dual, x, plan, columns=columns)
-        yield Work(columns, run, written(plan, x, out), inputs={"x": x, "plan": plan})
-
-
-@case
 def quantize_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
     w = normal(shape["E"], shape["N"], shape["K"], device=device)
     run, out = into(ops.quantize_weight, w)
@@ -285,11 +276,9 @@ def swiglu_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     z = normal(shape["R"], 2 * shape["C"], device=device)
     probs = torch.rand(shape["R"], device=device)
-    for columns in (None, "block", "column"):
-        run, out = into(ops.swiglu_quantize, z, plan, probs=probs, columns=columns)
-        variant = "rows" if columns is None else f"rows, columns={columns}"
-        moved = size_of(z, probs) + written(plan, out)
-        yield Work(variant, run, moved, inputs={"z": z, "probs": probs})
+    run, out = into(ops.swiglu_quantize, z, plan, probs=probs)
+    moved = size_of(z, probs) + written(plan, out)
+    yield Work("rows", run, moved, inputs={"z": z, "probs": probs})
 
 
 @case
@@ -330,7 +319,7 @@ def grouped_gemm_wgrad(shape: Shape, device: torch.device) -> Iterator[Work]:
     dy, x = normal(m, n, device=device), normal(m, k, device=device)
     plan = ragged(m, e, device)
     for columns in ("block", "column"):
-        (_, dy_t), (_, x_t) = (ops.quantize_dual(t, plan, columns=columns) for t in (dy, x))
+        dy_t, x_t = (ops.transpose_fp8(ops.quantize(t), plan, columns=columns) for t in (dy, x))
         run, dw = into(ops.grouped_gemm_wgrad, dy_t, x_t, plan)
         inputs = {"dy": dy, "x": x, "dy_t": dy_t, "x_t": x_t, "plan": plan, "columns": columns}
         yield Work(columns, run, size_of(dy_t, x_t, dw), 2 * m * n * k, (n, k, m), inputs)

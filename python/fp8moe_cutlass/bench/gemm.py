@@ -125,7 +125,9 @@ def operands(case: Case, device: torch.device) -> Operands:
     x = normal(case.m, case.k, device=device)
     if case.gemm == "wgrad":
         dy = normal(case.m, case.n, device=device)
-        dy_q, x_q = (ops.quantize_dual(t, plan, columns=case.columns)[1] for t in (dy, x))
+        dy_q, x_q = (
+            ops.transpose_fp8(ops.quantize(t), plan, columns=case.columns) for t in (dy, x)
+        )
         return Operands(case, plan, x, dy, x_q, dy_q)
     w = torch.stack([normal(case.n, case.k, device=device) for _ in range(case.e)])
     w_q = ops.quantize_weight(w)[0]

@@ -73,8 +73,7 @@ OPERANDS: dict[str, Make] = {
 def scaled(data: Tensor, layout: str, device: torch.device) -> Fp8Tensor:
     """With scales 2^-4 to 2^4, any mantissa."""
     scale = torch.exp2(torch.rand(scale_shape(tuple(data.shape), layout)) * 8 - 4)
-    block = (128, 128) if layout == "block" else (1, 128)
-    return Fp8Tensor(data.to(device), scale.to(device), block, layout)
+    return Fp8Tensor(data.to(device), scale.to(device), layout)
 
 
 def compare(name: str, make: Make, k: int, device: torch.device) -> Iterator[Record]:

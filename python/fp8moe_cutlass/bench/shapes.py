@@ -72,7 +72,6 @@ _LAYERS = [  # rows, hidden, intermediate, experts
 SHAPES: dict[str, dict[str, list[Shape]]] = {
     "cuda": {
         "quantize": [matrix(32768, 7168), matrix(4096, 7168), matrix(32768, 2048)],
-        "quantize_dual": [grouped(32768, 7168, 32), grouped(32768, 2048, 32)],
         "quantize_weight": [{"E": 32, "N": 4096, "K": 7168}, {"E": 128, "N": 1536, "K": 2048}],
         "dequantize": [matrix(32768, 7168)],
         "route": [routing(4096, 256, 8), routing(4096, 512, 8), routing(65536, 256, 8)],
@@ -99,7 +98,6 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
     },
     "cpu": {
         "quantize": [matrix(32768, 1024)],
-        "quantize_dual": [grouped(32768, 1024, 8)],
         "quantize_weight": [{"E": 16, "N": 2048, "K": 1024}],
         "dequantize": [matrix(32768, 1024)],
         "route": [routing(4096, 64, 8)],
@@ -122,7 +120,6 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
 # What --quick times: one tiny shape an op, to see that all of it runs.
 QUICK: dict[str, Shape] = {
     "quantize": matrix(256, 256),
-    "quantize_dual": grouped(256, 256, 2),
     "quantize_weight": {"E": 2, "N": 256, "K": 256},
     "dequantize": matrix(256, 256),
     "route": routing(128, 4, 2),

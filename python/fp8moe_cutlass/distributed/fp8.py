@@ -49,15 +49,13 @@ class Fp8Block:
         # Into as many rows as there can be: the sizes are on their way meanwhile.
         if self.observe is not None:
             self.observe("x", quantize(x, self.recipe), plan, x)
-        return self._pack(
-            x, plan, self.recipe.fp8_dtype, topk_idx, probs, num_experts=exchange.num_experts
-        )
+        return self._pack(x, plan, "e4m3", topk_idx, probs, num_experts=exchange.num_experts)
 
     def forward(
         self, rows: Tensor, slots: int, plan: RoutingPlan, exchange: Exchange, sizes: Sizes
     ) -> tuple[Tensor, tuple[Saved, ...]]:
         weights = self.weights
-        x, topk_idx, probs = self._unpack(rows, weights.down.shape[1], slots, self.recipe.fp8_dtype)
+        x, topk_idx, probs = self._unpack(rows, weights.down.shape[1], slots, "e4m3")
         local = ops.route(
             len(exchange.local_experts), topk_idx=topk_idx, capacity=sizes.assignments
         )

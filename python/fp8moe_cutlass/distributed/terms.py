@@ -45,7 +45,7 @@ def recipe_word(recipe: Fp8Recipe | None) -> int:
 def _format(recipe: Fp8Recipe | None) -> str:
     if recipe is None:
         return "none (bfloat16)"
-    return f"{recipe.fp8_dtype} with {recipe.scale} scales, gradients in {recipe.grad_dtype}"
+    return f"{recipe.scale} scales, gradients in {recipe.grad_dtype}"
 
 
 def _yes(word: int) -> str:
@@ -57,8 +57,8 @@ _SCALES: tuple[ScaleKind, ...] = ("pow2", "fp32")
 _RECIPES = (
     _format(None),
     *(
-        _format(Fp8Recipe(x, gradient, scale, columns="column"))
-        for x, gradient, scale in itertools.product(_FP8, _FP8, _SCALES)
+        _format(Fp8Recipe(gradient, scale, columns="column"))
+        for gradient, scale in itertools.product(_FP8, _SCALES)
     ),
 )
 # What an error calls a word, and how it reads it.

@@ -17,8 +17,6 @@ from fp8moe_cutlass.nn._staleness import Kept, capturing, fingerprint, watch
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
-_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
 
 class Fp8Copies(nn.Module):
     """A module whose gate_up_proj [E, 2I, H] and down_proj [E, H, I] have FP8 copies, in buffers
@@ -41,7 +39,7 @@ class Fp8Copies(nn.Module):
         if self.recipe is None:
             return
         copies = self.fp8_weights()
-        how: Any = {name: getattr(self.recipe, name) for name in ("fp8_dtype", "scale", "eps")}
+        how: Any = {name: getattr(self.recipe, name) for name in ("scale", "eps")}
         for parameter, rows, transpose in (
             (self.gate_up_proj, copies.gate_up, copies.gate_up_t),
             (self.down_proj, copies.down, copies.down_t),
@@ -62,7 +60,7 @@ class Fp8Copies(nn.Module):
         """The FP8 copies as the last `quantize_weights` left them; the layer has an FP8 recipe."""
         assert self.recipe is not None
         buffers = self._buffers  # every forward is here; a look-up by attribute takes a microsecond
-        how: Any = ((128, 128), "block", self.recipe.scale == "pow2", 0, self.recipe.fp8_dtype)
+        how: Any = ("block", self.recipe.scale == "pow2", "e4m3")
 
         def held(name: str) -> Fp8Tensor:
             return Fp8Tensor(buffers[f"{name}_fp8"], buffers[f"{name}_scale_inv"], *how)
@@ -127,7 +125,7 @@ class Fp8Copies(nn.Module):
         device = self.gate_up_proj.device
         for name in self._copies():
             shape = shapes[name]
-            data = torch.empty(shape, dtype=_DTYPES[self.recipe.fp8_dtype], device=device)
+            data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
             scale_inv = torch.empty(scale_shape(shape, "block"), dtype=torch.float32, device=device)
             self.register_buffer(f"{name}_fp8", data, persistent=False)
             self.register_buffer(f"{name}_scale_inv", scale_inv, persistent=False)

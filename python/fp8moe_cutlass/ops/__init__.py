@@ -15,7 +15,6 @@ from fp8moe_cutlass.ops.permute_pad import permute_pad, permute_pad_backward
 from fp8moe_cutlass.ops.permute_transpose_fp8 import permute_transpose_fp8
 from fp8moe_cutlass.ops.plan_from_counts import plan_from_counts
 from fp8moe_cutlass.ops.quantize import quantize
-from fp8moe_cutlass.ops.quantize_dual import quantize_dual
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
 from fp8moe_cutlass.ops.quantize_weight import quantize_weight
 from fp8moe_cutlass.ops.route import route
@@ -36,7 +35,6 @@ __all__ = [
     "permute_transpose_fp8",
     "plan_from_counts",
     "quantize",
-    "quantize_dual",
     "quantize_pack",
     "quantize_weight",
     "route",

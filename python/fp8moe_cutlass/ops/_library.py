@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8moe_cutlass import _C
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
-from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
+from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 from fp8moe_cutlass.typing import Array, DType
 
 try:
@@ -241,27 +241,20 @@ def new_fp8(
     layout: str,
     fp8_dtype: DType,
     pow2: bool,
-    interleave: int = 0,
 ) -> Fp8Tensor:
     """An uninitialized Fp8Tensor of the framework and device of `like`."""
     if not is_dynamo_compiling():
-        made: Fp8Tensor | None = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2, interleave)
+        made: Fp8Tensor | None = _C.empty_fp8(like, shape, layout, fp8_dtype, pow2)
         if made is not None:
             return made
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    block = (TILE, TILE) if layout == "block" else (1, TILE)
     data = empty(op, like, shape, format)
     scale_inv = empty(op, like, scale_shape(shape, layout), "float32")
-    return Fp8Tensor(data, scale_inv, block, layout, pow2, interleave, format)
+    return Fp8Tensor(data, scale_inv, layout, pow2, format)
 
 
 def given_fp8(
-    op: str,
-    out: Fp8Tensor | Array | None,
-    layout: str,
-    fp8_dtype: DType,
-    pow2: bool,
-    interleave: int = 0,
+    op: str, out: Fp8Tensor | Array | None, layout: str, fp8_dtype: DType, pow2: bool
 ) -> Fp8Tensor:
     """`out`; ValueError if it is not what the arguments ask for. Its shape is for _C to look at."""
     if (  # in words, at little cost; a dtype that is a framework's object is named below
@@ -269,18 +262,14 @@ def given_fp8(
         and out.fp8_dtype == fp8_dtype
         and out.scale_layout == layout
         and out.pow2 is pow2
-        and out.interleave == interleave
     ):
         return out
     if out is None:
         raise ValueError(f"[{op}] out must hold an Fp8Tensor for each output; got None")
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    asked = (layout, format, pow2, interleave)
-    got = (out.scale_layout, out.fp8_dtype, out.pow2, out.interleave)
+    asked, got = (layout, format, pow2), (out.scale_layout, out.fp8_dtype, out.pow2)
     if asked != got:
-        raise ValueError(
-            f"[{op}] out must have (scale_layout, fp8_dtype, pow2, interleave) {asked}; got {got}"
-        )
+        raise ValueError(f"[{op}] out must have (scale_layout, fp8_dtype, pow2) {asked}; got {got}")
     return out
 
 

@@ -10,12 +10,7 @@ _op = define("dequantize(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) x)")
 
 
 def dequantize(t: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = None) -> Array:
-    """The values of t [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16.
-
-    Raises ValueError for interleaved weights, whose rows and scales are in different orders.
-    """
-    if t.interleave:
-        raise ValueError(f"[dequantize] t must not be interleaved; got interleave={t.interleave}")
+    """The values of t [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16."""
     name = dtype_name("dequantize", "dtype", dtype, "float32", "float16", "bfloat16")
     x = empty("dequantize", t.data, t.shape, name) if out is None else out
     _op(t, x)

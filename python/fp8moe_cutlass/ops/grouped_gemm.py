@@ -26,11 +26,6 @@ def grouped_gemm(
     fprop with quantize_weight's first result, dgrad with its second. Rows are ragged: `plan` says
     whose they are. Returns d [R, N], bfloat16 or float32, accumulated in float32.
     """
-    if a.interleave or w.interleave:
-        raise ValueError(
-            "[grouped_gemm] a and w must not be interleaved; "
-            f"got interleave={a.interleave} and {w.interleave}"
-        )
     name = dtype_name("grouped_gemm", "out_dtype", out_dtype, "bfloat16", "float32")
     if out is None:
         out = empty("grouped_gemm", a.data, (a.data.shape[0], w.data.shape[1]), name)

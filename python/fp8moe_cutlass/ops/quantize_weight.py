@@ -6,11 +6,11 @@ from typing import Any, Literal, overload
 
 from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
-from fp8moe_cutlass.typing import Array, DType, ScaleKind
+from fp8moe_cutlass.typing import Array, ScaleKind
 
 _op = define(
     "quantize_weight(Tensor w, Tensor(a!)? q, Tensor(b!)? q_scale, "
-    "Tensor(c!)? q_t, Tensor(d!)? q_t_scale, bool pow2, float eps, int interleave)"
+    "Tensor(c!)? q_t, Tensor(d!)? q_t_scale, bool pow2, float eps)"
 )
 
 
@@ -18,8 +18,6 @@ _op = define(
 def quantize_weight(
     w: Array,
     *,
-    interleave: int = 0,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     only: None = None,
@@ -31,8 +29,6 @@ def quantize_weight(
 def quantize_weight(
     w: Array,
     *,
-    interleave: int = 0,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     only: Literal["rows", "transpose"],
@@ -43,19 +39,15 @@ def quantize_weight(
 def quantize_weight(
     w: Array,
     *,
-    interleave: int = 0,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     only: Literal["rows", "transpose"] | None = None,
     out: Any = None,
 ) -> Any:
-    """Quantizes w [E, N, K] (float32, float16 or bfloat16) once for fprop and dgrad.
+    """Quantizes w [E, N, K] (float32, float16 or bfloat16) to E4M3, once for fprop and dgrad.
 
     Returns q [E, N, K] and q_t [E, K, N] with the same codes and scales transposed; with `only`
     "rows" q alone, with "transpose" q_t alone.
-    interleave g > 0 stores the rows of q as g of the first half (gate), g of the second (up), and
-    so on (N % 256 == 0 and 128 % g == 0); scales and q_t keep the order of w.
     """
     op = "quantize_weight"
     if only not in (None, "rows", "transpose"):
@@ -65,14 +57,14 @@ def quantize_weight(
     if out is None:
         e, n, k = shape_of(op, "w", w, 3)
         if only != "transpose":
-            rows = new_fp8(op, w, (e, n, k), "block", fp8_dtype, pow2, interleave)
+            rows = new_fp8(op, w, (e, n, k), "block", "e4m3", pow2)
         if only != "rows":
-            transpose = new_fp8(op, w, (e, k, n), "block", fp8_dtype, pow2)
+            transpose = new_fp8(op, w, (e, k, n), "block", "e4m3", pow2)
     else:
         given = (out, out) if only else out
         if only != "transpose":
-            rows = given_fp8(op, given[0], "block", fp8_dtype, pow2, interleave)
+            rows = given_fp8(op, given[0], "block", "e4m3", pow2)
         if only != "rows":
-            transpose = given_fp8(op, given[1], "block", fp8_dtype, pow2)
-    _op(w, rows, transpose, pow2, eps, interleave)
+            transpose = given_fp8(op, given[1], "block", "e4m3", pow2)
+    _op(w, rows, transpose, pow2, eps)
     return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]

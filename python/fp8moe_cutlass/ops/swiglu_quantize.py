@@ -19,8 +19,7 @@ from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 _op = define(
     f"swiglu_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
     "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
-    "Tensor(c!)? h_columns, Tensor(d!)? h_columns_scale, str h_columns_layout, "
-    "Tensor(e!)? z_q, Tensor(f!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
+    "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
 )
 _backward = define(
     "swiglu_quantize_backward(Tensor dh, Tensor? z, Tensor? z_q, Tensor? z_q_scale, "
@@ -38,58 +37,36 @@ def swiglu_quantize(
     probs: Array | None = None,
     *,
     clamp: float | None = None,
-    columns: Columns | None = None,
     save_z: bool = False,
-    fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
-    out: tuple[Fp8Tensor, ...] | Fp8Tensor | None = None,
-) -> Fp8Tensor | tuple[Fp8Tensor, ...]:
-    """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16).
+    out: tuple[Fp8Tensor, Fp8Tensor] | Fp8Tensor | None = None,
+) -> Fp8Tensor | tuple[Fp8Tensor, Fp8Tensor]:
+    """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
-    up within [-c, c]; None or 0: neither. columns "block" or "column" (needs a plan) also returns h
-    transposed, [I, Kcap], as quantize_dual does; save_z also returns Q(z) [R, 2I] in row layout,
-    which the backward may take instead of z.
-    Returns h [R, I], or the tuple (h, h_columns, z_q) of those asked for.
+    up within [-c, c]; None or 0: neither.
+    Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, which the backward may take
+    instead of z.
     """
     op = "swiglu_quantize"
     pow2 = is_pow2(op, scale)
-    layout = None if columns is None else column_layout(op, columns)
-    h_columns = z_q = None
+    z_q = None
     if out is None:
         r, width = shape_of(op, "z", z, 2)
-        h = new_fp8(op, z, (r, width // 2), scale_layout, fp8_dtype, pow2)
-        if layout:
-            kcap = _needed(plan, op).columns
-            h_columns = new_fp8(op, z, (width // 2, kcap), layout, fp8_dtype, pow2)
+        h = new_fp8(op, z, (r, width // 2), scale_layout, "e4m3", pow2)
         if save_z:
-            z_q = new_fp8(op, z, (r, width), "row", fp8_dtype, pow2)
+            z_q = new_fp8(op, z, (r, width), "row", "e4m3", pow2)
     else:
         given = (out,) if isinstance(out, Fp8Tensor) else out
-        parts = 1 + bool(layout) + save_z
-        if len(given) != parts:
-            raise ValueError(f"[{op}] out must have {parts} parts; got {len(given)}")
-        h = given_fp8(op, given[0], scale_layout, fp8_dtype, pow2)
-        if layout:
-            h_columns = given_fp8(op, given[1], layout, fp8_dtype, pow2)
+        if len(given) != 1 + save_z:
+            raise ValueError(f"[{op}] out must have {1 + save_z} parts; got {len(given)}")
+        h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         if save_z:
-            z_q = given_fp8(op, given[-1], "row", fp8_dtype, pow2)
-    _op(
-        z,
-        plan,
-        probs,
-        clamp or 0.0,
-        h,
-        h_columns,
-        z_q,
-        pow2,
-        eps,
-    )
-    if h_columns is None:
-        return h if z_q is None else (h, z_q)
-    return (h, h_columns) if z_q is None else (h, h_columns, z_q)
+            z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
+    _op(z, plan, probs, clamp or 0.0, h, z_q, pow2, eps)
+    return h if z_q is None else (h, z_q)
 
 
 def swiglu_quantize_backward(
@@ -101,7 +78,6 @@ def swiglu_quantize_backward(
     clamp: float | None = None,
     columns: Columns | None = None,
     fp8_dtype: DType = "e4m3",
-    h_fp8_dtype: DType = None,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
@@ -110,21 +86,22 @@ def swiglu_quantize_backward(
     """The gradient of swiglu_quantize at dh [R, I], with z [R, 2I] as given forward or its Q(z).
 
     dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
-    returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in `h_fp8_dtype` (None:
-    fp8_dtype). Returns (dz, dprobs or None), or (dz, dz_columns, h_columns, dprobs or None).
+    returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3.
+    Returns (dz, dprobs or None), or (dz, dz_columns, h_columns, dprobs or None).
     """
     op = "swiglu_quantize_backward"
     pow2 = is_pow2(op, scale)
     layout = None if columns is None else column_layout(op, columns)
-    h_dtype = fp8_dtype if h_fp8_dtype is None else h_fp8_dtype
     dz_columns = h_columns = dprobs = None
     if out is None:
         r, i = shape_of(op, "dh", dh, 2)
         dz = new_fp8(op, dh, (r, 2 * i), scale_layout, fp8_dtype, pow2)
         if layout:
-            kcap = _needed(plan, op).columns
+            if plan is None:
+                raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
+            kcap = plan.columns
             dz_columns = new_fp8(op, dh, (2 * i, kcap), layout, fp8_dtype, pow2)
-            h_columns = new_fp8(op, dh, (i, kcap), layout, h_dtype, pow2)
+            h_columns = new_fp8(op, dh, (i, kcap), layout, "e4m3", pow2)
     else:
         parts = 4 if layout else 2
         if len(out) != parts:
@@ -133,7 +110,7 @@ def swiglu_quantize_backward(
         dz = given_fp8(op, out[0], scale_layout, fp8_dtype, pow2)
         if layout:
             dz_columns = given_fp8(op, out[1], layout, fp8_dtype, pow2)
-            h_columns = given_fp8(op, out[2], layout, h_dtype, pow2)
+            h_columns = given_fp8(op, out[2], layout, "e4m3", pow2)
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
     z_q = z if isinstance(z, Fp8Tensor) else None
@@ -154,9 +131,3 @@ def swiglu_quantize_backward(
     if dz_columns is None or h_columns is None:
         return dz, dprobs
     return dz, dz_columns, h_columns, dprobs
-
-
-def _needed(plan: RoutingPlan | None, op: str) -> RoutingPlan:
-    if plan is None:
-        raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
-    return plan

@@ -57,7 +57,7 @@ def train(
     corpus: Corpus,
     device: torch.device,
     out: Path,
-    variants: tuple[str, ...] = ("fp8", "bf16"),
+    variants: tuple[str, ...] = tuple(VARIANTS),
     seeds: int = 1,
     resume: bool = False,
     on_step: Callable[[Trainer], None] = lambda trainer: None,

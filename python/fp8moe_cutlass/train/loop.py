@@ -21,13 +21,8 @@ from .data import Corpus
 from .model import BYTES, Decoder, ModelConfig
 from .ranks import Alone, experts_of
 
-# The recipes a run compares. "double" is a baseline: FP8 with float32 scales whose every wgrad
-# operand is dequantized and quantized again along the tokens.
-VARIANTS: dict[str, Fp8Recipe | None] = {
-    "fp8": Fp8Recipe(),
-    "bf16": None,
-    "double": Fp8Recipe(scale="fp32", columns="column", requantize=True),
-}
+# The recipes a run compares.
+VARIANTS: dict[str, Fp8Recipe | None] = {"fp8": Fp8Recipe(), "bf16": None}
 SAVE_SECONDS = 300.0  # between checkpoints of an undisturbed run
 
 

@@ -38,46 +38,27 @@ def check_quantize(given: Inputs) -> Iterator[Check]:
         ("e4m3", "pow2", "row"),
         ("e5m2", "pow2", "gemm"),
         ("e4m3", "fp32", "row"),
-        ("e4m3", "pow2", "block"),
     ]
     for fp8, scale, layout in cases:
-        block = (128, 128) if layout == "block" else (1, 128)
-        q = ops.quantize(x, block=block, fp8_dtype=fp8, scale=scale, scale_layout=layout)
-        wanted = ref.quantize(
-            array(x), block[0], fp8, scale == "pow2", largest=ref.LARGEST["float32"]
-        )
+        q = ops.quantize(x, fp8_dtype=fp8, scale=scale, scale_layout=layout)
+        wanted = ref.quantize(array(x), 1, fp8, scale == "pow2", largest=ref.LARGEST["float32"])
         pairs = pairs_of(quantized(q), wanted)
         yield bit_equal("quantize", f"{fp8}, {scale} scales, {layout}, Inf and NaN", pairs)
 
 
-def check_quantize_dual(given: Inputs) -> Iterator[Check]:
-    plan, p = given.routing(300, 4, 2, 1)
-    y = ops.permute_pad(given.normal(300, 272), plan)[0]
-    x, end = array(y), int(p.row_offsets[-1])
-    for columns in ("block", "column"):
-        rows, cols = ops.quantize_dual(y, plan, columns=columns)
-        wanted = ref.quantize(x[:end])
-        pairs = pairs_of(quantized(rows, end), wanted)
-        pairs += column_pairs(cols, ref.columns_of(x, p, tile_rows(columns)), p)
-        yield bit_equal("quantize_dual", f"columns={columns}", pairs)
-
-
 def check_quantize_weight(given: Inputs) -> Iterator[Check]:
     w = given.normal(3, 512, 272)
-    for interleave in (0, 32):
-        q, q_t = ops.quantize_weight(w, interleave=interleave)
-        pairs = []
-        for e in range(3):
-            wanted = ref.quantize(array(w[e]), 128)
-            halves = wanted.codes.reshape(2, 256 // (interleave or 256), -1, 272)
-            stored = halves.swapaxes(0, 1).reshape(512, 272) if interleave else wanted.codes
-            pairs += [
-                (array(q.data)[e], stored),
-                (array(q.scale_inv)[e], wanted.scale),
-                (array(q_t.data)[e], wanted.codes.T),
-                (array(q_t.scale_inv)[e], wanted.scale.T),
-            ]
-        yield bit_equal("quantize_weight", f"and its transpose, interleave={interleave}", pairs)
+    q, q_t = ops.quantize_weight(w)
+    pairs = []
+    for e in range(3):
+        wanted = ref.quantize(array(w[e]), 128)
+        pairs += [
+            (array(q.data)[e], wanted.codes),
+            (array(q.scale_inv)[e], wanted.scale),
+            (array(q_t.data)[e], wanted.codes.T),
+            (array(q_t.scale_inv)[e], wanted.scale.T),
+        ]
+    yield bit_equal("quantize_weight", "and its transpose", pairs)
 
 
 def check_dequantize(given: Inputs) -> Iterator[Check]:
@@ -248,8 +229,9 @@ def check_gemm(given: Inputs) -> Iterator[Check]:
         worst = max(worst, gemm_error(d[rows], *ref.gemm(left[rows], right), 2.0**-8))
     yield within("grouped_gemm", f"{end} ragged rows, K=272, bf16 out", contract, worst, limit)
     dy = ops.permute_pad(given.normal(300, 256), plan)[0]
-    for columns in ("block", "column"):
-        dy_t, x_t = (ops.quantize_dual(t, plan, columns=columns)[1] for t in (dy, x))
+    kinds: tuple[Columns, ...] = ("block", "column")
+    for columns in kinds:
+        dy_t, x_t = (ops.transpose_fp8(ops.quantize(t), plan, columns=columns) for t in (dy, x))
         dw = array(ops.grouped_gemm_wgrad(dy_t, x_t, plan))
         sides = [expand(t, tile_rows(columns)) for t in (dy_t, x_t)]
         worst = 0.0
@@ -263,7 +245,6 @@ def check_gemm(given: Inputs) -> Iterator[Check]:
 
 CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_quantize,
-    check_quantize_dual,
     check_quantize_weight,
     check_dequantize,
     check_route,

@@ -212,14 +212,6 @@ def pinned_dot(a: F32, b: F32) -> float:
 # ---- operands contracted over tokens ------------------------------------------------------------
 
 
-def columns_of(x: F32, plan: Plan, rows: int, **rule: Any) -> list[Quantized]:
-    """Q(x^T) of each expert's tokens, by rows x 128 tiles of the transposed matrix."""
-    return [
-        quantize(np.ascontiguousarray(x[plan.tokens(e)].T), rows, **rule)
-        for e in range(len(plan.counts))
-    ]
-
-
 def transpose_fp8(q: Quantized, tile_rows: int, fp8: str = "e4m3") -> Quantized:
     """One expert's [m, C] with 1x128 power-of-two scales -> [C, m] by tile_rows x 128 tiles.
 

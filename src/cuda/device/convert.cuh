@@ -43,25 +43,6 @@ __device__ __forceinline__ uint32_t pack2<Fp16>(float first, float second) {
   return w;
 }
 
-// max(a, |b|) of two packed pairs, NaNs ignored.
-template <typename T>
-__device__ __forceinline__ uint32_t most_packed(uint32_t a, uint32_t b);
-
-template <>
-__device__ __forceinline__ uint32_t most_packed<Bf16>(uint32_t a, uint32_t b) {
-  uint32_t magnitude, most;
-  asm("abs.bf16x2 %0, %1;" : "=r"(magnitude) : "r"(b));
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(magnitude));
-  return most;
-}
-template <>
-__device__ __forceinline__ uint32_t most_packed<Fp16>(uint32_t a, uint32_t b) {
-  uint32_t magnitude, most;
-  asm("abs.f16x2 %0, %1;" : "=r"(magnitude) : "r"(b));
-  asm("max.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(magnitude));
-  return most;
-}
-
 // Packed words of T -> f32. N values: N words for f32, N / 2 for the 16-bit types.
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const uint32_t* words, float (&v)[N]) {

@@ -9,14 +9,12 @@
 namespace fp8moe::cuda {
 
 // Below kLow the sigmoid is that of 0, from kHigh on it is constant: 3,824 magnitudes of either
-// sign. Negative gates lie where the sign's bit of a 16-bit byte address puts them: bit 15 where it
-// is (48,064 bytes with a hole), or 14 by one more shift for two gates (31,680 bytes).
-template <int kSignBit = 15>
+// sign. Negative gates lie where bit 14 of a 16-bit byte address, the sign shifted by one, puts
+// them (31,680 bytes).
 struct SigmoidTable {
-  static_assert(kSignBit == 14 || kSignBit == 15);
   static constexpr uint32_t kLow = 0x33C0, kHigh = 0x42AF;  // 2^-24 1.5 and 87.5 as bf16
   static constexpr int kMagnitudes = kHigh - kLow + 1;
-  static constexpr int kNegative = (1 << kSignBit) / sizeof(float);
+  static constexpr int kNegative = (1 << 14) / sizeof(float);
   float of[kNegative + kMagnitudes];
   uint32_t minus_low;  // of two gates; one of two immediates costs an instruction at every use
 
@@ -35,27 +33,19 @@ struct SigmoidTable {
   __device__ __forceinline__ float2 two(uint32_t gates) const {
     const uint32_t m =
         __viaddmin_s16x2_relu(gates & 0x7FFF7FFFu, minus_low, 0x10001u * (kHigh - kLow));
-    const uint32_t sign = gates >> (15 - kSignBit) & 0x10001u << kSignBit;
+    const uint32_t sign = gates >> 1 & 0x10001u << 14;
     const uint32_t at = m << 2 | sign;
     const auto* bytes = reinterpret_cast<const unsigned char*>(of);
     return {*reinterpret_cast<const float*>(bytes + (at & 0xFFFFu)),
             *reinterpret_cast<const float*>(bytes + (at >> 16))};
   }
 
-  // The last kComputed pairs are computed. A warp's reads collide, 3.4 cycles for one: where shared
-  // memory is what a kernel waits for, a quarter fewer of them is worth the instructions.
-  template <int kComputed = 0>
   __device__ __forceinline__ void eight(const uint4& gates, float (&sigmoid)[8]) const {
     const uint32_t words[4] = {gates.x, gates.y, gates.z, gates.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < 4 - kComputed) {
-        const float2 pair = two(words[i]);
-        sigmoid[2 * i] = pair.x, sigmoid[2 * i + 1] = pair.y;
-      } else {
-        const float2 gate = unpack2<Bf16>(words[i]);
-        sigmoid[2 * i] = pinned_sigmoid(gate.x), sigmoid[2 * i + 1] = pinned_sigmoid(gate.y);
-      }
+      const float2 pair = two(words[i]);
+      sigmoid[2 * i] = pair.x, sigmoid[2 * i + 1] = pair.y;
     }
   }
 };

@@ -30,12 +30,11 @@ struct FloatSource {
   }
 };
 
-// z of any dtype, or FP8 dequantized to bf16.
+// z of any dtype, or E4M3 dequantized to bf16.
 struct PreActivation {
-  FloatSource dense;               // data == nullptr: FP8
+  FloatSource dense;               // data == nullptr: E4M3
   const uint8_t* codes = nullptr;  // [R, 2I]
   const float* scale_inv = nullptr;
-  DType fp8 = DType::e4m3;
   int64_t scale_row = 0, scale_tile = 0;
   int width = 0;  // 2I
 
@@ -44,11 +43,7 @@ struct PreActivation {
     if (dense.data != nullptr) return dense.load(offset, v);
     const uint2 packed = cuda::load<uint2>(codes + offset);
     const float s = scale_inv[row * scale_row + column / 128 * scale_tile];
-    if (fp8 == DType::e4m3) {
-      fp8_decode4<E4M3>(packed.x, v), fp8_decode4<E4M3>(packed.y, v + 4);
-    } else {
-      fp8_decode4<E5M2>(packed.x, v), fp8_decode4<E5M2>(packed.y, v + 4);
-    }
+    fp8_decode4<E4M3>(packed.x, v), fp8_decode4<E4M3>(packed.y, v + 4);
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const float2 rounded = unpack2<Bf16>(pack2<Bf16>(v[i] * s, v[i + 1] * s));
@@ -63,7 +58,6 @@ inline PreActivation pre_activation(const Tensor& z, const Fp8Tensor& z_q) {
   return {.dense = {nullptr, DType::bf16},
           .codes = strides.data,
           .scale_inv = strides.scale,
-          .fp8 = z_q.data.dtype,
           .scale_row = strides.scale_row,
           .scale_tile = strides.scale_tile,
           .width = static_cast<int>(strides.ld)};
@@ -141,11 +135,11 @@ __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
   quantize_tile<F, kKind>(source, b, tile, block, columns, rows_to, columns_to, scaling);
 }
 
-// Quantizes source [rows, columns] to rows, to columns, or to both.
+// Quantizes source [rows, columns] to rows, to columns, or to both, in format F.
 template <typename F, typename Source>
-void launch_quantize_source(const char* op, const Source& source, const RoutingPlan& plan,
-                            int64_t rows, int64_t columns, const Fp8Tensor& rows_to,
-                            const Fp8Tensor& columns_to, Scaling scaling, cudaStream_t stream) {
+void quantize_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
+                   int64_t columns, const Fp8Tensor& rows_to, const Fp8Tensor& columns_to,
+                   Scaling scaling, cudaStream_t stream) {
   const int64_t tiles = cdiv(columns, kTile);
   const int64_t blocks = plan.defined() ? plan.columns() / kTile : cdiv(rows, kTile);
   if (blocks == 0 || tiles == 0) return;
@@ -159,22 +153,6 @@ void launch_quantize_source(const char* op, const Source& source, const RoutingP
     case ColumnKind::block: return go(quantize_source<F, ColumnKind::block, Source>);
     case ColumnKind::column: return go(quantize_source<F, ColumnKind::column, Source>);
   }
-}
-
-// The same by the outputs' own formats: two passes where rows and columns differ.
-template <typename Source>
-void quantize_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
-                   int64_t columns, const Fp8Tensor& rows_to, const Fp8Tensor& columns_to,
-                   Scaling scaling, cudaStream_t stream) {
-  const auto pass = [&](const Fp8Tensor& r, const Fp8Tensor& c) {
-    dispatch_fp8(r.defined() ? r.data.dtype : c.data.dtype, [&]<typename F>() {
-      launch_quantize_source<F>(op, source, plan, rows, columns, r, c, scaling, stream);
-    });
-  };
-  const bool both = rows_to.defined() && columns_to.defined();
-  if (!both || rows_to.data.dtype == columns_to.data.dtype) return pass(rows_to, columns_to);
-  pass(rows_to, {});
-  pass({}, columns_to);
 }
 
 }  // namespace fp8moe::cuda

@@ -57,7 +57,7 @@ struct BackwardTilesShared {
   alignas(16) float scale[3][128];
   float most[3][T::kWarps];
   alignas(16) float prob[128];  // a warp's own 8
-  SigmoidTable<14> sigmoids;
+  SigmoidTable sigmoids;
   float sums[kSums][128];  // of dprob, of tiles not yet added up
   BackwardRange range;
   SplitBarrier maxima_done, scales_done, codes_done;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_row(const SwigluBackward& p, const TileItem
 template <bool kClamp, bool kMultiplied>
 __device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uint4 (&gates)[512],
                                               const uint4 (&ups)[512], const uint4 (&dhs)[512],
-                                              const SigmoidTable<14>& sigmoids, float prob,
+                                              const SigmoidTable& sigmoids, float prob,
                                               float (&dgate)[8], float (&dup)[8], float (&h)[8]) {
   float gate[8], up[8], dh[8], of_gate[8], term[8];
   const uint4 g = gates[threadIdx.x], u = ups[threadIdx.x], d = dhs[threadIdx.x];

@@ -4,8 +4,7 @@
 // kLanes lanes (8 or 16) share a row; the block has 32 kLanes threads. Thread t holds rows
 // 4 (t / kLanes) + j, j < 4, at the 8 columns from 64 half + 8 (t % kLanes) on, half < 16 / kLanes.
 // A warp's access is then 64 to 256 consecutive bytes of each row, and a thread's 4 rows are 4
-// consecutive bytes of a transposed row. kTeams > 1: so many teams of so many threads share a
-// block, a tile each.
+// consecutive bytes of a transposed row.
 #pragma once
 
 #include "cuda/device/convert.cuh"
@@ -16,7 +15,7 @@
 
 namespace fp8moe::cuda {
 
-template <int kLanes, int kTeams = 1>
+template <int kLanes>
 struct Tile {
   static constexpr int kThreads = 32 * kLanes;
   static constexpr int kWarps = kLanes;
@@ -42,17 +41,8 @@ struct Tile {
     __device__ __forceinline__ operator Maxima() { return {of[0], 128, of[0], scale}; }
   };
 
-  // This thread's place; barriers are of the team.
-  static __device__ __forceinline__ int team() { return kTeams == 1 ? 0 : threadIdx.x / kThreads; }
-  static __device__ __forceinline__ int thread() {
-    return kTeams == 1 ? threadIdx.x : threadIdx.x % kThreads;
-  }
-  static __device__ __forceinline__ void sync() {
-    if constexpr (kTeams == 1)
-      __syncthreads();
-    else
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + team()), "n"(kThreads) : "memory");
-  }
+  // This thread's place.
+  static __device__ __forceinline__ int thread() { return threadIdx.x; }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
   static __device__ __forceinline__ int group() { return thread() / kLanes; }
   static __device__ __forceinline__ int row() { return 4 * group(); }

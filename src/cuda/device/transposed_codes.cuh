@@ -35,11 +35,6 @@ struct TransposedCodes {
   // codes[j]: 4 channels from `channel` on at token 4 group + j.
   __device__ __forceinline__ void put(int channel, int group, uint32_t (&codes)[4]) {
     transpose_4x4(codes);
-    put_transposed(channel, group, codes);
-  }
-  // codes[i]: channel + i at tokens 4 group ... 4 group + 3.
-  __device__ __forceinline__ void put_transposed(int channel, int group,
-                                                 const uint32_t (&codes)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       word[channel + i][group ^ (swizzle(channel) | swap(channel))] = codes[i];

@@ -1,4 +1,4 @@
-// Included by instances/*.cu, one Kind and pair of formats each, so that they compile in parallel.
+// Included by instances/*.cu, one Kind and format of A each, so that they compile in parallel.
 #pragma once
 
 #include <string>
@@ -8,21 +8,21 @@
 
 namespace fp8moe::cuda::gemm {
 
-template <Kind kKind, DType A, DType B, int TileM, int TileN, Output kOutput, bool kThin = false>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kThin = false>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kBytes = Stage<kKind, TileM, TileN>::kBytes;
-  auto* kernel = grouped_gemm_kernel<kKind, A, B, TileM, TileN, kOutput, kThin>;
+  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput, kThin>;
   allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
   kernel<<<static_cast<unsigned>(device.sm_count), kThreads<TileM>, kBytes, stream>>>(params);
   FP8MOE_CUDA_CHECK(cudaGetLastError());
 }
 
 // With 192 columns or rows one way to write D each: with both the loop is 1 to 2% slower.
-template <Kind kKind, DType A, DType B>
+template <Kind kKind, DType A>
 void launch(const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream) {
   const auto run = [&]<int TileM, int TileN, Output kOutput, bool kThin = false>() {
-    launch_kernel<kKind, A, B, TileM, TileN, kOutput, kThin>(params, device, stream);
+    launch_kernel<kKind, A, TileM, TileN, kOutput, kThin>(params, device, stream);
   };
   if (config.tile_m == kTallM) {
     if constexpr (kKind == Kind::rows) {

@@ -73,7 +73,7 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
-template <Kind kKind, DType A, DType B, int TileM, int TileN>
+template <Kind kKind, DType A, int TileM, int TileN>
 struct Consumer {
   const Ring<kKind, TileM, TileN>& ring;
   int half;             // which of the consumers
@@ -126,9 +126,9 @@ struct Consumer {
     constexpr bool kAtOnce = First && kBeginsAtOnce<kKind>;
     if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
-    multiply<A, B, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
+    multiply<A, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
     if constexpr (parts_of(kShape, TileM) == 2)
-      multiply<A, B, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
+      multiply<A, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
     if constexpr (kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     meanwhile();
@@ -211,14 +211,14 @@ struct Consumer {
   }
 };
 
-template <bool kThin, Kind kKind, DType A, DType B, int TileM, int TileN, Output kOutput>
+template <bool kThin, Kind kKind, DType A, int TileM, int TileN, Output kOutput>
 __device__ void consume(const Params& params, uint8_t* shared) {
   // Through a shuffle the compiler knows these to be uniform in the warp, and so the descriptors;
   // and it does not compute the address of shared memory anew in every step.
   const int half = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   const Ring<kKind, TileM, TileN> ring{static_cast<uint8_t*>(
       __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
-  Consumer<kKind, A, B, TileM, TileN> consumer{
+  Consumer<kKind, A, TileM, TileN> consumer{
       .ring = ring, .half = half, .whole = operands<Shape::whole>(ring, half, false)};
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   uint8_t* const slabs = ring.slabs(4 * half + warp);
@@ -275,7 +275,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
 }
 
-template <Kind kKind, DType A, DType B, int TileM, int TileN, Output kOutput, bool kThin>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kThin>
 __global__ void __launch_bounds__(kThreads<TileM>, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(kThreads<TileM>, 1)
     if (warp == 2 && cute::elect_one_sync()) plan<kThin>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<TileM>>();
-    consume<kThin, kKind, A, B, TileM, TileN, kOutput>(params, shared);
+    consume<kThin, kKind, A, TileM, TileN, kOutput>(params, shared);
   }
 }
 

@@ -9,25 +9,19 @@
 
 namespace fp8moe::cuda::gemm {
 
-// Runs the instance of (kind, a, b, config) on the current device; defined in instances/.
-template <Kind kKind, DType A, DType B>
+// Runs the instance of (kind, a, config) on the current device; defined in instances/.
+template <Kind kKind, DType A>
 void launch(const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream);
 
-// Picks the formats' instance at run time.
+// Picks the instance of A's format at run time; B is in E4M3.
 template <Kind kKind>
-void launch(DType a, DType b, const Params& params, const Config& config, const DeviceInfo& device,
+void launch(DType a, const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream) {
-  const auto with = [&]<DType A>() {
-    if (b == DType::e4m3)
-      launch<kKind, A, DType::e4m3>(params, config, device, stream);
-    else
-      launch<kKind, A, DType::e5m2>(params, config, device, stream);
-  };
   if (a == DType::e4m3)
-    with.template operator()<DType::e4m3>();
+    launch<kKind, DType::e4m3>(params, config, device, stream);
   else
-    with.template operator()<DType::e5m2>();
+    launch<kKind, DType::e5m2>(params, config, device, stream);
 }
 
 }  // namespace fp8moe::cuda::gemm

@@ -12,20 +12,18 @@
 
 namespace fp8moe::cuda::gemm {
 
-// The m64 x N x k32 instruction of a pair of FP8 formats.
-template <DType A, DType B, int N>
+// The m64 x N x k32 instruction of A in E4M3 or E5M2 (gradients) and B in E4M3.
+template <DType A, int N>
 struct Instruction;
 
-#define FP8MOE_WGMMA(N, A, B, NAME)                                   \
+#define FP8MOE_WGMMA(N, A, NAME)                                      \
   template <>                                                         \
-  struct Instruction<DType::A, DType::B, N> {                         \
+  struct Instruction<DType::A, N> {                                   \
     using Op = cute::SM90::GMMA::MMA_64x##N##x32_F32##NAME##_SS_TN<>; \
   };
-#define FP8MOE_WGMMA_FORMATS(N)         \
-  FP8MOE_WGMMA(N, e4m3, e4m3, E4M3E4M3) \
-  FP8MOE_WGMMA(N, e4m3, e5m2, E4M3E5M2) \
-  FP8MOE_WGMMA(N, e5m2, e4m3, E5M2E4M3) \
-  FP8MOE_WGMMA(N, e5m2, e5m2, E5M2E5M2)
+#define FP8MOE_WGMMA_FORMATS(N)   \
+  FP8MOE_WGMMA(N, e4m3, E4M3E4M3) \
+  FP8MOE_WGMMA(N, e5m2, E5M2E4M3)
 FP8MOE_WGMMA_FORMATS(64)
 FP8MOE_WGMMA_FORMATS(128)
 FP8MOE_WGMMA_FORMATS(192)
@@ -54,12 +52,12 @@ __device__ __forceinline__ void issue(uint64_t a, uint64_t b, float* sum, bool a
 
 // part [64, N] = a [64, 128] b [N, 128]^T, asynchronously: part, N / 2 values, is undefined until
 // `finish`. Between `begin_multiply` of all parts and `cute::warpgroup_commit_batch`.
-template <DType A, DType B, int N>
+template <DType A, int N>
 __device__ __forceinline__ void multiply(uint32_t a, uint32_t b, float* part) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)  // 32 bytes of K are 2 units of the descriptor's address
-    issue<typename Instruction<A, B, N>::Op>(whole(a + 2 * k), whole(b + 2 * k), part, k > 0,
-                                             std::make_index_sequence<N / 2>{});
+    issue<typename Instruction<A, N>::Op>(whole(a + 2 * k), whole(b + 2 * k), part, k > 0,
+                                          std::make_index_sequence<N / 2>{});
 }
 
 // Nothing that touched part before passes the multiplies that follow.
