@@ -43,8 +43,8 @@ NAMES = {
     "act_quantize_backward": ("swiglu_quantize_backward",),
     "limit": ("clamp",),
 }
-# Arguments that follow from others in some builds: left out where there are none of that name.
-IMPLIED = ("block",)
+# Options that some builds lack: left out there if they have this value, or any value if None.
+WITHOUT = {"block": None, "fp8_dtype": "e4m3", "h_fp8_dtype": "e4m3"}
 
 FORMATS = ("e4m3", "e5m2")
 SCALES = ("pow2", "fp32")
@@ -61,7 +61,7 @@ def call(function: Any, *args: Any, **options: Any) -> Any:
     named = {}
     for name, value in options.items():
         mine = next((n for n in (name, *NAMES.get(name, ())) if n in known), None)
-        if mine or name not in IMPLIED:
+        if mine or name not in WITHOUT or WITHOUT[name] not in (None, value):
             named[mine or name] = value  # an unknown one raises
     return function(*args, **named)
 
@@ -625,48 +625,43 @@ def write(path: Path, device: str, only: int | None) -> int:
     ops_done = time.monotonic()
     if only is None:
         layers(device, out)
-    errors = collections.Counter(
-        key.partition("#")[0].split("/")[0] + ": " + value
-        for key, value in out.found.items()
-        if value.startswith("error")
-    )
     path.write_text(json.dumps(out.found, indent=0, sort_keys=True) + "\n")
-    for text, count in errors.most_common(20):
-        print(f"{count} cases of {text}")
+    errors = [key for key, value in out.found.items() if value.startswith("error")]
+    show("", errors, out.found)
     print(
-        f"{len(out.found)} cases, {errors.total()} errors, on {device}: operators "
+        f"{len(out.found)} cases, {len(errors)} errors, on {device}: operators "
         f"{ops_done - start:.0f} s, layers {time.monotonic() - ops_done:.0f} s"
     )
     return 0
+
+
+def show(what: str, keys: list[str], found: dict[str, str]) -> None:
+    """The keys, by operator and error."""
+    alike: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for key in keys:
+        error = found.get(key, "")
+        error = error.splitlines()[0][:160] if error.startswith("error") else ""
+        alike[key.split("/")[0].split("#")[0], error].append(key)
+    for (name, error), some in alike.items():
+        print(f"{what}{len(some)} cases of {name}{error and ': '}{error}")
+        for key in random.Random(0).sample(some, min(3 if error else 10, len(some))):
+            print(f"    {key}")
 
 
 def compare(base: Path, new: Path, gone: list[str]) -> int:
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     a, b = (json.loads(path.read_text()) for path in (base, new))
     for key in sorted({*a, *b}):
-        old, now = (
-            d.get(key) if not d.get(key, "error").startswith("error") else None for d in (a, b)
-        )
-        if old is None and now is None:
-            kinds["in neither"].append(key)
-        elif old is None:
-            kinds["only in NEW"].append(key)
-        elif now is None:
+        has_a, has_b = (not d.get(key, "error").startswith("error") for d in (a, b))
+        if has_a and has_b:
+            kinds["equal" if a[key] == b[key] else "different"].append(key)
+        elif has_a:
             expected = any(fnmatch.fnmatch(key, pattern) for pattern in gone)
             kinds["gone as expected" if expected else "only in BASE"].append(key)
         else:
-            kinds["equal" if old == now else "different"].append(key)
-    for kind in ("different", "only in BASE", "in neither", "only in NEW"):
-        cases = collections.defaultdict(list)
-        for key in kinds[kind]:
-            cases[key.partition("#")[0]].append(key.partition("#")[2])
-        for name, where in list(cases.items())[:40]:
-            print(f"{kind}: {name} ({', '.join(where[:6])}{', ...' if len(where) > 6 else ''})")
-            error = b.get(f"{name}#{where[0]}", "")
-            if kind != "different" and error.startswith("error"):
-                print(f"    {error[:300]}")
-        if len(cases) > 40:
-            print(f"{kind}: {len(cases) - 40} more")
+            kinds["only in NEW" if has_b else "in neither"].append(key)
+    for kind in ("only in NEW", "only in BASE", "in neither", "different"):
+        show(f"{kind}: ", kinds[kind], b)
     print(", ".join(f"{len(keys)} {kind}" for kind, keys in kinds.items() if keys))
     return 1 if kinds["different"] or kinds["only in BASE"] or kinds["in neither"] else 0
 
