@@ -1,11 +1,15 @@
-"""Python threads: calls run at the same time, without the GIL, with the bits of one thread."""
+"""Threads: Python's run calls at the same time, with the bits of one; OpenMP's change no bit."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,3 +95,15 @@ def test_the_gil_is_free_during_a_call() -> None:
     assert not done
     worker.join()
     assert done
+
+
+def test_any_number_of_openmp_threads_gives_the_same_bits(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "gate_digests.py"
+    found = []
+    for threads in ("1", "1", "2", "7"):
+        out = tmp_path / f"{len(found)}.json"
+        env = {**os.environ, "OMP_NUM_THREADS": threads}
+        subprocess.run([sys.executable, script, out, "--shapes", "12"], check=True, env=env)
+        found.append(json.loads(out.read_text()))
+    assert sum(not digest.startswith("error") for digest in found[0].values()) > 200
+    assert all(digests == found[0] for digests in found)
