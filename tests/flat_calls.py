@@ -190,9 +190,6 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         "swiglu_quantize_backward": {
             "dh": p.rows[:, : width // 2].contiguous(),
             "z": p.rows,
-            "z_q": None,
-            "z_q_scale": None,
-            "z_q_layout": "",
             **plan,
             "probs": p.row_probs,
             "clamp": 0.0,

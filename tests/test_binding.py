@@ -445,10 +445,6 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "out must be a plan of",
     ),
     "align": (lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, align=8), "align must be 1, 16"),
-    "probs with FP8 dout": (
-        lambda p: ops.unpermute_unpad_backward(p.x8, p.plan, p.rows, p.probs),
-        "neither y nor probs",
-    ),
     "to_layout": (lambda p: p.w8.to_layout("row"), "got 'block' to 'row'"),
     "to_layout of experts": (
         lambda p: Fp8Tensor(p.w8.data, p.x8.scale_inv).to_layout("gemm"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
 from fp8moe_cutlass import _C, cli, doctor
+
+DTYPES = ("bfloat16", "float32")
 
 
 def counted(
@@ -40,7 +43,19 @@ def counted(
     return tiles, work
 
 
-@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
+PRODUCTS = {
+    "fprop": ("fprop", "bfloat16"),
+    "fprop_f32": ("fprop", "float32"),
+    "dgrad": ("dgrad", "bfloat16"),
+    "wgrad": ("wgrad", "bfloat16"),
+    "wgrad_f32": ("wgrad", "float32"),
+    "wgrad_main_grad": ("wgrad", "float32", True),
+    "wgrad_1x128": ("wgrad", "bfloat16", False, "column"),
+    "wgrad_1x128_main_grad": ("wgrad", "float32", True, "column"),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "experts"),
     [
@@ -52,8 +67,9 @@ def counted(
         (3, 16, 16, 4),
     ],
 )
-def test_counts_are_those_of_a_walk(name: str, m: int, n: int, k: int, experts: int) -> None:
-    c = _C.explain_grouped_gemm(name, m, n, k, experts, 20)
+def test_counts_are_those_of_a_walk(product: str, m: int, n: int, k: int, experts: int) -> None:
+    name, *options = PRODUCTS[product]
+    c = _C.explain_grouped_gemm(name, m, n, k, experts, 20, *options)
     tiles, work = counted(name, m, n, k, experts, *c["tile"])
     assert c["tiles"] == tiles
     assert c["waves"] == pytest.approx(tiles / 20)
@@ -119,6 +135,22 @@ def test_short_tiles_of_wgrad_are_taken_as_ctas_come_free() -> None:
     assert [taken(name, 128) for name in ("fprop", "dgrad")] == [False, False]
 
 
+def test_wgrad_is_described_as_it_is_asked_for() -> None:
+    """Tiles, and how CTAs come to them, follow the dtype of dW, accumulation and the scales."""
+
+    def wgrad(experts: int, *options: Any) -> tuple[Any, Any]:
+        c = _C.explain_grouped_gemm("wgrad", 32768, 768, 1408, experts, 132, *options)
+        return c["tile"], c["taken"]
+
+    wide, tall = (128, 192), (192, 128)
+    assert wgrad(8) == (wide, False)
+    assert wgrad(8, "float32") == (tall, False)  # all of D, where wide tiles have 128 columns more
+    assert wgrad(8, "float32", True) == (wide, False)
+    assert wgrad(32, "float32", True) == (tall, True)
+    assert wgrad(32, "bfloat16", True) == (wide, False)
+    assert [wgrad(8, d, a, "column")[0] for d in DTYPES for a in (False, True)] == [tall] * 4
+
+
 def test_no_rows_are_no_tiles() -> None:
     c = _C.explain_grouped_gemm("fprop", 0, 256, 256, 4, 132)
     assert (c["tiles"], c["waves"], c["idle"], c["waste"]) == (0, 0.0, 0.0, 0.0)
@@ -132,8 +164,16 @@ def test_bad_sizes_are_refused(bad: tuple[int, ...]) -> None:
         _C.explain_grouped_gemm("fprop", *bad)
     with pytest.raises(ValueError, match="at most 1073741824; got M 2147483648"):
         _C.explain_grouped_gemm("fprop", 2**31, 1, 1, 1, 1)
-    with pytest.raises(ValueError, match="gemm must be fprop, dgrad or wgrad; got sideways"):
+    with pytest.raises(ValueError, match="gemm must be fprop or dgrad or wgrad; got sideways"):
         _C.explain_grouped_gemm("sideways", 1, 1, 1, 1, 1)
+    for options, message in (
+        (("float16",), "out_dtype must be bfloat16 or float32; got float16"),
+        (("float32", True), "accumulate and columns are of wgrad alone; got them with another"),
+        (("bfloat16", False, "column"), "accumulate and columns are of wgrad alone"),
+        (("bfloat16", False, "row"), "columns must be block or column; got row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _C.explain_grouped_gemm("fprop", 1, 1, 1, 1, 1, *options)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
@@ -153,6 +193,13 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert out.count("dealt in turn") == 2
     assert "taken as CTAs come free" in out[out.index("wgrad ") :]
+    megatron = ("--wgrad-dtype", "float32", "--accumulate")
+    assert run(monkeypatch, "--explain", "32768,768,1408,32", "--sms", "132", *megatron) == 0
+    out = capsys.readouterr().out
+    assert "wgrad adds to float32, operands scaled 128x128" in " ".join(out.split())
+    assert "tile 192x128" in out[out.rindex("wgrad ") :]
+    assert run(monkeypatch, "--explain", "16,16,16,1", "--sms", "1", "--columns", "row") == 2
+    assert "columns must be block or column; got row" in capsys.readouterr().err
 
 
 def test_command_says_what_is_wrong(

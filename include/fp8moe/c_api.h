@@ -202,10 +202,10 @@ FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const 
                                                   const fp8moe_fp8_tensor* h,
                                                   const fp8moe_fp8_tensor* z_q,
                                                   fp8moe_scale_rule rule, void* stream);
-/* One of z and z_q is NULL; plan, probs, dprobs, dz_columns, h_columns: optional. */
+/* plan, probs, dprobs, dz_columns, h_columns: optional. */
 FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize_backward(
-    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_fp8_tensor* z_q,
-    const fp8moe_plan* plan, const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
+    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_plan* plan,
+    const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
     const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
     const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule rule, void* stream);
 

@@ -172,15 +172,14 @@ FP8MOE_API void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const 
                                 float clamp, const Fp8Tensor& h, const Fp8Tensor& z_q,
                                 ScaleRule rule, Stream stream = {});
 
-// The gradient: dh [R, I] f32/f16/bf16, z as given forward, or its FP8 form (z_q, z then undefined;
-// it is dequantized to bf16 first). dz [R, 2I] = Q([dgate | dup]); dprobs [R] f32 = sum of
-// silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8, dz_columns
-// [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
-FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
-                                         const RoutingPlan& plan, const Tensor& probs, float clamp,
-                                         const Fp8Tensor& dz, const Tensor& dprobs,
-                                         const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
-                                         ScaleRule rule, Stream stream = {});
+// The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
+// [R] f32 = sum of silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8,
+// dz_columns [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
+FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                                         const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                                         const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                                         const Fp8Tensor& h_columns, ScaleRule rule,
+                                         Stream stream = {});
 
 // ---- grouped GEMM -------------------------------------------------------------------------------
 

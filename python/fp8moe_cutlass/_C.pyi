@@ -1,6 +1,6 @@
 from typing import Any
 
-import fp8moe_cutlass.typing
+import fp8moe_cutlass
 
 
 class DeviceUnavailable(RuntimeError):
@@ -54,7 +54,7 @@ def count_codes(q: fp8moe_cutlass.typing.ArrayArg, q_scale: fp8moe_cutlass.typin
 
 def swiglu_quantize(z: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, clamp: float, h: fp8moe_cutlass.typing.ArrayArg, h_scale: fp8moe_cutlass.typing.ArrayArg, h_layout: str, z_q: fp8moe_cutlass.typing.ArrayArg | None, z_q_scale: fp8moe_cutlass.typing.ArrayArg | None, z_q_layout: str, pow2: bool, eps: float) -> None: ...
 
-def swiglu_quantize_backward(dh: fp8moe_cutlass.typing.ArrayArg, z: fp8moe_cutlass.typing.ArrayArg | None, z_q: fp8moe_cutlass.typing.ArrayArg | None, z_q_scale: fp8moe_cutlass.typing.ArrayArg | None, z_q_layout: str, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, clamp: float, dz: fp8moe_cutlass.typing.ArrayArg, dz_scale: fp8moe_cutlass.typing.ArrayArg, dz_layout: str, dprobs: fp8moe_cutlass.typing.ArrayArg | None, dz_columns: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_layout: str, h_columns: fp8moe_cutlass.typing.ArrayArg | None, h_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, h_columns_layout: str, pow2: bool, eps: float) -> None: ...
+def swiglu_quantize_backward(dh: fp8moe_cutlass.typing.ArrayArg, z: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, clamp: float, dz: fp8moe_cutlass.typing.ArrayArg, dz_scale: fp8moe_cutlass.typing.ArrayArg, dz_layout: str, dprobs: fp8moe_cutlass.typing.ArrayArg | None, dz_columns: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_layout: str, h_columns: fp8moe_cutlass.typing.ArrayArg | None, h_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, h_columns_layout: str, pow2: bool, eps: float) -> None: ...
 
 def grouped_gemm(a: fp8moe_cutlass.typing.ArrayArg, a_scale: fp8moe_cutlass.typing.ArrayArg, w: fp8moe_cutlass.typing.ArrayArg, w_scale: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, d: fp8moe_cutlass.typing.ArrayArg) -> None: ...
 
@@ -82,7 +82,7 @@ def set_stream(handle: int) -> int:
     Sets this thread's stream for arrays whose framework names none; returns the one before.
     """
 
-def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int) -> dict[str, Any]:
+def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> dict[str, Any]:
     """
     The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.
     """

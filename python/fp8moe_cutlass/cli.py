@@ -79,6 +79,15 @@ def doctor(
         typer.Option(metavar="M,N,K,E", help="The GEMM kernels of M rows by weight [E, N, K]."),
     ] = None,
     sms: Annotated[int | None, typer.Option(help="SMs, where no GPU is here to ask.")] = None,
+    wgrad_dtype: Annotated[
+        str, typer.Option(help="Of --explain: what wgrad writes, bfloat16 or float32 (main_grad).")
+    ] = "bfloat16",
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Of --explain: wgrad adds to what is there.")
+    ] = False,
+    columns: Annotated[
+        str, typer.Option(help="Of --explain: wgrad's operands, block (128x128) or column (1x128).")
+    ] = "block",
 ) -> None:
     """What was built, what is here, and what would run where."""
     from .doctor import explain as explained
@@ -86,7 +95,10 @@ def doctor(
 
     console = Console()
     tick = "✓" if console.encoding.startswith("utf") else "+"
-    sections = report() if explain is None else dict([explained(explain, sms)])
+    if explain is None:
+        sections = report()
+    else:
+        sections = dict([explained(explain, sms, wgrad_dtype, accumulate, columns)])
     for title, findings in sections.items():
         console.print(f"\n[bold]{title}[/]")
         for f in findings:

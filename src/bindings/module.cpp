@@ -5,6 +5,8 @@
 // None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -242,23 +244,22 @@ void bind_activation(nb::module_& m) {
 
   m.def(
       "swiglu_quantize_backward",
-      [](In dh, In z, In z_q, In z_q_scale, Layout z_q_layout, In plan, PLAN_SIZES, In probs,
-         double clamp, Out dz, Out dz_scale, Layout dz_layout, Out dprobs, Out dz_columns,
-         Out dz_columns_scale, Layout dz_columns_layout, Out h_columns, Out h_columns_scale,
-         Layout h_columns_layout, bool pow2, double eps) {
+      [](In dh, In z, In plan, PLAN_SIZES, In probs, double clamp, Out dz, Out dz_scale,
+         Layout dz_layout, Out dprobs, Out dz_columns, Out dz_columns_scale,
+         Layout dz_columns_layout, Out h_columns, Out h_columns_scale, Layout h_columns_layout,
+         bool pow2, double eps) {
         Call op("swiglu_quantize_backward");
         op.run(swiglu_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
-               op.fp8(z_q, z_q_scale, z_q_layout, "z_q"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
                static_cast<float>(clamp), op.fp8(dz, dz_scale, dz_layout, "dz"),
                op.tensor(dprobs, "dprobs"),
                op.fp8(dz_columns, dz_columns_scale, dz_columns_layout, "dz_columns"),
                op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"), rule(pow2, eps));
       },
-      "dh"_a, "z"_a.none(), "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "plan"_a.none(),
-      PLAN_NAMES, "probs"_a.none(), "clamp"_a, "dz"_a, "dz_scale"_a, "dz_layout"_a,
-      "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(), "dz_columns_layout"_a,
-      "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a, "pow2"_a, "eps"_a);
+      "dh"_a, "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "clamp"_a, "dz"_a, "dz_scale"_a,
+      "dz_layout"_a, "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(),
+      "dz_columns_layout"_a, "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a,
+      "pow2"_a, "eps"_a);
 }
 
 void bind_gemm(nb::module_& m) {
@@ -320,15 +321,30 @@ NB_MODULE(_C, m) {
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
   m.def(
       "explain_grouped_gemm",
-      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count) {
-        const std::string_view name = gemm;
-        if (name != "fprop" && name != "dgrad" && name != "wgrad")
-          throw InvalidArgument("[explain_grouped_gemm] gemm must be fprop, dgrad or wgrad; got " +
-                                std::string(name));
-        const GemmChoice c = explain_grouped_gemm(name == "fprop"   ? GemmPass::fprop
-                                                  : name == "dgrad" ? GemmPass::dgrad
-                                                                    : GemmPass::wgrad,
-                                                  m, n, k, experts, sm_count);
+      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
+         const char* out_dtype, bool accumulate, const char* columns) {
+        // The place of `given` among the words.
+        const auto word = [](const char* what, std::string_view given,
+                             std::initializer_list<std::string_view> words) {
+          const auto at = std::find(words.begin(), words.end(), given);
+          if (at != words.end()) return at - words.begin();
+          std::string text = std::string("[explain_grouped_gemm] ") + what + " must be ";
+          for (std::string_view w : words)
+            text.append(w).append(w == words.end()[-1] ? "" : " or ");
+          throw InvalidArgument(text + "; got " + std::string(given));
+        };
+        const GemmChoice c = explain_grouped_gemm(
+            {.pass = static_cast<GemmPass>(word("gemm", gemm, {"fprop", "dgrad", "wgrad"})),
+             .m = m,
+             .n = n,
+             .k = k,
+             .experts = experts,
+             .sm_count = sm_count,
+             .out =
+                 word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
+             .accumulate = accumulate,
+             .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
+                                                                      : ScaleLayout::block});
         nb::typed<nb::dict, nb::str, nb::any> d;
         d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
         d["stages"] = c.stages;
@@ -341,7 +357,8 @@ NB_MODULE(_C, m) {
         d["waste"] = c.waste;
         return d;
       },
-      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a,
+      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, "out_dtype"_a = "bfloat16",
+      "accumulate"_a = false, "columns"_a = "block",
       "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
   m.def("build_info", [] {
     const BuildInfo info = build_info();

@@ -4,7 +4,7 @@
 #include <new>
 #include <string>
 
-#include "core/check.h"
+#include "common/check.h"
 #include "fp8moe/ops.h"
 
 namespace fp8moe {
@@ -315,15 +315,16 @@ fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* 
   });
 }
 
-fp8moe_status fp8moe_swiglu_quantize_backward(
-    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_fp8_tensor* z_q,
-    const fp8moe_plan* p, const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
-    const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
-    const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule r, void* stream) {
+fp8moe_status fp8moe_swiglu_quantize_backward(const fp8moe_tensor* dh, const fp8moe_tensor* z,
+                                              const fp8moe_plan* p, const fp8moe_tensor* probs,
+                                              float clamp, const fp8moe_fp8_tensor* dz,
+                                              const fp8moe_tensor* dprobs,
+                                              const fp8moe_fp8_tensor* dz_columns,
+                                              const fp8moe_fp8_tensor* h_columns,
+                                              fp8moe_scale_rule r, void* stream) {
   return guarded([&] {
-    swiglu_quantize_backward(tensor(dh), tensor(z), fp8(z_q), plan(p), tensor(probs), clamp,
-                             fp8(dz), tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r),
-                             {stream});
+    swiglu_quantize_backward(tensor(dh), tensor(z), plan(p), tensor(probs), clamp, fp8(dz),
+                             tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r), {stream});
   });
 }
 

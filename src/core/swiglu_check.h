@@ -1,8 +1,8 @@
 // The checks swiglu_quantize and its backward share.
 #pragma once
 
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 

@@ -14,15 +14,11 @@ void check_columns(const Checker& check, const Fp8Tensor& columns, const char* n
 
 }  // namespace
 
-void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
-                              const RoutingPlan& plan, const Tensor& probs, float clamp,
-                              const Fp8Tensor& dz, const Tensor& dprobs,
-                              const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
-                              ScaleRule rule, Stream stream) {
+void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                              const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                              const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                              const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
   const Checker check("swiglu_quantize_backward", dh.device);
-  FP8MOE_CHECK(z.defined() != z_q.defined(),
-               "[swiglu_quantize_backward] exactly one of z and z_q is given; got ",
-               z.defined() ? "both" : "neither");
   check.ndim(dh, "dh", 2);
   check.dtype(dh, "dh", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = dh.shape[0];
@@ -30,14 +26,9 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   check_swiglu(check, rows, 2 * inner, plan, probs, clamp);
   check.tensor(dh, "dh", {rows, inner});
   check.aligned(dh, "dh");
-  if (z.defined()) {
-    check.tensor(z, "z", {rows, 2 * inner});
-    check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
-    check.aligned(z, "z");
-  } else {
-    check.fp8(z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
-    check.e4m3(z_q, "z_q");
-  }
+  check.tensor(z, "z", {rows, 2 * inner});
+  check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
+  check.aligned(z, "z");
   check.fp8(dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
   if (dprobs.defined()) {
     FP8MOE_CHECK(probs.defined(), "[swiglu_quantize_backward] dprobs needs probs; got none");
@@ -57,10 +48,10 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   check.rule(rule);
   check.disjoint(
       {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},
-      {{dh, "dh"}, {z, "z"}, {z_q, "z_q"}, {probs, "probs"}, {plan.slab, "plan"}});
+      {{dh, "dh"}, {z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
   if (dh.numel() == 0) return;
   FP8MOE_DISPATCH("swiglu_quantize_backward", dh.device,
-                  swiglu_quantize_backward(dh, z, z_q, plan, probs, clamp, dz, dprobs, dz_columns,
+                  swiglu_quantize_backward(dh, z, plan, probs, clamp, dz, dprobs, dz_columns,
                                            h_columns, rule, stream));
 }
 

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/gemm_tile.h"
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cpu/clones.h"
 
 namespace fp8moe::cpu {

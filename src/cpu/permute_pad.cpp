@@ -1,7 +1,7 @@
 // permute_pad: rows, scales and probs of tokens to the rows of the plan; padding rows are zero.
 #include <cstring>
 
-#include "core/backends.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 #include "cpu/row_scales.h"
 

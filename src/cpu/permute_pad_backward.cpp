@@ -1,6 +1,6 @@
 // permute_pad_backward: each token's rows summed, the gradient of its probs gathered.
-#include "core/backends.h"
 #include "cpu/gather_sum.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {

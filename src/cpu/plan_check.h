@@ -2,7 +2,7 @@
 // that was never filled, or was filled for other sizes, is an error and not a wild access.
 #pragma once
 
-#include "core/check.h"
+#include "common/check.h"
 #include "cpu/clones.h"
 #include "fp8moe/plan.h"
 

@@ -4,7 +4,7 @@
 
 #include <omp.h>
 
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
 #include "cpu/row_scales.h"

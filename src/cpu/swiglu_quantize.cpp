@@ -1,5 +1,5 @@
 // swiglu_quantize: h = Q(silu(gate) up prob) row by row.
-#include "core/backends.h"
+#include "cpu/ops.h"
 #include "cpu/swiglu_rows.h"
 
 namespace fp8moe::cpu {

@@ -1,23 +1,12 @@
 // swiglu_quantize_backward: dz = Q([dgate | dup]) and dprob row by row; with columns, the f32 rows
 // of 128 tokens are kept until their columns are quantized too.
 #include "common/reduce.h"
-#include "core/backends.h"
+#include "cpu/ops.h"
 #include "cpu/swiglu_rows.h"
 
 namespace fp8moe::cpu {
 
 namespace {
-
-// to = bf16(q * scale_inv), as f32
-FP8MOE_CLONES void dequantize_row(const uint8_t* q, const float* scale_inv, int64_t stride,
-                                  int64_t n, float* to) {
-  for (int64_t first = 0; first < n; first += kTile) {
-    const float scale = scale_inv[first / kTile * stride];
-    const int64_t width = std::min(kTile, n - first);
-    for (int64_t i = first; i < first + width; ++i)
-      to[i] = to_float(from_float<Bf16>(fp8_decode<E4M3>(q[i]) * scale));
-  }
-}
 
 // dgate, dup and the terms of dprob
 FP8MOE_CLONES void swiglu_grad_row(const float* __restrict gate, const float* __restrict up,
@@ -45,11 +34,10 @@ void zero_padding_probs(const RoutingPlan& plan, const Tensor& dprobs) {
 
 }  // namespace
 
-void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
-                              const RoutingPlan& plan, const Tensor& probs, float clamp,
-                              const Fp8Tensor& dz, const Tensor& dprobs,
-                              const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
-                              ScaleRule rule, Stream) {
+void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                              const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                              const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                              const Fp8Tensor& h_columns, ScaleRule rule, Stream) {
   const int64_t inner = dh.shape[1];
   const std::vector<TokenTile> tiles = tiles_of("swiglu_quantize_backward", plan, dh.shape[0]);
   const int64_t kept = dz_columns.defined() ? kTile : 1;  // rows of dz
@@ -61,12 +49,6 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
   const auto read = [](const Tensor& t, int64_t row, int64_t width, float* to) {
     dispatch_float(t.dtype,
                    [&]<typename T>() { widen_row<T>(t.as<const T>() + row * width, width, to); });
-  };
-  const auto read_z = [&](int64_t row, float* to) {
-    if (z.defined()) return read(z, row, 2 * inner, to);
-    const RowScales scales(z_q);
-    dequantize_row(z_q.data.as<const uint8_t>() + row * 2 * inner, scales.of(row), scales.tile,
-                   2 * inner, to);
   };
 #pragma omp parallel
   {
@@ -80,7 +62,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
         const int64_t i = r - tile.row;
         float* dz_row = dz_block.data() + i % kept * 2 * inner;
         const float prob = probs.defined() ? probs.as<const float>()[r] : 1.0f;
-        read_z(r, z_row.data());
+        read(z, r, 2 * inner, z_row.data());
         read(dh, r, inner, dh_row.data());
         swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, clamp,
                         dz_row, dz_row + inner, terms.data());

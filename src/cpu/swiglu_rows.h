@@ -3,8 +3,8 @@
 
 #include <cstring>
 
+#include "common/dispatch.h"
 #include "common/swiglu.h"
-#include "core/dispatch.h"
 #include "cpu/clones.h"
 #include "cpu/columns.h"
 #include "cpu/row_scales.h"

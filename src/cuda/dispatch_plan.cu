@@ -4,9 +4,9 @@
 //   rows.
 // Both take 128 tokens at a time as a bit a token and rank: a token that names a rank twice sets
 // one bit, and the bits below a token's are the tokens of the rank that come before it.
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/device/plan_layout.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -2,7 +2,7 @@
 // flight.
 #include "cuda/gather_sum.h"
 
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/slots.cuh"

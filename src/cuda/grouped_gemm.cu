@@ -1,7 +1,7 @@
 // d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
-#include "core/backends.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/problem.h"
+#include "cuda/ops.h"
 
 namespace fp8moe::cuda {
 

@@ -1,7 +1,7 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
-#include "core/backends.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/problem.h"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -8,11 +8,11 @@
 //
 // One block an SM, of as many warps as have room for their tokens in shared memory: all shares of
 // the work, tokens and rows, are dealt out beforehand and equal but for one.
-#include "core/backends.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/plan.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -1,7 +1,7 @@
 // plan_from_counts: every block lays the experts out, then finds the expert of its packed rows.
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/device/plan_layout.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

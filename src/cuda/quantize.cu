@@ -1,8 +1,8 @@
 // q = Q(x), x [M, K], by 1x128 tiles: 16 lanes a tile, 8 values a lane, 4 rows a warp in flight.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

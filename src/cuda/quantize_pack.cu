@@ -2,13 +2,13 @@
 // into shared memory, as the row of the wire is, and from there one copy a rank brings codes and
 // scales to their rows; the few vectors behind them, which differ between ranks, are stored by the
 // thread of the rank.
-#include "core/backends.h"
-#include "core/check.h"
-#include "core/dispatch.h"
-#include "core/wire.h"
+#include "common/check.h"
+#include "common/dispatch.h"
+#include "common/wire.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

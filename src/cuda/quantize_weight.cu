@@ -1,10 +1,10 @@
 // q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3, and q_t, the same codes transposed: one block
 // per tile, w read once and kept packed in registers.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
 #include "cuda/device/transposed_codes.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

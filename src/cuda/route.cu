@@ -8,10 +8,10 @@
 // Key: the expert, -1 for none, E for an id that names no expert.
 #include <type_traits>
 
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/device/plan_layout.cuh"
 #include "cuda/device/slots.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -2,9 +2,9 @@
 //
 // bf16 z, I % 128 == 0 and power-of-two scales have a kernel of their own: quantize_rows. The rest,
 // and Q(z), takes the general tile kernel.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/swiglu_rows.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -103,21 +103,21 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
   const int64_t rows = z.shape[0], intermediate = z.shape[1] / 2;
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(z.device);
-  const HiddenSource source = {.z = pre_activation(z, {}),
+  const HiddenSource source = {.z = float_source(z),
                                .probs = probs.as<float>(),
                                .clamp = clamp,
                                .intermediate = static_cast<int>(intermediate)};
   if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2)
     launch_bf16(z, plan, probs, clamp, h, rule.eps, stream_of(stream));
   else
-    quantize_from<E4M3>(kOp, source, plan, rows, intermediate, h, {},
-                        {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
+    quantize_rows_from<E4M3>(kOp, source, plan, rows, intermediate, h,
+                             {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
   if (!z_q.defined()) return;
   const float overflow = z.dtype == DType::f16    ? 65504.0f
                          : z.dtype == DType::bf16 ? 0x1.fep127f
                                                   : kMaxFloat;
-  quantize_from<E4M3>(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q, {},
-                      {rule.pow2, rule.eps, overflow}, stream_of(stream));
+  quantize_rows_from<E4M3>(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q,
+                           {rule.pow2, rule.eps, overflow}, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/swiglu_backward_tiles.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -49,11 +49,16 @@ void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
                 const Fp8Tensor& h_columns, Scaling scaling, cudaStream_t stream) {
   const int64_t intermediate = source.intermediate;
   dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-    quantize_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling, stream);
+    if (dz_columns.defined())
+      quantize_columns_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling,
+                               stream);
+    else
+      quantize_rows_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, scaling, stream);
   });
   if (h_columns.defined()) {
     const HiddenSource hidden = {source.z, source.probs, source.clamp, source.intermediate};
-    quantize_from<E4M3>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling, stream);
+    quantize_columns_from<E4M3>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling,
+                                stream);
   }
   if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
 }
@@ -102,11 +107,10 @@ void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_co
 
 }  // namespace
 
-void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
-                              const RoutingPlan& plan, const Tensor& probs, float clamp,
-                              const Fp8Tensor& dz, const Tensor& dprobs,
-                              const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
-                              ScaleRule rule, Stream stream) {
+void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                              const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                              const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                              const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
   const int64_t rows = dh.shape[0], intermediate = dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(dh.device);
@@ -123,13 +127,13 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor
                            .dprobs = dprobs.as<float>(),
                            .scaling = {rule.eps}};
   const bool columns = dz_columns.defined() || h_columns.defined();
-  const bool one_pass = z.defined() && z.dtype == DType::bf16 && dh.dtype == DType::bf16 &&
-                        intermediate % kTile == 0 && rule.pow2;
+  const bool one_pass =
+      z.dtype == DType::bf16 && dh.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2;
   if (one_pass && !columns)
     return dispatch_fp8(dz.data.dtype,
                         [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
-  const GradSource source = {.z = pre_activation(z, z_q),
-                             .dh = {dh.data, dh.dtype},
+  const GradSource source = {.z = float_source(z),
+                             .dh = float_source(dh),
                              .probs = probs.as<float>(),
                              .clamp = clamp,
                              .intermediate = static_cast<int>(intermediate)};

@@ -51,7 +51,7 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
   const Owned dprobs(DType::f32, {r});
   const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
   swiglu_quantize(z, plan, given, clamp, h, z_q, rule);
-  swiglu_quantize_backward(dh, z, {}, plan, given, clamp, dz, weighted ? dprobs.view : Tensor{},
+  swiglu_quantize_backward(dh, z, plan, given, clamp, dz, weighted ? dprobs.view : Tensor{},
                            optional(dz_t), optional(h_t), rule);
 
   const std::vector<int> one = {static_cast<int>(r)};
@@ -86,6 +86,7 @@ void bad_arguments() {
   const OwnedFp8 h(DType::e4m3, 3, 32, ScaleLayout::gemm),
       dz(DType::e4m3, 3, 64, ScaleLayout::gemm);
   const OwnedFp8 h_t(DType::e4m3, 32, 128, ScaleLayout::block);
+  const OwnedPlan plan = from_counts({3}, 3, 1);
   const std::vector<uint8_t> before = h.data.copy();
   const ScaleRule rule;
   CHECK_INVALID("[swiglu_quantize]",
@@ -94,17 +95,25 @@ void bad_arguments() {
                 swiglu_quantize(z, {}, Owned(DType::f32, {4}), 0, h, {}, rule));
   CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, {}, {}, rule));
   CHECK_INVALID("[swiglu_quantize_backward] h_columns needs a plan",
-                swiglu_quantize_backward(dh, z, {}, {}, {}, 0, dz, {}, {}, h_t, rule));
+                swiglu_quantize_backward(dh, z, {}, {}, 0, dz, {}, {}, h_t, rule));
   const OwnedFp8 e5m2(DType::e5m2, 3, 32, ScaleLayout::gemm);
   CHECK_INVALID("[swiglu_quantize] h must be float8_e4m3fn",
                 swiglu_quantize(z, {}, {}, 0, e5m2, {}, rule));
-  const OwnedFp8 z_e5m2(DType::e5m2, 3, 64, ScaleLayout::gemm);
-  CHECK_INVALID("[swiglu_quantize_backward] z_q must be float8_e4m3fn",
-                swiglu_quantize_backward(dh, {}, z_e5m2, {}, {}, 0, dz, {}, {}, {}, rule));
+  CHECK_INVALID(
+      "[swiglu_quantize] z_q must be float8_e4m3fn",
+      swiglu_quantize(z, {}, {}, 0, h, OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row), rule));
+  CHECK_INVALID(
+      "[swiglu_quantize_backward] dz_columns (the format of dz) must be",
+      swiglu_quantize_backward(dh, z, plan, {}, 0, dz, {},
+                               OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block), {}, rule));
+  CHECK_INVALID(
+      "[swiglu_quantize_backward] dz_columns and h_columns must have one scale layout",
+      swiglu_quantize_backward(dh, z, plan, {}, 0, dz, {},
+                               OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm), h_t, rule));
   CHECK_INVALID("[swiglu_quantize_backward]",
-                swiglu_quantize_backward(dh, {}, {}, {}, {}, 0, dz, {}, {}, {}, rule));
+                swiglu_quantize_backward(dh, {}, {}, {}, 0, dz, {}, {}, {}, rule));
   CHECK_INVALID("[swiglu_quantize_backward]",
-                swiglu_quantize_backward(z, z, {}, {}, {}, 0, dz, {}, {}, {}, rule));
+                swiglu_quantize_backward(z, z, {}, {}, 0, dz, {}, {}, {}, rule));
   CHECK(h.data.copy() == before);
 }
 

@@ -98,7 +98,6 @@ def test_blocks_of_many_warps(align: int) -> None:
     q = ops.quantize(awkward(4090, 7168))
     check(ops.permute_pad, plan, q, torch.rand(4090, 2))
     check(ops.permute_pad, plan, q, scale_layout="row")
-    check(ops.unpermute_unpad_backward, plan, q)
 
 
 def test_rows_in_pieces() -> None:

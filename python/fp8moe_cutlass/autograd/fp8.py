@@ -102,7 +102,6 @@ def backward(
     if z is None:
         z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], weights.gate_up, plan)
     elif isinstance(z, Fp8Tensor):
-        # To bf16 first, the same bits: CUDA reads bf16 in one pass, an FP8 z in three.
         z = ops.dequantize(z)
 
     made: Any = ops.swiglu_quantize_backward(

@@ -191,10 +191,6 @@ def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Wor
         rows + size_of(dout, probs, plan.row_of) + written(plan, out),
         inputs={"dout": dout, "plan": plan, "y": y, "probs": probs},
     )
-    q = ops.quantize(dout)
-    run, out = into(ops.unpermute_unpad_backward, q, plan)
-    moved = size_of(q, plan.row_of) + written(plan, out)
-    yield Work("fp8", run, moved, inputs={"dout": q, "plan": plan})
 
 
 # ---- between ranks ------------------------------------------------------------------------------

@@ -22,9 +22,8 @@ _op = define(
     "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
 )
 _backward = define(
-    "swiglu_quantize_backward(Tensor dh, Tensor? z, Tensor? z_q, Tensor? z_q_scale, "
-    f"str z_q_layout, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
-    "Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
+    f"swiglu_quantize_backward(Tensor dh, Tensor z, Tensor? plan, {PLAN}, Tensor? probs, "
+    "float clamp, Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
     "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
     "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
     "bool pow2, float eps)"
@@ -47,8 +46,8 @@ def swiglu_quantize(
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
     up within [-c, c]; None or 0: neither.
-    Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, which the backward may take
-    instead of z.
+    Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, to be kept for the backward
+    in z's place and dequantized there.
     """
     op = "swiglu_quantize"
     pow2 = is_pow2(op, scale)
@@ -71,7 +70,7 @@ def swiglu_quantize(
 
 def swiglu_quantize_backward(
     dh: Array,
-    z: Array | Fp8Tensor,
+    z: Array,
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
@@ -83,7 +82,7 @@ def swiglu_quantize_backward(
     scale_layout: ScaleLayout = "gemm",
     out: tuple[Fp8Tensor | Array | None, ...] | None = None,
 ) -> tuple[Fp8Tensor, Array | None] | tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor, Array | None]:
-    """The gradient of swiglu_quantize at dh [R, I], with z [R, 2I] as given forward or its Q(z).
+    """The gradient of swiglu_quantize at dh [R, I], with z [R, 2I] as given forward.
 
     dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
     returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3.
@@ -113,21 +112,7 @@ def swiglu_quantize_backward(
             h_columns = given_fp8(op, out[2], layout, "e4m3", pow2)
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
-    z_q = z if isinstance(z, Fp8Tensor) else None
-    _backward(
-        dh,
-        None if z_q is not None else z,
-        z_q,
-        plan,
-        probs,
-        clamp or 0.0,
-        dz,
-        dprobs,
-        dz_columns,
-        h_columns,
-        pow2,
-        eps,
-    )
+    _backward(dh, z, plan, probs, clamp or 0.0, dz, dprobs, dz_columns, h_columns, pow2, eps)
     if dz_columns is None or h_columns is None:
         return dz, dprobs
     return dz, dz_columns, h_columns, dprobs

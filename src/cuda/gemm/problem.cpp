@@ -1,6 +1,6 @@
 #include "cuda/gemm/problem.h"
 
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/gemm/stage.h"
 #include "cuda/gemm/tensor_map.h"
 

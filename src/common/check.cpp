@@ -1,4 +1,4 @@
-#include "core/check.h"
+#include "common/check.h"
 
 #include <cmath>
 

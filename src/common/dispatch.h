@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/bits.h"
+#include "common/check.h"
 #include "common/fp8.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
