@@ -30,13 +30,23 @@ _SETTINGS: Any = {
 
 def subplots(rows: int = 1, columns: int = 1, *, height: float, **options: Any) -> tuple[Any, Any]:
     """A figure of the common width, and its axes."""
+    figsize = (WIDTH, height)
+    return _pyplot().subplots(rows, columns, figsize=figsize, layout="constrained", **options)
+
+
+def mosaic(layout: list[list[str]], *, height: float) -> tuple[Any, dict[str, Any]]:
+    """The same, with axes by name."""
+    return _pyplot().subplot_mosaic(layout, figsize=(WIDTH, height), layout="constrained")
+
+
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     pyplot.rcParams.update(_SETTINGS)
-    return pyplot.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **options)
+    return pyplot
 
 
 def save(figure: Any, path: Path) -> None:
