@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import parser, show, write
 from torch import Tensor
 
+from common import parser, show, write
 from fp8moe_cutlass.bench.contender import Shape
 from fp8moe_cutlass.bench.ep_team import Team
 from fp8moe_cutlass.bench.record import OnResult, Record, environment, ignore
@@ -148,7 +148,7 @@ def main() -> None:
         team = Team(dist.group.WORLD, device)
         shape = SHAPES["cpu" if given.quick else device.type]
         row = run_soak(team, steps, shape, show if team.rank == 0 else ignore)
-        place = environment(Limits(device)) | {"ranks": team.size}
+        place = environment(Limits(device)) | {"ranks": team.size, "backend": dist.get_backend()}
         if team.rank == 0:
             write({"environment": place, "results": [row]}, given.json)
             print("passed" if row["passed"] else "FAILED")

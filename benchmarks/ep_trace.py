@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import parser, write
-from kernel_trace import trace
 
+from common import parser, write
 from fp8moe_cutlass.bench.contender import Shape
 from fp8moe_cutlass.bench.ep import SHAPES
 from fp8moe_cutlass.bench.ep_team import Team
 from fp8moe_cutlass.launch import processes
 from fp8moe_cutlass.nn import MoE
+from kernel_trace import trace
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # ms from the first event

@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from common import main, parser
-from gemm_peers import PEERS
 
+from common import main, parser
 from fp8moe_cutlass.bench.gemm import MODELS, PASSES, Case, run_gemm
 from fp8moe_cutlass.bench.record import OnResult, Record
+from gemm_peers import PEERS
 
 
 def model_cases(gemm: str) -> Iterator[Case]:
@@ -68,7 +68,8 @@ def summary(record: Record) -> Iterator[str]:
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
     chosen = [case for case in all_cases() if case.gemm in (given.only or PASSES)]
     record = run_gemm(device, given.quick, given.budget, on_result, PEERS, chosen)
-    print("\n".join([*summary(record), *(f"left out: {case}" for case in record["left_out"])]))
+    for line in [*summary(record), *(f"left out: {case}" for case in record["left_out"])]:
+        print(line)
     return record
 
 

@@ -10,10 +10,9 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
-from common import main, parser
-from gemm_peers import PEERS
 from torch import Tensor
 
+from common import main, parser
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 from fp8moe_cutlass.bench.gemm import Case, Operands
 from fp8moe_cutlass.bench.record import OnResult, Record, environment
@@ -21,6 +20,7 @@ from fp8moe_cutlass.bench.timing import Limits
 from fp8moe_cutlass.tensor import scale_shape
 from fp8moe_cutlass.verify import reference
 from fp8moe_cutlass.verify.compare import array, gemm_error, quantized
+from gemm_peers import PEERS
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-23}
@@ -102,7 +102,7 @@ def compare(name: str, make: Make, k: int, device: torch.device) -> Iterator[Rec
             if call is None:
                 continue
             try:
-                yield row(who, dtype, call())
+                yield row(who, dtype, torch.as_tensor(call()))
             except Exception as error:  # the library's own; the others still count
                 yield {**row(who, dtype, a.data[:, :n]), "c": None, "failed": str(error)[:300]}
 

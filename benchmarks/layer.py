@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import layer_memory
 import torch
-from common import main, parser
-from kernel_trace import profile, roles
-from layer_peers import peers
 
+import layer_memory
+from common import main, parser
 from fp8moe_cutlass.bench.contender import Contender, Inputs, Shape
 from fp8moe_cutlass.bench.layer import (
     OURS,
@@ -30,6 +29,8 @@ from fp8moe_cutlass.bench.record import OnResult, Record
 from fp8moe_cutlass.bench.timing import Limits, Run, Runs
 from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
+from kernel_trace import profile, roles
+from layer_peers import peers
 
 FEW_TOKENS = (1, 16, 64, 512)
 # What saves memory: the variant, recompute, save_preactivation, what is kept of z.
@@ -64,7 +65,9 @@ class FullLayerBench(LayerBench):
         self.attempt(name, build)
 
     def row(self, variant: str, runs: Runs, parts: int = 3, **more: Any) -> Record:
-        found = self.attempt(variant, lambda: LayerBench.row(self, variant, runs, parts, **more))
+        found: Record | None = self.attempt(
+            variant, lambda: LayerBench.row(self, variant, runs, parts, **more)
+        )
         if found is None:
             place = {"op": "layer", "shape": self.shape, "model": self.model, "variant": variant}
             found = place | {"ms": None, "peers": {}, "error": self.errors.pop(variant)}
@@ -118,7 +121,7 @@ class FullLayerBench(LayerBench):
     def graphs(self) -> Iterator[Record]:
         pair = self.pair()
         for variant, parts in (("forward", 1), (REUSING, 3)):
-            runs = {n: c.forward if parts == 1 else c.step for n, c in pair.items()}
+            runs: Runs = {n: c.forward if parts == 1 else c.step for n, c in pair.items()}
             yield from self.replays(f"{variant}, graph replay", pair, runs, parts)
 
     def replays(
@@ -127,7 +130,7 @@ class FullLayerBench(LayerBench):
         """The row of `runs` as CUDA graphs, of those that can be captured."""
         found: Runs = {}
         for name, c in pair.items():
-            replay = self.attempt(f"{name}, graph", lambda c=c, r=runs[name]: graph(c, r))
+            replay = self.attempt(f"{name}, graph", partial(graph, c, runs[name]))
             if replay is not None:
                 found[name] = replay
         if OURS in found:

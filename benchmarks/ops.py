@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import main, parser
-from host_overhead import host_overhead
-from torch_calls import TORCH
 
+from common import main, parser
 from fp8moe_cutlass.bench.ops import run_ops
 from fp8moe_cutlass.bench.record import OnResult, Record
+from host_overhead import host_overhead
+from torch_calls import TORCH
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ep_trace import EXCHANGE, boxes_of, overlapped
-from sweep import tokens_per_expert
 
+from ep_trace import EXCHANGE, boxes_of, overlapped
 from fp8moe_cutlass import plot_style as style
 from fp8moe_cutlass.bench import layer_plot
 from fp8moe_cutlass.bench.ep import ALL_TO_ALL, SAME_EXCHANGE, STEP
 from fp8moe_cutlass.bench.layer import REUSING, TORCH
 from fp8moe_cutlass.train.plot import plot as plot_train
+from sweep import tokens_per_expert
 
 Record = dict[str, Any]
 
@@ -146,12 +146,13 @@ def plot_ep(record: Record, path: Path) -> None:
     above.legend(ncols=3, loc="upper left")
     for axes, model in zip(below, models, strict=True):
         steps = [r for r in rows if (r["model"], r["op"]) == (model, STEP)]
-        for name, color, line, ms in (
-            ("FP8 if the exchange were free", style.OURS_LIGHT, "--", lambda r: r["alone_ms"]),
-            ("FP8", style.OURS, "-", lambda r: r["ms"]),
-            ("bf16 torch, same exchange", style.BF16, "-", lambda r: r["peers"][SAME_EXCHANGE]),
+        for name, color, line, times in (
+            ("FP8, exchange free", style.OURS_LIGHT, "--", [r["alone_ms"] for r in steps]),
+            ("FP8", style.OURS, "-", [r["ms"] for r in steps]),
+            (SAME_EXCHANGE, style.BF16, "-", [r["peers"][SAME_EXCHANGE] for r in steps]),
         ):
-            rate = [r["shape"]["W"] * r["shape"]["T"] / ms(r) / 1e3 for r in steps]
+            tokens = [r["shape"]["W"] * r["shape"]["T"] / 1e3 for r in steps]
+            rate = [n / ms for n, ms in zip(tokens, times, strict=True)]
             at = [r["shape"]["W"] for r in steps]
             axes.plot(at, rate, line, marker="o", color=color, label=name)
         axes.set_title(model, loc="left", fontsize=11)

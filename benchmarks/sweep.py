@@ -14,15 +14,15 @@ import time
 from collections.abc import Iterator
 
 import torch
-from common import main, parser
-from layer import graph
 
+from common import main, parser
 from fp8moe_cutlass.bench.contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.bench.layer import OURS, TORCH
 from fp8moe_cutlass.bench.record import OnResult, Record, environment, ignore
 from fp8moe_cutlass.bench.timing import Limits, Run, Runs, back_to_back
 from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
+from layer import graph
 
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {

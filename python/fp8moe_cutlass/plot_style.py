@@ -31,12 +31,14 @@ _SETTINGS: Any = {
 def subplots(rows: int = 1, columns: int = 1, *, height: float, **options: Any) -> tuple[Any, Any]:
     """A figure of the common width, and its axes."""
     figsize = (WIDTH, height)
-    return _pyplot().subplots(rows, columns, figsize=figsize, layout="constrained", **options)
+    made = _pyplot().subplots(rows, columns, figsize=figsize, layout="constrained", **options)
+    return made[0], made[1]
 
 
 def mosaic(layout: list[list[str]], *, height: float) -> tuple[Any, dict[str, Any]]:
     """The same, with axes by name."""
-    return _pyplot().subplot_mosaic(layout, figsize=(WIDTH, height), layout="constrained")
+    made = _pyplot().subplot_mosaic(layout, figsize=(WIDTH, height), layout="constrained")
+    return made[0], made[1]
 
 
 def _pyplot() -> Any:

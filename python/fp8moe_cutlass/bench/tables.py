@@ -73,6 +73,5 @@ def environment_text(record: Record) -> str:
         parts.append(f"{e['ranks']} ranks, {e['backend']}")
     if e.get("launch_us"):  # older records have none
         parts.append(f"empty kernel {e['launch_us']:.1f} us")
-    parts.append(f"copy {1e3 * e['copy_tb_s']:.0f} GB/s")
-    parts.append(f"dense GEMM {e['tensor_tflops']:.3g} TFLOP/s")
-    return "; ".join(parts)
+    copy, gemm = 1e3 * e["copy_tb_s"], 1e3 * e["tensor_tflops"]
+    return "; ".join([*parts, f"copy {copy:,.0f} GB/s", f"dense GEMM {gemm:,.0f} GFLOP/s"])
