@@ -70,7 +70,11 @@ def tokens_per_expert(shape: Shape) -> float:
 
 
 def run_sweep(
-    device: torch.device, budget: float, done: list[Record], on_result: OnResult = ignore
+    device: torch.device,
+    budget: float,
+    done: list[Record],
+    on_result: OnResult = ignore,
+    quick: bool = False,
 ) -> Record:
     """The record of the points that begin within `budget` seconds, and of those `done` before."""
     torch.manual_seed(0)
@@ -79,7 +83,8 @@ def run_sweep(
     limits = Limits(device)
     place = environment(limits)
     deadline = time.monotonic() + budget
-    for shape in points(device.type):
+    wanted = points("cpu" if quick else device.type)
+    for shape in wanted:
         if time.monotonic() >= deadline:
             break
         if shape in known:
@@ -89,7 +94,7 @@ def run_sweep(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"environment": place, "results": results, "points": len(points(device.type))}
+    return {"environment": place, "results": results, "points": len(wanted)}
 
 
 def point(shape: Shape, device: torch.device) -> Record:
@@ -143,7 +148,7 @@ def elapsed_ms(run: Run, count: int, device: torch.device) -> float:
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
     """Go on with the sweep in --json, if there is one."""
     done = json.loads(given.json.read_text())["results"] if given.json.exists() else []
-    return run_sweep(device, given.budget, done, on_result)
+    return run_sweep(device, given.budget, done, on_result, given.quick)
 
 
 if __name__ == "__main__":

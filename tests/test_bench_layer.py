@@ -1,4 +1,4 @@
-"""bench layer and benchmarks/layer.py: the arithmetic of their rows, and all of it at tiny sizes."""
+"""bench layer and benchmarks/layer.py: the arithmetic of their rows; all of it at tiny sizes."""
 
 from __future__ import annotations
 
