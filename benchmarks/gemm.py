@@ -1,7 +1,7 @@
 """The full record of the grouped GEMMs, beside DeepGEMM, torch and cuBLAS on the same operands.
 
 More cases than `bench gemm`: balanced and ragged, every output dtype, both kinds of wgrad operands,
-one expert, 256 experts. Prints how ours stands to each peer: the geometric mean of the cases.
+one expert, 256 experts. Prints how ours stands to each baseline: the geometric mean of the cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from common import main, parser
 from fp8moe_cutlass.bench.gemm import MODELS, PASSES, Case, run_gemm
 from fp8moe_cutlass.bench.record import OnResult, Record
-from gemm_peers import PEERS
+from gemm_baselines import PEERS
 
 
 def model_cases(gemm: str) -> Iterator[Case]:
@@ -51,7 +51,7 @@ def all_cases() -> list[Case]:
 
 
 def summary(record: Record) -> Iterator[str]:
-    """Ours over each peer, by gemm: the geometric mean, burst and sustained."""
+    """Ours over each baseline, by gemm: the geometric mean, burst and sustained."""
     for gemm in PASSES:
         rows = [row for row in record["results"] if row["op"] == gemm]
         for kind, ms, peers in (

@@ -20,7 +20,7 @@ from fp8moe_cutlass.bench.timing import Limits
 from fp8moe_cutlass.tensor import scale_shape
 from fp8moe_cutlass.verify import reference
 from fp8moe_cutlass.verify.compare import array, gemm_error, quantized
-from gemm_peers import PEERS
+from gemm_baselines import PEERS
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-23}
@@ -108,7 +108,7 @@ def compare(name: str, make: Make, k: int, device: torch.device) -> Iterator[Rec
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
-    """c of ours and of the peers that are here; quick: K = 384."""
+    """c of ours and of the baselines that are here; quick: K = 384."""
     torch.manual_seed(0)
     results: list[Record] = []
     for k in (384,) if given.quick else (2048, 7168):

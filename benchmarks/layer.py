@@ -30,7 +30,7 @@ from fp8moe_cutlass.bench.timing import Limits, Run, Runs
 from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import profile, roles
-from layer_peers import peers
+from layer_baselines import peers
 
 FEW_TOKENS = (1, 16, 64, 512)
 # What saves memory: the variant, recompute, save_preactivation, what is kept of z.

@@ -10,7 +10,7 @@ import torch
 
 import gemm as full
 import gemm_accuracy
-import gemm_peers
+import gemm_baselines
 from fp8moe_cutlass import RoutingPlan, ops
 from fp8moe_cutlass.bench import gemm
 from fp8moe_cutlass.bench.cases import transposed
@@ -67,7 +67,7 @@ def test_padded_rows_are_the_same_product() -> None:
     counts = [5, 0, 130, 64]
     plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
     q = ops.quantize(torch.randn(sum(counts), 384), scale_layout="gemm")
-    data, scale, of_row = gemm_peers.padded_rows(q, counts)
+    data, scale, of_row = gemm_baselines.padded_rows(q, counts)
     assert data.shape == (128 + 256 + 128, 384)
     assert scale.shape == (data.shape[0], 3)
     assert scale.stride() == (1, data.shape[0])
@@ -89,9 +89,9 @@ def test_flat_segments_are_the_same_product(columns: str) -> None:
     plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
     x = torch.randn(sum(counts), 272)
     t = transposed(x, plan, columns)  # type: ignore[arg-type]
-    padded = gemm_peers.whole_tiles(counts)
+    padded = gemm_baselines.whole_tiles(counts)
     assert padded == [128, 0, 256, 128]
-    data, scale = gemm_peers.flat_segments(t, padded)
+    data, scale = gemm_baselines.flat_segments(t, padded)
     assert scale.shape == (272, sum(padded) // 128)
     assert scale.stride() == (1, 272)
     dw = ops.grouped_gemm_wgrad(t, t, plan)

@@ -19,7 +19,7 @@ from fp8moe_cutlass.bench.layer import OURS, QUANTIZING, REUSING, SHAPES, TORCH,
 from fp8moe_cutlass.bench.torch_experts import TorchExperts, compiled
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import Kernel, kernels_of, profile, roles
-from layer_peers import IndexingTorchExperts, peers
+from layer_baselines import IndexingTorchExperts, peers
 from moe_problem import problem
 from reference import relative_error
 

@@ -137,7 +137,7 @@ def call_of(o: Operands) -> tuple[Run, Tensor]:
 
 
 def measure(case: Case, limits: Limits, peers: dict[str, Factory]) -> Record:
-    """One row. A peer that fails on this case is named, with its error."""
+    """One row. A baseline that fails on this case is named, with its error."""
     o = operands(case, limits.device)
     run, out = call_of(o)
     calls: dict[str, Run] = {"ours": run}

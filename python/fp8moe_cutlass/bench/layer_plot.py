@@ -16,7 +16,7 @@ OURS = (
     (REUSING, "FP8, weights reused", style.OURS_LIGHT),
 )
 PEERS = (
-    (TORCH, "torch bf16, at its best", style.BF16),
+    (TORCH, "torch bf16 (best)", style.BF16),
     ("SonicMoE bf16", "SonicMoE bf16", style.OTHER),
 )
 
@@ -52,7 +52,7 @@ def plot(record: Record, path: Path) -> None:
 
 
 def ms_of(rows: dict[str, Any], key: str) -> float:
-    """Milliseconds of one of ours, or of a peer; 0 where it did not run."""
+    """Milliseconds of one of ours, or of a baseline; 0 where it did not run."""
     if key in rows:
         return float(rows[key]["ms"])
     return min((row["peers"][key] for row in rows.values() if key in row["peers"]), default=0.0)

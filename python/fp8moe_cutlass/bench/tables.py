@@ -51,7 +51,7 @@ def share(row: Record) -> str:
 
 
 def beside(row: Record) -> str:
-    """Peers' milliseconds and how many times ours they take; then what failed."""
+    """Others' milliseconds and how many times ours they take; then what failed."""
     found = [f"{name} {ms_text(ms)} ({ms / row['ms']:.2f}x)" for name, ms in row["peers"].items()]
     if "alone_ms" in row:
         found.append(f"one rank alone {ms_text(row['alone_ms'])}")

@@ -1,6 +1,6 @@
 """The expert layer in other libraries, and in torch as it is usually written.
 
-A peer is a module called as MoEExperts is, (x, topk_idx, probs) -> out. One that cannot be imported
+A baseline is a module called as MoEExperts is, (x, topk_idx, probs) -> out. One that cannot be imported
 is left out.
 """
 
