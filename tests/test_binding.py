@@ -26,7 +26,7 @@ from fp8moe_cutlass import (
     ops,
     use_stream,
 )
-from fp8moe_cutlass.bench.host import ROUTES, arguments
+from host_overhead import ROUTES, arguments
 from lender import Lender
 
 
@@ -562,7 +562,7 @@ def test_a_call_costs_little() -> None:
     """Six tensors, all checks, no work: the bars are 1 us for _C and 2.5 us for the torch op.
 
     Five times that is allowed here, where other processes share the machine (short rounds, best of
-    many); `fp8moe-cutlass bench` shows the figure.
+    many); `python benchmarks/ops.py` shows the figure.
     """
     call_with = arguments()
     for route, bar in {"_C": 1.0, "torch op": 2.5}.items():

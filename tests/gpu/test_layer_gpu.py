@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.bench.kernels import PREFIX, kernels_of, spans, trace
 from fp8moe_cutlass.nn import MoEExperts
+from kernel_trace import PREFIX, kernels_of, spans, trace
 from moe_problem import Problem, assert_same, problem
 from reference import Result, relative_error
 from test_layer import RECIPES, SINGLE, check, routings
@@ -478,7 +478,7 @@ def requested_bytes() -> int:
 @pytest.mark.parametrize("name", ["default", "recompute", "fp8_z"])
 def test_saved_for_backward_by_the_allocator(name: str, device: torch.device) -> None:
     """What a forward leaves allocated is what the arithmetic says, and the output."""
-    from fp8moe_cutlass.bench.memory import saved_bytes
+    from layer_memory import saved_bytes
 
     t, s, e, h, i = 2048, 4, 8, 1024, 512
     p = on(device, t, s, e, h, i)

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor
-
-if TYPE_CHECKING:
-    from .gemm import Operands
+from fp8moe_cutlass.bench.gemm import TORCH, Factory, Operands
 
 TILE = 128
 Product = Callable[[], Tensor]
-Factory = Callable[["Operands"], Product | None]
-GEMM_PEERS: dict[str, Factory] = {}
+PEERS: dict[str, Factory] = dict(TORCH)
 
 
 def gemm_peer(name: str) -> Callable[[Factory], Factory]:
     def register(factory: Factory) -> Factory:
-        GEMM_PEERS[name] = factory
+        PEERS[name] = factory
         return factory
 
     return register
@@ -101,16 +98,6 @@ def deep_gemm(o: Operands) -> Product | None:
         return d
 
     return multiply
-
-
-@gemm_peer("torch._grouped_mm bf16")
-def grouped_mm(o: Operands) -> Product | None:
-    if o.x.device.type != "cuda":
-        return None
-    ends, dtype = o.plan.row_offsets[1:], torch.bfloat16
-    if o.case.gemm == "wgrad":
-        return lambda: torch._grouped_mm(o.other.t(), o.x, offs=ends, out_dtype=dtype)
-    return lambda: torch._grouped_mm(o.x, o.other.transpose(1, 2), offs=ends, out_dtype=dtype)
 
 
 @gemm_peer("torch._scaled_mm 1x128")

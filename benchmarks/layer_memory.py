@@ -1,8 +1,5 @@
-"""Memory of one expert block by arithmetic and by the allocator.
-
-Letters as in docs/layouts.md. Per token the size of the plan's fixed part vanishes; saved_bytes
-counts it.
-"""
+"""The memory of one expert layer, by arithmetic and by the CUDA allocator. Letters as in
+docs/layouts.md."""
 
 from __future__ import annotations
 
@@ -40,32 +37,6 @@ def bf16_saved_bytes(tokens: int, slots: int, hidden: int, intermediate: int) ->
     """The least an autograd of separate bf16 operators keeps: the permuted x [R, H], the
     pre-activation [R, 2I] and the activation [R, I]."""
     return 2 * tokens * slots * (hidden + 3 * intermediate)
-
-
-def weight_bytes(experts: int, hidden: int, intermediate: int) -> dict[str, int]:
-    """Of both projections: the bf16 parameters, the FP8 copies fprop reads, their transposes for
-    dgrad (scales of 128x128 blocks included), and bf16 and float32 gradients."""
-    parameters = 3 * experts * hidden * intermediate
-    blocks = -(-hidden // TILE) * -(-2 * intermediate // TILE) + -(-hidden // TILE) * -(
-        -intermediate // TILE
-    )
-    copy = parameters + 4 * experts * blocks
-    return {
-        "bf16 parameters": 2 * parameters,
-        "fp8 copies": copy,
-        "fp8 transposes": copy,
-        "bf16 gradients": 2 * parameters,
-        "fp32 main_grad": 4 * parameters,
-    }
-
-
-def break_even(shape: dict[str, int], keep: str = "bf16", copies: int = 2) -> float:
-    """Tokens in flight from which the FP8 block, its weight copies (2, or 1 where the transposes
-    are remade) included, holds less than bf16 operators do."""
-    t, s, e, h, i = (shape[name] for name in "TSEHI")
-    weights = copies * weight_bytes(e, h, i)["fp8 copies"]
-    saving = bf16_saved_bytes(t, s, h, i) - saved_bytes(t, s, e, h, i, keep)
-    return t * weights / saving
 
 
 def measure(

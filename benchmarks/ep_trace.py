@@ -1,33 +1,30 @@
-"""What runs beside the exchange: a trace of one step of nn.MoE over a group, and its picture.
+"""A trace of one step of nn.MoE over a group of ranks: what runs while the exchange runs.
 
-    python -m fp8moe_cutlass.bench.ep_trace TRACE.json     draws TRACE.png again
-
-The trace is torch.profiler's, for chrome://tracing or perfetto. The picture has a lane for each
-stream (on the CPU each thread); the lane of the exchange is that of the collectives.
+The trace is torch.profiler's, for chrome://tracing or perfetto; `plot.py` draws a lane per stream
+(on the CPU per thread), and one for the collectives.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from common import parser, write
+from fp8moe_cutlass.bench.contender import Shape
+from fp8moe_cutlass.bench.ep import SHAPES
+from fp8moe_cutlass.bench.ep_team import Team
+from fp8moe_cutlass.launch import processes
 from fp8moe_cutlass.nn import MoE
-
-from .ep_runs import Team
-from .kernels import trace
-from .layer_runs import Shape
+from kernel_trace import trace
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # ms from the first event
 EXCHANGE = "exchange"
-COLORS = {EXCHANGE: "tab:orange", "fp8moe": "tab:green", "torch": "tab:gray"}
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,16 @@ class Box:
     """One kernel, or on the CPU one operator."""
 
     lane: str
-    kind: str  # a key of COLORS
+    kind: str  # "exchange", "fp8moe" or "torch"
     name: str
     span: Span
 
 
-def run_trace(team: Team, name: str, mine: Shape, path: Path) -> Event:
-    """Trace a forward and backward with a shared expert, the third; rank 0 writes `path` (JSON) and
-    the picture beside it. The row says for what share of the exchange something ran beside it."""
+def trace_of(team: Team, mine: Shape) -> list[Event]:
+    """The events of a forward and backward with a shared expert, the third; collective."""
     e, s, h, i = (mine[name] for name in "ESHI")
     group, device = team.group, team.device
     layer = MoE(h, i, e * team.size, s, group=group, shared_intermediate_size=2 * i, device=device)
-    layer.quantize_weights()
     x = torch.randn(mine["T"], h, device=device).bfloat16().requires_grad_()
 
     def step() -> None:
@@ -58,36 +53,7 @@ def run_trace(team: Team, name: str, mine: Shape, path: Path) -> Event:
     team.together()
     events = trace(step, device)
     team.together()
-    boxes = boxes_of(events)
-    if team.rank == 0:
-        path.write_text(json.dumps({"traceEvents": events}))
-        draw(boxes, path.with_suffix(".png"), f"{name}, {team.size} ranks, {device.type}, rank 0")
-    exchange = union([b.span for b in boxes if b.kind == EXCHANGE])
-    return {
-        "op": "trace",
-        "model": name,
-        "shape": {"W": team.size, **mine, "E": e * team.size},
-        "ms": max((b.span[1] for b in boxes), default=0.0),
-        "exchange_ms": sum(last - first for first, last in exchange),
-        "overlapped": overlapped(boxes),
-        "files": [path.name, path.with_suffix(".png").name],
-    }
-
-
-COLUMNS = ("model", "W", "step, ms", "exchange, ms", "of it beside something", "files")
-
-
-def lines(row: Event) -> list[tuple[str, ...]]:
-    return [
-        (
-            row["model"],
-            str(row["shape"]["W"]),
-            f"{row['ms']:.2f}",
-            f"{row['exchange_ms']:.2f}",
-            f"{100 * row['overlapped']:.0f}%",
-            ", ".join(row["files"]),
-        )
-    ]
+    return events
 
 
 def boxes_of(events: Iterable[Event]) -> list[Box]:
@@ -147,33 +113,19 @@ def union(spans: list[Span]) -> list[Span]:
     return joined
 
 
-def draw(boxes: list[Box], path: Path, title: str) -> None:
-    """A lane for each stream, the exchange at the bottom."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lanes = [*sorted({b.lane for b in boxes} - {EXCHANGE}), EXCHANGE]
-    figure, axes = pyplot.subplots(figsize=(12, 1.4 + 0.55 * len(lanes)), layout="constrained")
-    for y, lane in enumerate(lanes):
-        for kind, color in COLORS.items():
-            mine = [b.span for b in boxes if (b.lane, b.kind) == (lane, kind)]
-            bars = [(first, last - first) for first, last in mine]
-            axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.2)
-    for kind, color in COLORS.items():
-        axes.barh([0], [0], color=color, label=kind)
-    axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.legend(fontsize=7, ncols=3, loc="upper right")
-    share = 100 * overlapped(boxes)
-    axes.set_title(f"{title}: {share:.0f}% of the exchange has something beside it", fontsize=9)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=2)
+    given = arguments.parse_args()
+    with processes(given.ranks, torch.device(given.device), (__file__,)) as device:
+        team = Team(dist.group.WORLD, device)
+        name, mine = next(iter(SHAPES["quick" if given.quick else device.type].items()))
+        events = trace_of(team, mine)
+        if team.rank == 0:
+            title = f"{name}, {team.size} ranks, rank 0"
+            write({"title": title, "traceEvents": events}, given.json)
+            print(f"{100 * overlapped(boxes_of(events)):.0f}% of the exchange has work beside it")
 
 
 if __name__ == "__main__":
-    source = Path(sys.argv[1])
-    loaded = json.loads(source.read_text())["traceEvents"]
-    draw(boxes_of(loaded), source.with_suffix(".png"), source.stem)
+    main()

@@ -1,28 +1,27 @@
-"""How far the GEMMs are from float64, ours and others' on the same operands, in one unit.
+"""How far the GEMMs are from float64: ours and others', on the same operands, in one unit.
 
-c is the number of units of 2^-13 of what an accumulator must hold that a result lost beyond the
-rounding of its dtype (docs/numerics.md); operands are random and adversarial.
+c is what a result lost beyond the rounding of its dtype, in units of 2^-13 of the largest value
+that the accumulator held (docs/numerics.md). Operands are random and adversarial.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from common import main, parser
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass.bench.gemm import Case, Operands
+from fp8moe_cutlass.bench.record import OnResult, Record, environment
+from fp8moe_cutlass.bench.timing import Limits
 from fp8moe_cutlass.tensor import scale_shape
 from fp8moe_cutlass.verify import reference
 from fp8moe_cutlass.verify.compare import array, gemm_error, quantized
+from gemm_baselines import PEERS
 
-from .gemm import Case, Operands
-from .gemm_peers import GEMM_PEERS
-from .timing import Limits
-
-Record = dict[str, Any]
-COLUMNS = ("operands", "K", "who", "D", "c")
 FP8 = torch.float8_e4m3fn
 ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-23}
 Make = Callable[[tuple[int, ...], bool], Tensor]
@@ -98,26 +97,20 @@ def compare(name: str, make: Make, k: int, device: torch.device) -> Iterator[Rec
         case = Case("fprop", "accuracy", m, n, k, 1, dtype=dtype)
         bf16 = (a.data.bfloat16(), w.data.bfloat16())
         for who in ("DeepGEMM", "torch._scaled_mm 1x128"):
-            call = GEMM_PEERS[who](Operands(case, plan, bf16[0], bf16[1], a, w))
+            call = PEERS[who](Operands(case, plan, bf16[0], bf16[1], a, w))
             if call is None:
                 continue
             try:
-                yield row(who, dtype, call())
+                yield row(who, dtype, torch.as_tensor(call()))
             except Exception as error:  # the library's own; the others still count
                 yield {**row(who, dtype, a.data[:, :n]), "c": None, "failed": str(error)[:300]}
 
 
-def run_accuracy(
-    device: torch.device,
-    quick: bool = False,
-    on_result: Callable[[Record], None] = lambda row: None,
-) -> Record:
-    """c of ours and of the peers that are here; quick: K = 384."""
-    from . import environment
-
+def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
+    """c of ours and of the baselines that are here; quick: K = 384."""
     torch.manual_seed(0)
     results: list[Record] = []
-    for k in (384,) if quick else (2048, 7168):
+    for k in (384,) if given.quick else (2048, 7168):
         for name, make in OPERANDS.items():
             for row in compare(name, make, k, device):
                 results.append(row)
@@ -125,10 +118,5 @@ def run_accuracy(
     return {"environment": environment(Limits(device)), "results": results}
 
 
-def cells(row: Record) -> tuple[str, ...]:
-    c = "failed: " + row["failed"] if row["c"] is None else f"{row['c']:.4f}"
-    return (row["op"], str(row["shape"]["K"]), row["who"], row["variant"], c)
-
-
-def lines(row: Record) -> list[tuple[str, ...]]:
-    return [cells(row)]
+if __name__ == "__main__":
+    main(parser(__doc__), run)

@@ -1,7 +1,7 @@
-"""The same work in other libraries, found at run time.
+"""What stands beside some operators in `bench ops`: the same work in torch.
 
-A peer is registered for one op under a name. It gets the Work's inputs and returns the call to
-time, or None where it does not apply (not importable, not this device, not this variant).
+A reference is registered for one operator under a name. It gets the Work's inputs and returns the
+call to time, or None where it does not apply (another device, another variant).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-Peer = Callable[[dict[str, Any]], Callable[[], object] | None]
-PEERS: dict[str, dict[str, Peer]] = {}
+Reference = Callable[[dict[str, Any]], Callable[[], object] | None]
+TORCH: dict[str, dict[str, Reference]] = {}
 
 
-def peer(op: str, name: str) -> Callable[[Peer], Peer]:
+def beside(op: str, name: str) -> Callable[[Reference], Reference]:
     """Register the decorated factory as `name` beside `op`."""
 
-    def register(factory: Peer) -> Peer:
-        PEERS.setdefault(op, {})[name] = factory
+    def register(factory: Reference) -> Reference:
+        TORCH.setdefault(op, {})[name] = factory
         return factory
 
     return register
@@ -34,7 +34,7 @@ def compiled(function: Callable[[], object], device: torch.device) -> Callable[[
     return torch.compile(function, dynamic=False)
 
 
-@peer("quantize", "torch compiled, row scales")
+@beside("quantize", "torch compiled, row scales")
 def torch_quantize(inputs: dict[str, Any]) -> Callable[[], object] | None:
     x = inputs["x"]
     if x.shape[1] % 128:
@@ -50,7 +50,7 @@ def torch_quantize(inputs: dict[str, Any]) -> Callable[[], object] | None:
     return compiled(quantize, x.device)
 
 
-@peer("permute_pad", "torch index_select")
+@beside("permute_pad", "torch index_select")
 def torch_permute(inputs: dict[str, Any]) -> Callable[[], object] | None:
     x, plan = inputs["x"], inputs["plan"]
     if not isinstance(x, torch.Tensor) or plan.align != 1:
@@ -61,7 +61,7 @@ def torch_permute(inputs: dict[str, Any]) -> Callable[[], object] | None:
     return lambda: x.index_select(0, tokens)
 
 
-@peer("unpermute_unpad", "torch index_add")
+@beside("unpermute_unpad", "torch index_add")
 def torch_unpermute(inputs: dict[str, Any]) -> Callable[[], object] | None:
     y, plan, probs = inputs["y"], inputs["plan"], inputs["probs"]
     tokens = plan.token_of_row.long()
@@ -74,14 +74,14 @@ def torch_unpermute(inputs: dict[str, Any]) -> Callable[[], object] | None:
     return lambda: out.zero_().index_add_(0, tokens, y * weights)
 
 
-@peer("swiglu_quantize", "torch silu * up, bf16 out")
+@beside("swiglu_quantize", "torch silu * up, bf16 out")
 def torch_swiglu(inputs: dict[str, Any]) -> Callable[[], object] | None:
     gate, up = inputs["z"].chunk(2, dim=-1)
     probs = inputs["probs"][:, None]
     return lambda: (F.silu(gate) * up * probs).bfloat16()
 
 
-@peer("swiglu_quantize", "torch compiled silu * up, bf16 out")
+@beside("swiglu_quantize", "torch compiled silu * up, bf16 out")
 def torch_swiglu_compiled(inputs: dict[str, Any]) -> Callable[[], object] | None:
     z, probs = inputs["z"], inputs["probs"]
 
@@ -93,7 +93,7 @@ def torch_swiglu_compiled(inputs: dict[str, Any]) -> Callable[[], object] | None
     return compiled(swiglu, z.device)
 
 
-@peer("grouped_gemm", "torch bf16 _grouped_mm")
+@beside("grouped_gemm", "torch bf16 _grouped_mm")
 def torch_grouped_mm(inputs: dict[str, Any]) -> Callable[[], object] | None:
     x, w = inputs["x"], inputs["w"]
     if x.device.type != "cuda":
@@ -102,7 +102,7 @@ def torch_grouped_mm(inputs: dict[str, Any]) -> Callable[[], object] | None:
     return lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends, out_dtype=torch.bfloat16)
 
 
-@peer("grouped_gemm", "torch bf16, a matmul an expert")
+@beside("grouped_gemm", "torch bf16, a matmul an expert")
 def torch_loop(inputs: dict[str, Any]) -> Callable[[], object] | None:
     x, w = inputs["x"], inputs["w"]
     if x.device.type != "cpu":
@@ -111,7 +111,7 @@ def torch_loop(inputs: dict[str, Any]) -> Callable[[], object] | None:
     return lambda: [rows @ we.t() for rows, we in zip(x.split(counts), w, strict=True)]
 
 
-@peer("grouped_gemm_wgrad", "torch bf16 _grouped_mm")
+@beside("grouped_gemm_wgrad", "torch bf16 _grouped_mm")
 def torch_grouped_wgrad(inputs: dict[str, Any]) -> Callable[[], object] | None:
     dy, x = inputs["dy"], inputs["x"]
     if x.device.type != "cuda" or inputs["columns"] != "block":

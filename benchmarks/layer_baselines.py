@@ -1,29 +1,27 @@
-"""The same expert block in bf16 torch and, where they can be imported, in other libraries.
+"""The expert layer in other libraries, and in torch as it is usually written.
 
-A peer is a module called as MoEExperts is, (x, topk_idx, probs) -> out. Nobody else's numbers are
-kept here: a peer that is installed is timed in the same process, one that is not is left out.
+A baseline is a module called as MoEExperts is, (x, topk_idx, probs) -> out. One that cannot be imported
+is left out.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe_cutlass.bench.layer import TORCH, Factory
+from fp8moe_cutlass.bench.torch_experts import TorchExperts, compiled, swiglu
 from fp8moe_cutlass.nn import MoEExperts
-
-Factory = Callable[[MoEExperts, int], nn.Module]
 
 
 def peers(device: torch.device) -> dict[str, Factory]:
-    """name -> factory(layer, slots), for what can run here."""
+    """name -> factory(layer, slots) of what can run here; torch at its best first."""
     found: dict[str, Factory] = {
-        "torch bf16": TorchExperts,
+        TORCH: TorchExperts,
         "torch bf16, index_select and index_add": IndexingTorchExperts,
     }
     if device.type == "cuda":
@@ -45,37 +43,6 @@ def importable(name: str) -> bool:
     return True
 
 
-# ---- torch --------------------------------------------------------------------------------------
-
-
-class TorchExperts(nn.Module):
-    """grouped_mm, compiled SwiGLU, gathers in both directions: no atomics, no host sync. Shares the
-    layer's parameters; CPU: nothing is compiled."""
-
-    def __init__(self, layer: MoEExperts, slots: int) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = layer.gate_up_proj, layer.down_proj
-
-    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
-        expert, order = torch.sort(topk_idx.flatten(), stable=True)
-        rows = torch.arange(order.numel(), device=order.device)
-        row_of = torch.empty_like(order).scatter_(0, order, rows).view(topk_idx.shape)
-        experts = torch.arange(len(self.down_proj), device=order.device)
-        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
-        x_rows, p = self.to_rows(x, probs, order, row_of)
-        z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
-        h = _fast(swiglu, z)(z, p)
-        y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
-        return self.to_tokens(y, order, row_of)
-
-    def to_rows(self, x: Tensor, probs: Tensor, order: Tensor, row_of: Tensor) -> Any:
-        return _ToRows.apply(x, probs, order, row_of)  # type: ignore[no-untyped-call]
-
-    def to_tokens(self, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
-        out: Tensor = _ToTokens.apply(y, order, row_of)  # type: ignore[no-untyped-call]
-        return out
-
-
 class IndexingTorchExperts(TorchExperts):
     """The same as it is usually written: rows moved by index_select and index_add, whose sums are
     atomic and in bf16."""
@@ -86,69 +53,6 @@ class IndexingTorchExperts(TorchExperts):
     def to_tokens(self, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         tokens, slots = row_of.shape
         return y.new_zeros(tokens, y.shape[1]).index_add(0, order // slots, y)
-
-
-def swiglu(z: Tensor, p: Tensor) -> Tensor:
-    gate, up = z.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
-
-
-def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
-    """Slot by slot: inductor's reduction over slots takes up to eight times as long."""
-    first, *others = row_of.unbind(1)
-    total = rows[first].float()
-    for row in others:
-        total = total + rows[row].float()
-    return total.to(rows.dtype)
-
-
-def _fast(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    return compiled(function) if like.is_cuda else function
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of tensors by torch.compile: once a width, for any number of rows. With a width of
-    any size what gathers rows takes three times as long. Raises where torch would give up."""
-    config: Any = torch._dynamo.config
-    config.recompile_limit, config.fail_on_recompile_limit_hit = 64, True
-    fast = torch.compile(function, dynamic=True)
-
-    @functools.wraps(function)
-    def run(*tensors: Tensor) -> Any:
-        for tensor in tensors:
-            if tensor.ndim == 2:
-                torch._dynamo.mark_static(tensor, 1)
-        return fast(*tensors)
-
-    return run
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, order: Tensor, row_of: Tensor) -> Any:
-        ctx.save_for_backward(row_of)
-        return x[order // row_of.shape[1]], probs.flatten()[order]
-
-    @staticmethod
-    def backward(ctx: Any, dx_rows: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
-        (row_of,) = ctx.saved_tensors
-        return _fast(sum_slots, dx_rows)(dx_rows, row_of), dp[row_of], None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(order, row_of)
-        return _fast(sum_slots, y)(y.detach(), row_of)  # detached: compiled once for both passes
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        order, row_of = ctx.saved_tensors
-        return dout[order // row_of.shape[1]], None, None
-
-
-# ---- other libraries ----------------------------------------------------------------------------
 
 
 class TransformerEngineExperts(nn.Module):

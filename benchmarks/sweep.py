@@ -1,28 +1,28 @@
-"""One sweep: tokens an expert x expert width x number of experts, FP8 block beside torch bf16.
+"""FP8 beside torch bf16 over tokens per expert, expert width and number of experts.
 
-Each point is forward and backward, eager and, on CUDA, as a graph; weights already quantized, what
-quantizing them takes besides. Contenders in turn, the better of two rounds of runs back to back.
+Each point is a step, eager and, on CUDA, as a graph, with weights that were quantized before;
+`weights_ms` is what quantizing them takes. Contenders take turns; the better of two rounds counts.
+A second run with the same --json goes on where the first one stopped.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
+from common import main, parser
+from fp8moe_cutlass.bench.contender import Contender, Inputs, Shape, block
+from fp8moe_cutlass.bench.layer import OURS, TORCH
+from fp8moe_cutlass.bench.record import OnResult, Record, environment, ignore
+from fp8moe_cutlass.bench.timing import Limits, Run, Runs, back_to_back
+from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
-
-from .layer import block
-from .layer_peers import TorchExperts
-from .layer_runs import Contender, Inputs, Shape
-from .sweep_model import bf16_seconds, fp8_seconds, weights_seconds
-from .timing import Limits, event
-
-Record = dict[str, Any]
-TORCH = "torch bf16"
+from layer import graph
 
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {
@@ -40,7 +40,7 @@ ROUND_SECONDS = 0.05
 
 
 def points(device: str) -> list[Shape]:
-    """The grid's shapes, every other one of each axis first: a sweep cut short still spans it."""
+    """The grid's shapes, every other one of each axis first: so a sweep cut short spans it."""
     grid = GRIDS[device]
     places = [
         (len([at for at in (a, b, c) if at % 2]), n, width, experts, hidden)
@@ -65,53 +65,36 @@ def flops(shape: Shape) -> float:
     return 18.0 * rows(shape) * shape["H"] * shape["I"]
 
 
-def tokens_an_expert(shape: Shape) -> float:
+def tokens_per_expert(shape: Shape) -> float:
     return rows(shape) / shape["E"]
 
 
 def run_sweep(
     device: torch.device,
     budget: float,
-    done: list[Record] | None = None,
-    on_result: Callable[[Record], None] = lambda row: None,
+    done: list[Record],
+    on_result: OnResult = ignore,
+    quick: bool = False,
 ) -> Record:
-    """The record of all points measured within `budget` seconds, those of `done` (rows of an
-    earlier sweep of the same device) among them and not measured again."""
-    from . import environment
-
+    """The record of the points that begin within `budget` seconds, and of those `done` before."""
     torch.manual_seed(0)
-    results = list(done or [])
+    results = list(done)
     known = [row["shape"] for row in results]
-    wanted = [shape for shape in points(device.type) if shape not in known]
     limits = Limits(device)
     place = environment(limits)
     deadline = time.monotonic() + budget
+    wanted = points("cpu" if quick else device.type)
     for shape in wanted:
         if time.monotonic() >= deadline:
             break
+        if shape in known:
+            continue
         results.append(point(shape, device))
         on_result(results[-1])
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"environment": place, "results": results, "points": len(points(device.type))}
-
-
-def predicted() -> Record:
-    """What the model says of the grid of an H200, as a sweep's record. No measurement."""
-    results = [
-        {
-            "op": "sweep",
-            "shape": shape,
-            "ms": 1e3 * fp8_seconds(shape),
-            "peers": {TORCH: 1e3 * bf16_seconds(shape)},
-            "graph_ms": 1e3 * fp8_seconds(shape, graph=True),
-            "graph_peers": {TORCH: 1e3 * bf16_seconds(shape, graph=True)},
-            "weights_ms": 1e3 * weights_seconds(shape),
-        }
-        for shape in points("cuda")
-    ]
-    return {"environment": None, "results": results, "points": len(results)}
+    return {"environment": place, "results": results, "points": len(wanted)}
 
 
 def point(shape: Shape, device: torch.device) -> Record:
@@ -119,18 +102,17 @@ def point(shape: Shape, device: torch.device) -> Record:
     row: Record = {"op": "sweep", "shape": shape, "ms": None, "peers": {}, "graph_peers": {}}
     try:
         layer = MoEExperts(shape["E"], shape["H"], shape["I"], device=device)
-        layer.quantize_weights()
         inputs = Inputs.random(shape, device)
         pair = {
-            "fp8moe": Contender(layer, inputs),
+            OURS: Contender(layer, inputs),
             TORCH: Contender(TorchExperts(layer, shape["S"]), inputs),
         }
         ms = timed({name: c.step for name, c in pair.items()}, device)
-        row |= {"ms": ms.pop("fp8moe"), "peers": ms}
+        row |= {"ms": ms.pop(OURS), "peers": ms}
         row["weights_ms"] = timed({"": layer.quantize_weights}, device)[""]
         if device.type == "cuda":
             ms = dict(graph_ms(pair, device))
-            row |= {"graph_ms": ms.pop("fp8moe"), "graph_peers": ms}
+            row |= {"graph_ms": ms.pop(OURS), "graph_peers": ms}
     except RuntimeError as error:  # out of memory, a failed kernel: the other points still run
         row["error"] = f"{type(error).__name__}: {error}"[:300]
     return row
@@ -139,11 +121,11 @@ def point(shape: Shape, device: torch.device) -> Record:
 def graph_ms(pair: dict[str, Contender], device: torch.device) -> Iterator[tuple[str, float]]:
     """Each contender's replay, one graph alive at a time."""
     for name, contender in pair.items():
-        yield name, timed({name: contender.graph(contender.step)}, device)[name]
+        yield name, timed({name: graph(contender, contender.step)}, device)[name]
         contender.clear()
 
 
-def timed(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+def timed(runs: Runs, device: torch.device) -> dict[str, float]:
     """Milliseconds of one run of each: the better of two rounds back to back, about ROUND_SECONDS
     a round."""
     for run in runs.values():
@@ -159,17 +141,17 @@ def timed(runs: dict[str, Callable[[], object]], device: torch.device) -> dict[s
     return best
 
 
-def elapsed_ms(run: Callable[[], object], count: int, device: torch.device) -> float:
-    if device.type == "cpu":
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        return 1e3 * (time.perf_counter() - start) / count
-    before, after = event(), event()
-    torch.cuda.synchronize()
-    before.record()
-    for _ in range(count):
-        run()
-    after.record()
-    torch.cuda.synchronize()
-    return float(before.elapsed_time(after)) / count
+def elapsed_ms(run: Run, count: int, device: torch.device) -> float:
+    return sum(back_to_back(run, count, device.type == "cuda")[0]) / count
+
+
+def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
+    """Go on with the sweep in --json, if there is one."""
+    done = json.loads(given.json.read_text())["results"] if given.json.exists() else []
+    return run_sweep(device, given.budget, done, on_result, given.quick)
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--budget", type=float, default=90.0, help="seconds")
+    main(arguments, run)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import parser, show, write
+from fp8moe_cutlass.bench.contender import Shape
+from fp8moe_cutlass.bench.ep_team import Team
+from fp8moe_cutlass.bench.record import OnResult, Record, environment, ignore
+from fp8moe_cutlass.bench.timing import Limits
+from fp8moe_cutlass.launch import processes
 from fp8moe_cutlass.nn import MoEExperts
 
-from .ep_runs import Team
-from .layer_runs import Shape
-
-Record = dict[str, Any]
 RATE = 0.02
 SHAPES: dict[str, Shape] = {
     "cuda": {"T": 4096, "S": 8, "E": 8, "H": 2048, "I": 768},
@@ -101,7 +102,7 @@ def run_soak(
     team: Team,
     steps: int,
     shape: Shape | None = None,
-    on_step: Callable[[Record], None] = lambda row: None,
+    on_step: OnResult = ignore,
 ) -> Record:
     """The record of `steps` steps, the same on every rank. Raises what a step raises."""
     soak = Soak(team, shape or SHAPES[team.device.type])
@@ -136,53 +137,23 @@ def run_soak(
     }
 
 
-# ---- the record ---------------------------------------------------------------------------------
-
-COLUMNS = (
-    "W",
-    "steps",
-    "dropped",
-    "loss",
-    "apart at most",
-    "in the last tenth",
-    "memory drift",
-    "",
-)
-
-
-def lines(row: Record) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(row["shape"]["W"]),
-            str(row["steps"]),
-            str(row["dropped"]),
-            f"{row['loss'][0]:.4f} to {row['loss'][-1]:.4f}",
-            f"{row['deviation_max']:.1e}",
-            f"{row['deviation_last_tenth']:+.1e}",
-            f"{row['memory_drift'] / 2**20:.2f} MiB",
-            "passed" if row["passed"] else "FAILED",
-        )
-    ]
+def main() -> None:
+    """Exit code 1 if the losses part or memory grows."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--steps", type=int, default=1000, help="at least 20")
+    given = arguments.parse_args()
+    steps = max(20, given.steps)
+    with processes(given.ranks, torch.device(given.device), (__file__,)) as device:
+        team = Team(dist.group.WORLD, device)
+        shape = SHAPES["cpu" if given.quick else device.type]
+        row = run_soak(team, steps, shape, show if team.rank == 0 else ignore)
+        place = environment(Limits(device)) | {"ranks": team.size, "backend": dist.get_backend()}
+        if team.rank == 0:
+            write({"environment": place, "results": [row]}, given.json)
+            print("passed" if row["passed"] else "FAILED")
+    raise SystemExit(0 if row["passed"] else 1)
 
 
-def plot(record: Record, path: Path) -> None:
-    """Both losses, and how far they are apart."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    (row,) = record["results"]
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 5), layout="constrained")
-    top.plot(row["loss"], linewidth=0.7, label=f"{row['shape']['W']} ranks")
-    top.plot(row["loss_alone"], linewidth=0.7, linestyle=":", label="one process")
-    top.set_ylabel("loss")
-    top.legend(fontsize=8)
-    pairs = zip(row["loss"], row["loss_alone"], strict=True)
-    bottom.plot([abs(a - b) / b if b else 0.0 for a, b in pairs], linewidth=0.7)
-    bottom.axhline(BOUND, color="black", linewidth=0.5)
-    bottom.set_yscale("log")
-    bottom.set_ylabel("apart, relative")
-    bottom.set_xlabel("step")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+if __name__ == "__main__":
+    main()
