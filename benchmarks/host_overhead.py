@@ -40,7 +40,7 @@ def arguments() -> tuple[Any, ...]:
     return (
         *(data, torch.empty(1, 0)),
         *(weight, torch.ones(1, 1, 1)),
-        *(plan.slab, *plan.sizes, d),
+        *(plan.buffer, *plan.sizes, d),
     )
 
 

@@ -30,7 +30,7 @@ def saved_bytes(
         "fp8": fp8_bytes(rows, 2 * intermediate),
         "none": 0,
     }
-    return fp8_bytes(tokens, hidden) + 4 * rows + 4 * plan.slab_size + z[keep]
+    return fp8_bytes(tokens, hidden) + 4 * rows + 4 * plan.buffer_size + z[keep]
 
 
 def bf16_saved_bytes(tokens: int, slots: int, hidden: int, intermediate: int) -> int:

@@ -74,14 +74,14 @@ def torch_unpermute(inputs: dict[str, Any]) -> Callable[[], object] | None:
     return lambda: out.zero_().index_add_(0, tokens, y * weights)
 
 
-@beside("swiglu_quantize", "torch silu * up, bf16 out")
+@beside("act_quantize", "torch silu * up, bf16 out")
 def torch_swiglu(inputs: dict[str, Any]) -> Callable[[], object] | None:
     gate, up = inputs["z"].chunk(2, dim=-1)
     probs = inputs["probs"][:, None]
     return lambda: (F.silu(gate) * up * probs).bfloat16()
 
 
-@beside("swiglu_quantize", "torch compiled silu * up, bf16 out")
+@beside("act_quantize", "torch compiled silu * up, bf16 out")
 def torch_swiglu_compiled(inputs: dict[str, Any]) -> Callable[[], object] | None:
     z, probs = inputs["z"], inputs["probs"]
 

@@ -118,21 +118,27 @@ def test_few_waves_are_of_the_tiles_that_take_least_time() -> None:
 
 
 def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
-    def band(name: str, *sizes: int) -> object:
-        return _C.explain_grouped_gemm(name, *sizes, 132)["band"]
+    def raster_group(name: str, *sizes: int) -> object:
+        return _C.explain_grouped_gemm(name, *sizes, 132)["raster_group"]
 
-    assert band("fprop", 32768, 2048, 7168, 128) == 132 // 11  # columns of tiles
-    assert band("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
-    assert band("fprop", 32768, 4096, 7168, 8) == band("fprop", 32768, 0, 7168, 8) == 16
-    assert band("wgrad", 32768, 4096, 7168, 8) > band("wgrad", 32768, 4096, 7168, 128)
+    assert raster_group("fprop", 32768, 2048, 7168, 128) == 132 // 11  # columns of tiles
+    assert raster_group("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
+    assert (
+        raster_group("fprop", 32768, 4096, 7168, 8)
+        == raster_group("fprop", 32768, 0, 7168, 8)
+        == 16
+    )
+    assert raster_group("wgrad", 32768, 4096, 7168, 8) > raster_group(
+        "wgrad", 32768, 4096, 7168, 128
+    )
 
 
 def test_short_tiles_of_wgrad_are_taken_as_ctas_come_free() -> None:
-    def taken(name: str, experts: int) -> object:
-        return _C.explain_grouped_gemm(name, 32768, 4096, 7168, experts, 132)["taken"]
+    def dynamic(name: str, experts: int) -> object:
+        return _C.explain_grouped_gemm(name, 32768, 4096, 7168, experts, 132)["dynamic"]
 
-    assert [taken("wgrad", e) for e in (48, 64, 128)] == [False, True, True]
-    assert [taken(name, 128) for name in ("fprop", "dgrad")] == [False, False]
+    assert [dynamic("wgrad", e) for e in (48, 64, 128)] == [False, True, True]
+    assert [dynamic(name, 128) for name in ("fprop", "dgrad")] == [False, False]
 
 
 def test_wgrad_is_described_as_it_is_asked_for() -> None:
@@ -140,7 +146,7 @@ def test_wgrad_is_described_as_it_is_asked_for() -> None:
 
     def wgrad(experts: int, *options: Any) -> tuple[Any, Any]:
         c = _C.explain_grouped_gemm("wgrad", 32768, 768, 1408, experts, 132, *options)
-        return c["tile"], c["taken"]
+        return c["tile"], c["dynamic"]
 
     wide, tall = (128, 192), (192, 128)
     assert wgrad(8) == (wide, False)
@@ -188,11 +194,11 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "5504 tiles = 41.70 waves" in out
     assert all(f"{name} " in out for name in ("fprop", "dgrad", "wgrad"))
-    assert out.count("dealt in turn") == 3
+    assert out.count("static schedule") == 3
     assert run(monkeypatch, "--explain", "32768,4096,7168,64", "--sms", "132") == 0
     out = capsys.readouterr().out
-    assert out.count("dealt in turn") == 2
-    assert "taken as CTAs come free" in out[out.index("wgrad ") :]
+    assert out.count("static schedule") == 2
+    assert "dynamic schedule" in out[out.index("wgrad ") :]
     megatron = ("--wgrad-dtype", "float32", "--accumulate")
     assert run(monkeypatch, "--explain", "32768,768,1408,32", "--sms", "132", *megatron) == 0
     out = capsys.readouterr().out

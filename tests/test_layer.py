@@ -229,13 +229,13 @@ def test_two_casts_and_no_second_fprop(recompute: str, monkeypatch: pytest.Monke
     layer = p.experts(recompute=recompute)
     layer.quantize_weights()
     names = ("quantize", "quantize_weight", "dequantize", "transpose_fp8")
-    spy = Spy(monkeypatch, *names, "grouped_gemm", "swiglu_quantize")
+    spy = Spy(monkeypatch, *names, "grouped_gemm", "act_quantize")
     p.run(layer)
     assert len(spy.calls["quantize"]) == 2
     assert not any(spy.calls[name] for name in names[1:])
     # fprop-1, fprop-2, dgrad-2, dgrad-1, and fprop-1 again with recompute.
     assert len(spy.calls["grouped_gemm"]) == (5 if recompute == "expert" else 4)
-    assert len(spy.calls["swiglu_quantize"]) == 1
+    assert len(spy.calls["act_quantize"]) == 1
 
 
 def saved_bytes(p: Problem, **options: Any) -> int:
@@ -259,7 +259,7 @@ def saved_bytes(p: Problem, **options: Any) -> int:
 def test_saved_for_backward() -> None:
     t, s, e, h, i = 256, 2, 4, 256, 128
     p = problem(t, s, e, h, i)
-    plan = ops.route(e, topk_idx=p.topk_idx).slab.nbytes
+    plan = ops.route(e, topk_idx=p.topk_idx).buffer.nbytes
     x = t * h + t * h // 128 * 4  # codes and scales, unpermuted
     rows = t * s
     probs = rows * 4

@@ -349,7 +349,7 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
             lambda: ops.unpermute_unpad_backward(x, plan, y, probs.double()),
         ),
         (
-            r"\] permuted_dprobs must .* got float64",
+            r"\] row_dprobs must .* got float64",
             lambda: ops.permute_pad_backward(y, plan, torch.rand(rows).double()),
         ),
         ("16 bytes", lambda: ops.permute_pad(torch.zeros(57 * 32 + 1)[1:].view(57, 32), plan)),
@@ -362,7 +362,7 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("given together", lambda: ops.unpermute_unpad_backward(x, plan, probs=probs)),
         ("dy must be", lambda: ops.permute_pad_backward(y[1:], plan)),
         (
-            "permuted_dprobs must be",
+            "row_dprobs must be",
             lambda: ops.permute_pad_backward(y, plan, dprobs=probs),
         ),
         (

@@ -34,7 +34,7 @@ def block(seed: int) -> list[torch.Tensor]:
     assert np.array_equal(q.data.view(torch.uint8).numpy(), ops.quantize(x).data)
     rows, _ = ops.permute_pad(q, plan)
     y = ops.grouped_gemm(rows, ops.quantize_weight(w)[0], plan)
-    h = ops.swiglu_quantize(y, plan)
+    h = ops.act_quantize(y, plan)
     kept = int(plan.row_offsets[-1])
     end = int(plan.col_offsets[-1])
     columns = ops.permute_transpose_fp8(q, plan)

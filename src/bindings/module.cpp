@@ -1,7 +1,7 @@
 // The extension _C: one m.def an op, arguments as in fp8moe/ops.h, flattened.
 //
 // An Fp8Tensor argument `q` is `q`, `q_scale` and, where more than one is legal, `q_layout` ("row",
-// "gemm" or "block"); a RoutingPlan is `plan` (its slab) and its five sizes, zero without a plan.
+// "gemm" or "block"); a RoutingPlan is `plan` (its buffer) and its five sizes, zero without a plan.
 // None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
 #include <nanobind/nanobind.h>
 
@@ -92,7 +92,7 @@ void bind_movement(nb::module_& m) {
   m.def(
       "permute_pad",
       [](In x, In x_scale, Layout x_layout, In plan, PLAN_SIZES, In probs, Out y, Out y_scale,
-         Layout y_layout, Out permuted_probs, bool zero_unweighted) {
+         Layout y_layout, Out row_probs, bool zero_unweighted) {
         Call op("permute_pad");
         if (x_scale.given || y_scale.given) {
           using F = void (*)(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
@@ -100,29 +100,29 @@ void bind_movement(nb::module_& m) {
           op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x", true),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
                  op.tensor(probs, "probs"), op.fp8(y, y_scale, y_layout, "y"),
-                 op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
+                 op.tensor(row_probs, "row_probs"), zero_unweighted);
         } else {
           using F = void (*)(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
                              const Tensor&, bool, Stream);
           op.run(static_cast<F>(permute_pad), op.tensor(x, "x"),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
-                 op.tensor(probs, "probs"), op.tensor(y, "y"),
-                 op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
+                 op.tensor(probs, "probs"), op.tensor(y, "y"), op.tensor(row_probs, "row_probs"),
+                 zero_unweighted);
         }
       },
       "x"_a, "x_scale"_a.none(), "x_layout"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "y"_a,
-      "y_scale"_a.none(), "y_layout"_a, "permuted_probs"_a.none(), "zero_unweighted"_a);
+      "y_scale"_a.none(), "y_layout"_a, "row_probs"_a.none(), "zero_unweighted"_a);
 
   m.def(
       "permute_pad_backward",
-      [](In dy, In plan, PLAN_SIZES, In permuted_dprobs, Out dx, Out dprobs) {
+      [](In dy, In plan, PLAN_SIZES, In row_dprobs, Out dx, Out dprobs) {
         Call op("permute_pad_backward");
         op.run(permute_pad_backward, op.tensor(dy, "dy"),
                op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.tensor(permuted_dprobs, "permuted_dprobs"), op.tensor(dx, "dx"),
+               op.tensor(row_dprobs, "row_dprobs"), op.tensor(dx, "dx"),
                op.tensor(dprobs, "dprobs"));
       },
-      "dy"_a, "plan"_a, PLAN_NAMES, "permuted_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
+      "dy"_a, "plan"_a, PLAN_NAMES, "row_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
 
   m.def(
       "unpermute_unpad",
@@ -230,11 +230,11 @@ void bind_transposes(nb::module_& m) {
 
 void bind_activation(nb::module_& m) {
   m.def(
-      "swiglu_quantize",
+      "act_quantize",
       [](In z, In plan, PLAN_SIZES, In probs, double clamp, Out h, Out h_scale, Layout h_layout,
          Out z_q, Out z_q_scale, Layout z_q_layout, bool pow2, double eps) {
-        Call op("swiglu_quantize");
-        op.run(swiglu_quantize, op.tensor(z, "z"),
+        Call op("act_quantize");
+        op.run(act_quantize, op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
                static_cast<float>(clamp), op.fp8(h, h_scale, h_layout, "h"),
                op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), rule(pow2, eps));
@@ -243,13 +243,13 @@ void bind_activation(nb::module_& m) {
       "h_layout"_a, "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
-      "swiglu_quantize_backward",
+      "act_quantize_backward",
       [](In dh, In z, In plan, PLAN_SIZES, In probs, double clamp, Out dz, Out dz_scale,
          Layout dz_layout, Out dprobs, Out dz_columns, Out dz_columns_scale,
          Layout dz_columns_layout, Out h_columns, Out h_columns_scale, Layout h_columns_layout,
          bool pow2, double eps) {
-        Call op("swiglu_quantize_backward");
-        op.run(swiglu_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
+        Call op("act_quantize_backward");
+        op.run(act_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
                static_cast<float>(clamp), op.fp8(dz, dz_scale, dz_layout, "dz"),
                op.tensor(dprobs, "dprobs"),
@@ -349,8 +349,8 @@ NB_MODULE(_C, m) {
         d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
         d["stages"] = c.stages;
         d["shared_bytes"] = c.shared_bytes;
-        d["band"] = c.band;
-        d["taken"] = c.taken;
+        d["raster_group"] = c.raster_group;
+        d["dynamic"] = c.dynamic;
         d["tiles"] = c.tiles;
         d["waves"] = c.waves;
         d["idle"] = c.idle;

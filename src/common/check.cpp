@@ -186,9 +186,9 @@ void Checker::plan_sizes(const RoutingPlan& plan) const {
 
 void Checker::plan(const RoutingPlan& plan) const {
   plan_sizes(plan);
-  tensor(plan.slab, "plan", {plan.slab_size()});
-  dtype(plan.slab, "plan", {DType::i32});
-  aligned(plan.slab, "plan");
+  tensor(plan.buffer, "plan", {plan.buffer_size()});
+  dtype(plan.buffer, "plan", {DType::i32});
+  aligned(plan.buffer, "plan");
 }
 
 void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "common/bits.h"
-#include "common/hd.h"
+#include "common/host_device.h"
 
 namespace fp8moe {
 

@@ -1,4 +1,4 @@
-// The checks swiglu_quantize and its backward share.
+// The checks act_quantize and its backward share.
 #pragma once
 
 #include "common/check.h"

@@ -10,8 +10,8 @@
 #include <memory>
 
 #include "common/dispatch.h"
-#include "cpu/clones.h"
 #include "cpu/gemm_tile.h"
+#include "cpu/multiversion.h"
 
 namespace fp8moe::cpu {
 namespace {

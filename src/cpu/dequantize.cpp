@@ -1,6 +1,6 @@
 // x = decode(q) * scale_inv in f32, rounded to x's dtype; q [M, K], or [E, M, K] in block layout.
 #include "common/dispatch.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
 #include "cpu/ops.h"
 #include "cpu/tile.h"
 

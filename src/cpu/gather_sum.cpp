@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "common/dispatch.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
 
 namespace fp8moe::cpu {
 

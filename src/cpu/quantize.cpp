@@ -1,6 +1,6 @@
 // q = Q(x): x [M, K], one scale per tile of 1x128.
 #include "common/dispatch.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
 #include "cpu/ops.h"
 #include "cpu/tile.h"
 

@@ -4,7 +4,7 @@
 
 #include "common/dispatch.h"
 #include "common/wire.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
 #include "cpu/ops.h"
 #include "cpu/plan_check.h"
 #include "cpu/tile.h"

@@ -1,7 +1,7 @@
 // q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3; q_t [E, K, N] holds the same codes transposed.
 #include "common/dispatch.h"
-#include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
 #include "cpu/ops.h"
 
 namespace fp8moe::cpu {

@@ -5,8 +5,8 @@
 #include <omp.h>
 
 #include "common/dispatch.h"
-#include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
 #include "cpu/row_scales.h"
 #include "cpu/shift_line.h"
 

@@ -1,12 +1,12 @@
-// The row kernels of swiglu_quantize and its backward, on f32 rows, and where their results go.
+// The row kernels of act_quantize and its backward, on f32 rows, and where their results go.
 #pragma once
 
 #include <cstring>
 
 #include "common/dispatch.h"
 #include "common/swiglu.h"
-#include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
 #include "cpu/row_scales.h"
 #include "cpu/tile.h"
 

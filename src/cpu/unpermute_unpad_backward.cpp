@@ -3,7 +3,7 @@
 
 #include "common/dispatch.h"
 #include "common/reduce.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
 #include "cpu/ops.h"
 #include "cpu/plan_check.h"
 

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kLayoutThreads)
 void plan_from_counts(const Tensor& tokens_per_expert, const RoutingPlan& plan, Stream stream) {
   FP8MOE_CHECK(plan.experts <= kMaxExperts, "[plan_from_counts] on CUDA a plan has at most ",
                kMaxExperts, " experts; got ", plan.experts);
-  const DeviceGuard guard(plan.slab.device);
+  const DeviceGuard guard(plan.buffer.device);
   const auto blocks =
       static_cast<unsigned>(std::max<int64_t>(1, cdiv(plan.capacity, kLayoutThreads)));
   const auto run = [&](auto kernel, auto* counts) {

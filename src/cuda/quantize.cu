@@ -34,7 +34,7 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
   const int column = 128 * tile + 8 * lane;
   const bool inside = column < p.k;
 
-  Eight<T> x[kRows];
+  Vec8<T> x[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     x[j].clear();

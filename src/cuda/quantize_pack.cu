@@ -47,7 +47,7 @@ __device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token
   const int warp = threadIdx.x / 32, half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
   const int step = static_cast<int>(blockDim.x) / 32 * kWarpTiles<T>;
   for (int first = warp * kWarpTiles<T>; first < p.tiles; first += step) {
-    Eight<T> x[kInFlight<T>];
+    Vec8<T> x[kInFlight<T>];
 #pragma unroll
     for (int j = 0; j < kInFlight<T>; ++j) {
       const int column = 128 * (first + 2 * j + half) + 8 * lane;

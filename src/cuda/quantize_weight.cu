@@ -42,7 +42,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
   const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
   const int64_t base = expert * p.n * p.k;
 
-  Eight<T> x[2][4];
+  Vec8<T> x[2][4];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll

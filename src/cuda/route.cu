@@ -283,7 +283,7 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
            const Tensor& workspace, Stream stream) {
   FP8MOE_CHECK(plan.experts <= kMaxExperts, "[route] on CUDA a plan has at most ", kMaxExperts,
                " experts; got ", plan.experts);
-  const DeviceGuard guard(plan.slab.device);
+  const DeviceGuard guard(plan.buffer.device);
   const Chunks chunks(plan);
   const int keys = static_cast<int>(plan.experts) + 1;
   const Params params{.from = topk_idx.defined() ? topk_idx.data : routing_map.data,

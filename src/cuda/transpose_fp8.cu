@@ -9,7 +9,7 @@
 namespace fp8moe::cuda {
 namespace {
 
-// Eight dequantized values.
+// Vec8 dequantized values.
 template <typename F>
 struct DequantizedSource {
   RowsOut q;

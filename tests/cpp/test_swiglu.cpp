@@ -1,4 +1,4 @@
-// swiglu_quantize and its backward against the formula in double: every value within one code.
+// act_quantize and its backward against the formula in double: every value within one code.
 #include <optional>
 
 #include "check.h"
@@ -50,9 +50,9 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
   const OwnedFp8 dz(DType::e4m3, r, 2 * inner, ScaleLayout::gemm);
   const Owned dprobs(DType::f32, {r});
   const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
-  swiglu_quantize(z, plan, given, clamp, h, z_q, rule);
-  swiglu_quantize_backward(dh, z, plan, given, clamp, dz, weighted ? dprobs.view : Tensor{},
-                           optional(dz_t), optional(h_t), rule);
+  act_quantize(z, plan, given, clamp, h, z_q, rule);
+  act_quantize_backward(dh, z, plan, given, clamp, dz, weighted ? dprobs.view : Tensor{},
+                        optional(dz_t), optional(h_t), rule);
 
   const std::vector<int> one = {static_cast<int>(r)};
   const std::vector<int>& groups = counts ? *counts : one;
@@ -89,31 +89,30 @@ void bad_arguments() {
   const OwnedPlan plan = from_counts({3}, 3, 1);
   const std::vector<uint8_t> before = h.data.copy();
   const ScaleRule rule;
-  CHECK_INVALID("[swiglu_quantize]",
-                swiglu_quantize(Owned(DType::bf16, {3, 48}), {}, {}, 0, h, {}, rule));
-  CHECK_INVALID("[swiglu_quantize]",
-                swiglu_quantize(z, {}, Owned(DType::f32, {4}), 0, h, {}, rule));
-  CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, {}, {}, rule));
-  CHECK_INVALID("[swiglu_quantize_backward] h_columns needs a plan",
-                swiglu_quantize_backward(dh, z, {}, {}, 0, dz, {}, {}, h_t, rule));
+  CHECK_INVALID("[act_quantize]",
+                act_quantize(Owned(DType::bf16, {3, 48}), {}, {}, 0, h, {}, rule));
+  CHECK_INVALID("[act_quantize]", act_quantize(z, {}, Owned(DType::f32, {4}), 0, h, {}, rule));
+  CHECK_INVALID("[act_quantize]", act_quantize(z, {}, {}, 0, {}, {}, rule));
+  CHECK_INVALID("[act_quantize_backward] h_columns needs a plan",
+                act_quantize_backward(dh, z, {}, {}, 0, dz, {}, {}, h_t, rule));
   const OwnedFp8 e5m2(DType::e5m2, 3, 32, ScaleLayout::gemm);
-  CHECK_INVALID("[swiglu_quantize] h must be float8_e4m3fn",
-                swiglu_quantize(z, {}, {}, 0, e5m2, {}, rule));
+  CHECK_INVALID("[act_quantize] h must be float8_e4m3fn",
+                act_quantize(z, {}, {}, 0, e5m2, {}, rule));
   CHECK_INVALID(
-      "[swiglu_quantize] z_q must be float8_e4m3fn",
-      swiglu_quantize(z, {}, {}, 0, h, OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row), rule));
+      "[act_quantize] z_q must be float8_e4m3fn",
+      act_quantize(z, {}, {}, 0, h, OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row), rule));
   CHECK_INVALID(
-      "[swiglu_quantize_backward] dz_columns (the format of dz) must be",
-      swiglu_quantize_backward(dh, z, plan, {}, 0, dz, {},
-                               OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block), {}, rule));
+      "[act_quantize_backward] dz_columns (the format of dz) must be",
+      act_quantize_backward(dh, z, plan, {}, 0, dz, {},
+                            OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block), {}, rule));
   CHECK_INVALID(
-      "[swiglu_quantize_backward] dz_columns and h_columns must have one scale layout",
-      swiglu_quantize_backward(dh, z, plan, {}, 0, dz, {},
-                               OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm), h_t, rule));
-  CHECK_INVALID("[swiglu_quantize_backward]",
-                swiglu_quantize_backward(dh, {}, {}, {}, 0, dz, {}, {}, {}, rule));
-  CHECK_INVALID("[swiglu_quantize_backward]",
-                swiglu_quantize_backward(z, z, {}, {}, 0, dz, {}, {}, {}, rule));
+      "[act_quantize_backward] dz_columns and h_columns must have one scale layout",
+      act_quantize_backward(dh, z, plan, {}, 0, dz, {},
+                            OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm), h_t, rule));
+  CHECK_INVALID("[act_quantize_backward]",
+                act_quantize_backward(dh, {}, {}, {}, 0, dz, {}, {}, {}, rule));
+  CHECK_INVALID("[act_quantize_backward]",
+                act_quantize_backward(z, z, {}, {}, 0, dz, {}, {}, {}, rule));
   CHECK(h.data.copy() == before);
 }
 

@@ -165,11 +165,11 @@ def test_bad_expert_ids_are_dropped(device: torch.device) -> None:
 # ---- what is launched ---------------------------------------------------------------------------
 
 FORWARD = [
-    *("route", "quantize", "permute_pad", "grouped_gemm", "swiglu_quantize", "grouped_gemm"),
+    *("route", "quantize", "permute_pad", "grouped_gemm", "act_quantize", "grouped_gemm"),
     "unpermute_unpad",
 ]
 BACKWARD = [
-    *("quantize", "permute_pad", "grouped_gemm", "swiglu_quantize_backward", "grouped_gemm"),
+    *("quantize", "permute_pad", "grouped_gemm", "act_quantize_backward", "grouped_gemm"),
     *("permute_pad_backward", "permute_transpose_fp8", "grouped_gemm_wgrad"),
     *("permute_transpose_fp8", "grouped_gemm_wgrad"),
 ]

@@ -181,7 +181,7 @@ def test_one_graph_replays_under_other_routings() -> None:
     }
     for idx in routings.values():
         layer.idx.copy_(idx)
-        poison([captured[0].slab, *captured[1].values()])
+        poison([captured[0].buffer, *captured[1].values()])
         graph.replay()
         torch.cuda.synchronize()
         assert_same_results(layer(), captured)

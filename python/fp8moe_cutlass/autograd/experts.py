@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
-from fp8moe_cutlass.autograd.once import once_differentiable
-from fp8moe_cutlass.autograd.saving import load, save
+from fp8moe_cutlass.autograd.ctx_io import load, save
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.weight_grad import WeightGrad, cast
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan

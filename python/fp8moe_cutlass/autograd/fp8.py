@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.saving import Saved
+from fp8moe_cutlass.autograd.ctx_io import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients as Gradients
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -104,7 +104,7 @@ def backward(
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
 
-    made: Any = ops.swiglu_quantize_backward(
+    made: Any = ops.act_quantize_backward(
         dh,
         z,
         plan,
@@ -160,7 +160,7 @@ def _activate(
     z: Tensor, plan: RoutingPlan, row_probs: Tensor, recipe: Fp8Recipe, keep: str
 ) -> tuple[Fp8Tensor, Tensor | Fp8Tensor | None]:
     """h = Q(silu(gate) * up * prob), and z in the form that is kept."""
-    made: Any = ops.swiglu_quantize(
+    made: Any = ops.act_quantize(
         z,
         plan,
         probs=row_probs,

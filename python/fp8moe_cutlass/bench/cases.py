@@ -144,7 +144,7 @@ def dequantize(shape: Shape, device: torch.device) -> Iterator[Work]:
 def route(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, plan, _ = routing(shape, device)
     run = lambda: ops.route(shape["E"], topk_idx=experts, out=plan)  # noqa: E731
-    yield Work("top-k", run, size_of(experts, plan.slab))
+    yield Work("top-k", run, size_of(experts, plan.buffer))
 
 
 @case("permute")
@@ -197,7 +197,7 @@ def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Wor
 def dispatch_plan(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, *_ = dispatch(shape, device)
     run, out = into(ops.dispatch_plan, experts, shape["E"], shape["W"])
-    yield Work("exact", run, size_of(experts, out[0].slab, out[1]))
+    yield Work("exact", run, size_of(experts, out[0].buffer, out[1]))
 
 
 @case("ranks")
@@ -255,22 +255,22 @@ def count_codes(shape: Shape, device: torch.device) -> Iterator[Work]:
 
 
 @case("activation")
-def swiglu_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
+def act_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     z = normal(shape["R"], 2 * shape["C"], device=device)
     probs = torch.rand(shape["R"], device=device)
-    run, out = into(ops.swiglu_quantize, z, plan, probs=probs)
+    run, out = into(ops.act_quantize, z, plan, probs=probs)
     yield Work("rows", run, size_of(z, probs) + written(plan, out), inputs={"z": z, "probs": probs})
 
 
 @case("activation")
-def swiglu_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
+def act_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     z = normal(shape["R"], 2 * shape["C"], device=device)
     dh = normal(shape["R"], shape["C"], device=device)
     probs = torch.rand(shape["R"], device=device)
     for columns in (None, "block", "column"):
-        run, out = into(ops.swiglu_quantize_backward, dh, z, plan, probs=probs, columns=columns)
+        run, out = into(ops.act_quantize_backward, dh, z, plan, probs=probs, columns=columns)
         variant = "dz" if columns is None else f"dz, dz and h columns={columns}"
         moved = size_of(dh, z, probs) + written(plan, out)
         yield Work(variant, run, moved)

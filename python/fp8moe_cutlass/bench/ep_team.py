@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16
-from fp8moe_cutlass.distributed.terms import Terms, recipe_word
+from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
 
 from .contender import Inputs
@@ -82,7 +82,7 @@ class Legs:
             self.exchange.ranks,
             segment=self.exchange.segment,
         )
-        self.sizes = self.exchange.announce(counts, terms)()
+        self.sizes = self.exchange.exchange_sizes(counts, terms)()
         self.partial = torch.randn(self.sizes.rows, self.hidden, device=self.x.device).bfloat16()
 
     def dispatch(self) -> None:
@@ -99,7 +99,7 @@ class Legs:
 
     def combine(self) -> None:
         """Send the partial sums back, and add them."""
-        back = self.exchange.give_back(self.partial, self.plan.rows, self.sizes)
+        back = self.exchange.combine(self.partial, self.plan.rows, self.sizes)
         ops.unpermute_unpad(back, self.plan)
 
     def bare(self, width: int) -> Run:
@@ -110,7 +110,7 @@ class Legs:
     def bare_back(self, width: int) -> Run:
         """The all-to-all alone, back."""
         rows = torch.zeros(self.sizes.rows, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.exchange.give_back(rows, self.plan.rows, self.sizes)
+        return lambda: self.exchange.combine(rows, self.plan.rows, self.sizes)
 
     def rows_to_others(self) -> int:
         """Rows this rank sends to other ranks; with a capacity, the fixed number."""

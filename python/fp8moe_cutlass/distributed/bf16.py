@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import bf16
-from fp8moe_cutlass.autograd.saving import Saved
+from fp8moe_cutlass.autograd.ctx_io import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients
 from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
 

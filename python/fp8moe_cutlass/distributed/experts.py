@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.ctx_io import Saved, load, save
 from fp8moe_cutlass.autograd.experts import needs_grad
-from fp8moe_cutlass.autograd.once import once_differentiable
-from fp8moe_cutlass.autograd.saving import Saved, load, save
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.weight_grad import Gradients, WeightGrad
 from fp8moe_cutlass.distributed.exchange import Exchange, Pending, Sizes
-from fp8moe_cutlass.distributed.terms import Terms, recipe_word
+from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 
@@ -125,7 +125,7 @@ def _dispatch(
 ) -> tuple[Tensor, Any, Sizes]:
     """(rows received, the plan of those sent, sizes)."""
     plan, counts = block.plan(topk_idx, exchange)
-    sizes = exchange.announce(counts, terms)
+    sizes = exchange.exchange_sizes(counts, terms)
     packed = block.pack(x, probs, topk_idx, plan, exchange, sizes)
     return exchange.dispatch(packed, sizes()), plan, sizes()
 
@@ -135,7 +135,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Saved, ...]]:
     """(out [T, H] bf16, what block.backward is to be given)."""
     partial, saved = block.forward(rows, terms.slots, plan, exchange, sizes)
-    return block.combine(exchange.give_back(partial, plan.rows, sizes), plan), saved
+    return block.combine(exchange.combine(partial, plan.rows, sizes), plan), saved
 
 
 class _Experts(torch.autograd.Function):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import fp8
+from fp8moe_cutlass.autograd.ctx_io import Saved
 from fp8moe_cutlass.autograd.experts import dense, quantize
-from fp8moe_cutlass.autograd.saving import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients
 from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
 from fp8moe_cutlass.recipe import Fp8Recipe

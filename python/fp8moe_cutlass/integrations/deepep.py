@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import WeightGrad, fp8
+from fp8moe_cutlass.autograd.ctx_io import load, save
 from fp8moe_cutlass.autograd.experts import quantize
-from fp8moe_cutlass.autograd.once import once_differentiable
-from fp8moe_cutlass.autograd.saving import load, save
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.integrations.deepep_rows import (
     Pair,
     Received,

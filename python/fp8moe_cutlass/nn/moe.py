@@ -31,7 +31,7 @@ class SharedExpert(nn.Module):
         return out
 
 
-class Beside:
+class SideStream:
     """A module on a GPU stream of its own, on tokens that are ready now, whatever is queued before
     its start. Autograd runs its backward on that stream too."""
 
@@ -145,7 +145,7 @@ class MoE(nn.Module):
         self.aux_loss, self.tokens_per_expert = routing.aux_loss, routing.tokens_per_expert
         beside = None
         if self.shared_expert is not None and self.experts.group is not None and tokens.is_cuda:
-            beside = Beside(self.shared_expert, tokens)
+            beside = SideStream(self.shared_expert, tokens)
         out: Tensor = self.experts(
             *(tokens, routing.topk_idx, routing.topk_weights, is_first_microbatch),
             beside=None if beside is None else beside.start,

@@ -8,7 +8,7 @@
 
 namespace fp8moe::cuda {
 
-// Eight values of a dense tensor [R, width] of any float type.
+// Vec8 values of a dense tensor [R, width] of any float type.
 struct FloatSource {
   const void* data;
   DType dtype;

@@ -1,4 +1,4 @@
-// The one-pass kernels of swiglu_quantize_backward: bf16 z and dh, I a multiple of 128,
+// The one-pass kernels of act_quantize_backward: bf16 z and dh, I a multiple of 128,
 // power-of-two scales.
 #pragma once
 

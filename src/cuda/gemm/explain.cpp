@@ -12,15 +12,16 @@ namespace {
 
 using namespace gemm;
 
-// Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a low tile 128
-// columns; one that has none is idle, not wasted.
+// Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a tail tile in M
+// 128 columns; one that has none is idle, not wasted.
 int64_t work(const Tile& tile, int tile_m, int tile_n, int64_t n) {
   int64_t elements = 0;
-  for (int half = 0; half < tile_m / kBox; ++half) {
-    if (tile.low())
-      elements += half < 2 && n - tile.column > 2 * kBox * half ? kBox * 2 * kBox : 0;
-    else if (tile.rows > kBox * half)
-      elements += tile.flank() ? 2 * kBox * kBox : kBox * tile_n;
+  for (int consumer_index = 0; consumer_index < tile_m / kBox; ++consumer_index) {
+    if (tile.tail_m())
+      elements +=
+          consumer_index < 2 && n - tile.column > 2 * kBox * consumer_index ? kBox * 2 * kBox : 0;
+    else if (tile.rows > kBox * consumer_index)
+      elements += tile.tail_n() ? 2 * kBox * kBox : kBox * tile_n;
   }
   return elements * kBlockK;
 }
@@ -34,7 +35,7 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
     row_offsets[e + 1] = row_offsets[e] + tokens[e];
     col_offsets[e + 1] = col_offsets[e] + static_cast<int32_t>(cdiv(tokens[e], kBlockK) * kBlockK);
   }
-  const bool rows = kKind == Kind::rows;
+  const bool rows = kKind == Kind::fprop;
   Sizes sizes{};
   sizes.row_offsets = row_offsets.data();
   sizes.tokens_per_expert = tokens.data();
@@ -43,8 +44,8 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   sizes.m = static_cast<int>(n);
   sizes.n = static_cast<int>(rows ? n : k);
   sizes.k_blocks = static_cast<int>(cdiv(k, kBlockK));
-  sizes.band = 1;
-  sizes.flank = rows && has_flank(TileN, n, m, experts);
+  sizes.raster_group = 1;
+  sizes.tail_n = rows && has_tail_n(TileN, n, m, experts);
   GemmChoice choice{};
   choice.tile_m = TileM;
   choice.tile_n = TileN;
@@ -61,7 +62,7 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
 
 template <Kind kKind>
 GemmChoice walk(const Config& config, int64_t m, int64_t n, int64_t k, int64_t experts) {
-  if (config.tile_m == kTallM) return walk<kKind, kTallM, 128>(m, n, k, experts);
+  if (config.tile_m == kTileM192) return walk<kKind, kTileM192, 128>(m, n, k, experts);
   return config.tile_n == 128 ? walk<kKind, kTileM, 128>(m, n, k, experts)
                               : walk<kKind, kTileM, 192>(m, n, k, experts);
 }
@@ -73,21 +74,21 @@ GemmChoice explain_grouped_gemm(const GemmQuery& q) {
   int64_t n = q.n, k = q.k;
   if (q.pass == GemmPass::dgrad) std::swap(n, k);
   // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
-  const RoutingPlan plan{.slab = {}, .tokens = q.m, .experts = q.experts, .capacity = q.m};
+  const RoutingPlan plan{.buffer = {}, .tokens = q.m, .experts = q.experts, .capacity = q.m};
   const int64_t k_blocks = plan.columns() / kTile;
-  const Kind kind = !wgrad                            ? Kind::rows
-                    : q.columns == ScaleLayout::block ? Kind::tokens_block
-                                                      : Kind::tokens_column;
-  const Config config = wgrad ? tokens_config(kind, n, k, k_blocks, q.experts, bf16, q.accumulate)
-                              : rows_config(n, q.m, cdiv(k, kTile), q.experts, bf16, q.sm_count);
-  GemmChoice choice = kind == Kind::rows ? walk<Kind::rows>(config, q.m, n, k, q.experts)
-                      : kind == Kind::tokens_block
-                          ? walk<Kind::tokens_block>(config, q.m, n, k, q.experts)
-                          : walk<Kind::tokens_column>(config, q.m, n, k, q.experts);
-  choice.band = config.band;
+  const Kind kind = !wgrad                            ? Kind::fprop
+                    : q.columns == ScaleLayout::block ? Kind::wgrad_128x128
+                                                      : Kind::wgrad_1x128;
+  const Config config = wgrad ? wgrad_config(kind, n, k, k_blocks, q.experts, bf16, q.accumulate)
+                              : fprop_config(n, q.m, cdiv(k, kTile), q.experts, bf16, q.sm_count);
+  GemmChoice choice = kind == Kind::fprop ? walk<Kind::fprop>(config, q.m, n, k, q.experts)
+                      : kind == Kind::wgrad_128x128
+                          ? walk<Kind::wgrad_128x128>(config, q.m, n, k, q.experts)
+                          : walk<Kind::wgrad_1x128>(config, q.m, n, k, q.experts);
+  choice.raster_group = config.raster_group;
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(q.sm_count);
-  choice.taken = wgrad && takes_tiles(k_blocks, q.experts, q.accumulate && !bf16);
-  const double time = tiles_time(choice.tiles, 1, config.thin, q.sm_count);
+  choice.dynamic = wgrad && dynamic_schedule(k_blocks, q.experts, q.accumulate && !bf16);
+  const double time = tiles_time(choice.tiles, 1, config.split, q.sm_count);
   choice.idle = time > 0 ? 1 - choice.waves / time : 0;
   return choice;
 }

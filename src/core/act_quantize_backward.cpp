@@ -14,11 +14,11 @@ void check_columns(const Checker& check, const Fp8Tensor& columns, const char* n
 
 }  // namespace
 
-void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                              const Tensor& probs, float clamp, const Fp8Tensor& dz,
-                              const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                              const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
-  const Checker check("swiglu_quantize_backward", dh.device);
+void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                           const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                           const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                           const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
+  const Checker check("act_quantize_backward", dh.device);
   check.ndim(dh, "dh", 2);
   check.dtype(dh, "dh", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = dh.shape[0];
@@ -31,7 +31,7 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPl
   check.aligned(z, "z");
   check.fp8(dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
   if (dprobs.defined()) {
-    FP8MOE_CHECK(probs.defined(), "[swiglu_quantize_backward] dprobs needs probs; got none");
+    FP8MOE_CHECK(probs.defined(), "[act_quantize_backward] dprobs needs probs; got none");
     check.tensor(dprobs, "dprobs", {rows});
     check.dtype(dprobs, "dprobs", {DType::f32});
   }
@@ -42,17 +42,17 @@ void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPl
   if (h_columns.defined()) check.e4m3(h_columns, "h_columns");
   FP8MOE_CHECK(
       !dz_columns.defined() || !h_columns.defined() || dz_columns.layout == h_columns.layout,
-      "[swiglu_quantize_backward] dz_columns and h_columns must have one scale layout; "
+      "[act_quantize_backward] dz_columns and h_columns must have one scale layout; "
       "got ",
       name_of(dz_columns.layout), " and ", name_of(h_columns.layout));
   check.rule(rule);
   check.disjoint(
       {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},
-      {{dh, "dh"}, {z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
+      {{dh, "dh"}, {z, "z"}, {probs, "probs"}, {plan.buffer, "plan"}});
   if (dh.numel() == 0) return;
-  FP8MOE_DISPATCH("swiglu_quantize_backward", dh.device,
-                  swiglu_quantize_backward(dh, z, plan, probs, clamp, dz, dprobs, dz_columns,
-                                           h_columns, rule, stream));
+  FP8MOE_DISPATCH("act_quantize_backward", dh.device,
+                  act_quantize_backward(dh, z, plan, probs, clamp, dz, dprobs, dz_columns,
+                                        h_columns, rule, stream));
 }
 
 }  // namespace fp8moe

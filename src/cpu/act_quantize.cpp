@@ -1,13 +1,13 @@
-// swiglu_quantize: h = Q(silu(gate) up prob) row by row.
+// act_quantize: h = Q(silu(gate) up prob) row by row.
 #include "cpu/ops.h"
 #include "cpu/swiglu_rows.h"
 
 namespace fp8moe::cpu {
 
-void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                     const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream) {
+void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+                  const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream) {
   const int64_t inner = z.shape[1] / 2;
-  const std::vector<TokenTile> tiles = tiles_of("swiglu_quantize", plan, z.shape[0]);
+  const std::vector<TokenTile> tiles = tiles_of("act_quantize", plan, z.shape[0]);
   const RowSink h_rows(h);
   const RowSink z_rows(z_q);
   if (plan.defined()) {

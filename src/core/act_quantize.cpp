@@ -2,9 +2,9 @@
 
 namespace fp8moe {
 
-void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                     const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
-  const Checker check("swiglu_quantize", z.device);
+void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+                  const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
+  const Checker check("act_quantize", z.device);
   check.ndim(z, "z", 2);
   check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = z.shape[0];
@@ -19,10 +19,10 @@ void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& pro
     check.e4m3(z_q, "z_q");
   }
   check.rule(rule);
-  check.disjoint({{h, "h"}, {z_q, "z_q"}}, {{z, "z"}, {probs, "probs"}, {plan.slab, "plan"}});
+  check.disjoint({{h, "h"}, {z_q, "z_q"}}, {{z, "z"}, {probs, "probs"}, {plan.buffer, "plan"}});
   if (z.numel() == 0) return;
-  FP8MOE_DISPATCH("swiglu_quantize", z.device,
-                  swiglu_quantize(z, plan, probs, clamp, h, z_q, rule, stream));
+  FP8MOE_DISPATCH("act_quantize", z.device,
+                  act_quantize(z, plan, probs, clamp, h, z_q, rule, stream));
 }
 
 }  // namespace fp8moe

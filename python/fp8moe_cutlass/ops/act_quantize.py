@@ -17,12 +17,12 @@ from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 
 _op = define(
-    f"swiglu_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
+    f"act_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
     "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
     "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
 )
 _backward = define(
-    f"swiglu_quantize_backward(Tensor dh, Tensor z, Tensor? plan, {PLAN}, Tensor? probs, "
+    f"act_quantize_backward(Tensor dh, Tensor z, Tensor? plan, {PLAN}, Tensor? probs, "
     "float clamp, Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
     "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
     "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
@@ -30,7 +30,7 @@ _backward = define(
 )
 
 
-def swiglu_quantize(
+def act_quantize(
     z: Array,
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
@@ -49,7 +49,7 @@ def swiglu_quantize(
     Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, to be kept for the backward
     in z's place and dequantized there.
     """
-    op = "swiglu_quantize"
+    op = "act_quantize"
     pow2 = is_pow2(op, scale)
     z_q = None
     if out is None:
@@ -68,7 +68,7 @@ def swiglu_quantize(
     return h if z_q is None else (h, z_q)
 
 
-def swiglu_quantize_backward(
+def act_quantize_backward(
     dh: Array,
     z: Array,
     plan: RoutingPlan | None = None,
@@ -82,13 +82,13 @@ def swiglu_quantize_backward(
     scale_layout: ScaleLayout = "gemm",
     out: tuple[Fp8Tensor | Array | None, ...] | None = None,
 ) -> tuple[Fp8Tensor, Array | None] | tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor, Array | None]:
-    """The gradient of swiglu_quantize at dh [R, I], with z [R, 2I] as given forward.
+    """The gradient of act_quantize at dh [R, I], with z [R, 2I] as given forward.
 
     dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
     returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3.
     Returns (dz, dprobs or None), or (dz, dz_columns, h_columns, dprobs or None).
     """
-    op = "swiglu_quantize_backward"
+    op = "act_quantize_backward"
     pow2 = is_pow2(op, scale)
     layout = None if columns is None else column_layout(op, columns)
     dz_columns = h_columns = dprobs = None

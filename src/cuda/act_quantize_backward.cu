@@ -15,7 +15,7 @@
 namespace fp8moe::cuda {
 namespace {
 
-constexpr const char* kOp = "swiglu_quantize_backward";
+constexpr const char* kOp = "act_quantize_backward";
 
 // dprob[row]: a warp a row, 16 lanes a tile of 128 terms; tiles in ascending order
 // (common/reduce.h).
@@ -107,10 +107,10 @@ void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_co
 
 }  // namespace
 
-void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                              const Tensor& probs, float clamp, const Fp8Tensor& dz,
-                              const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                              const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
+void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                           const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                           const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                           const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
   const int64_t rows = dh.shape[0], intermediate = dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(dh.device);

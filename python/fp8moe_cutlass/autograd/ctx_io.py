@@ -13,7 +13,7 @@ Saved = Tensor | Fp8Tensor | RoutingPlan | tuple[Tensor, ...] | None
 
 
 def save(ctx: Any, *items: Saved) -> None:
-    """ctx.save_for_backward: of an Fp8Tensor its two tensors, of a plan its slab, of a named
+    """ctx.save_for_backward: of an Fp8Tensor its two tensors, of a plan its buffer, of a named
     tuple its members."""
     tensors: list[Tensor] = []
     kinds: list[tuple[Any, ...]] = []
@@ -24,7 +24,7 @@ def save(ctx: Any, *items: Saved) -> None:
             tensors += [item.data, item.scale_inv]
             kinds.append((item.scale_layout, item.pow2, item.fp8_dtype))
         elif isinstance(item, RoutingPlan):
-            tensors.append(item.slab)
+            tensors.append(item.buffer)
             kinds.append(("plan", *item.sizes))
         elif isinstance(item, tuple):
             tensors += item

@@ -1,4 +1,4 @@
-// swiglu_quantize_backward: dz = Q([dgate | dup]) and dprob row by row; with columns, the f32 rows
+// act_quantize_backward: dz = Q([dgate | dup]) and dprob row by row; with columns, the f32 rows
 // of 128 tokens are kept until their columns are quantized too.
 #include "common/reduce.h"
 #include "cpu/ops.h"
@@ -34,12 +34,12 @@ void zero_padding_probs(const RoutingPlan& plan, const Tensor& dprobs) {
 
 }  // namespace
 
-void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                              const Tensor& probs, float clamp, const Fp8Tensor& dz,
-                              const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                              const Fp8Tensor& h_columns, ScaleRule rule, Stream) {
+void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                           const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                           const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                           const Fp8Tensor& h_columns, ScaleRule rule, Stream) {
   const int64_t inner = dh.shape[1];
-  const std::vector<TokenTile> tiles = tiles_of("swiglu_quantize_backward", plan, dh.shape[0]);
+  const std::vector<TokenTile> tiles = tiles_of("act_quantize_backward", plan, dh.shape[0]);
   const int64_t kept = dz_columns.defined() ? kTile : 1;  // rows of dz
   const RowSink dz_rows(dz);
   if (plan.defined()) {

@@ -1,6 +1,6 @@
 // As wide as the machine allows. Not by target_clones: here the width is part of the source, and
 // sanitizer builds, which have no clones, run these too.
-#include "cpu/lines.h"
+#include "cpu/transpose_band.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "common/hd.h"
+#include "common/host_device.h"
 
 namespace fp8moe::cpu {
 namespace {

@@ -10,7 +10,7 @@
 namespace fp8moe::cuda {
 namespace {
 
-constexpr const char* kOp = "swiglu_quantize";
+constexpr const char* kOp = "act_quantize";
 constexpr int kRowsPerBlock = 16;  // 32 take 0.3 to 1.9% longer
 constexpr int kTilesPerBlock = 4;
 
@@ -98,8 +98,8 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
 
 }  // namespace
 
-void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
-                     const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
+void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+                  const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
   const int64_t rows = z.shape[0], intermediate = z.shape[1] / 2;
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(z.device);
