@@ -1,7 +1,7 @@
 """The expert layer in other libraries, and in torch as it is usually written.
 
-A baseline is a module called as MoEExperts is, (x, topk_idx, probs) -> out. One that cannot be imported
-is left out.
+A baseline is a module called as MoEExperts is: (x, topk_idx, probs) -> out. What cannot be
+imported is left out.
 """
 
 from __future__ import annotations
