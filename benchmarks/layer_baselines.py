@@ -1,6 +1,6 @@
 """The expert layer in other libraries, and in torch as it is usually written.
 
-A baseline is a module called as MoEExperts is, (x, topk_idx, probs) -> out. One that cannot be
+A baseline is a module called as MoEExperts is: (x, topk_idx, probs) -> out. What cannot be
 imported is left out.
 """
 
