@@ -17,7 +17,7 @@ def smooth(values: list[float], width: int) -> tuple[np.ndarray[Any, Any], np.nd
 
 
 COLORS = {"fp8": "tab:green", "bf16": "tab:gray", "double": "tab:red"}
-NAMES = {"double": "double quantization"}  # in records of before, beside fp8 and bf16
+NAMES = {"double": "double quantization"}  # of older records
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
