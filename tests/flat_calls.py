@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -182,7 +183,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "z": p.rows,
             **plan,
             "probs": p.row_probs,
-            "clamp": 0.0,
+            "limit": math.inf,
             **new("h", rows, width // 2, layout="gemm"),
             **new("z_q", rows, width, layout="row"),
             **rule,
@@ -192,7 +193,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "z": p.rows,
             **plan,
             "probs": p.row_probs,
-            "clamp": 0.0,
+            "limit": math.inf,
             **new("dz", rows, width, layout="gemm"),
             "dprobs": torch.zeros(rows),
             **new("dz_columns", width, kcap, layout="block"),

@@ -32,14 +32,14 @@ class Truth:
 
 
 def truth(
-    z: Tensor, dh: Tensor | None = None, probs: Tensor | None = None, clamp: float | None = None
+    z: Tensor, dh: Tensor | None = None, probs: Tensor | None = None, limit: float | None = None
 ) -> Truth:
-    """Autograd of silu(gate) * up * prob in float64; clamp: gate <= c, |up| <= c."""
+    """Autograd of silu(gate) * up * prob in float64; limit: gate <= c, |up| <= c."""
     z64 = z.double().requires_grad_()
     p64 = (torch.ones(z.shape[0]) if probs is None else probs).double().requires_grad_()
     gate, up = z64.chunk(2, -1)
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     h = torch.nn.functional.silu(gate) * up * p64[:, None]
     h.backward((torch.zeros_like(h) if dh is None else dh).double())
     assert z64.grad is not None
@@ -116,14 +116,14 @@ def test_forward(dtype: torch.dtype, scale: str) -> None:
         assert_quantized(ops.act_quantize(z, scale=scale), truth(z).h, scale == "pow2")
 
 
-@pytest.mark.parametrize("clamp", [0.5, 7.0])
-def test_clamp(clamp: float) -> None:
+@pytest.mark.parametrize("limit", [0.5, 7.0])
+def test_clamp(limit: float) -> None:
     z, dh = 4 * torch.randn(50, 512), torch.randn(50, 256)
-    want = truth(z, dh, clamp=clamp)
-    assert_quantized(ops.act_quantize(z, clamp=clamp), want.h)
-    dz, _ = ops.act_quantize_backward(dh, z, clamp=clamp)
+    want = truth(z, dh, limit=limit)
+    assert_quantized(ops.act_quantize(z, limit=limit), want.h)
+    dz, _ = ops.act_quantize_backward(dh, z, limit=limit)
     assert_quantized(dz, want.dz)
-    shut = torch.cat([z[:, :256] > clamp, z[:, 256:].abs() > clamp], 1)
+    shut = torch.cat([z[:, :256] > limit, z[:, 256:].abs() > limit], 1)
     assert shut.any()
     assert ((dz.data.view(torch.uint8)[shut] & 0x7F) == 0).all()
 
@@ -275,13 +275,13 @@ def test_any_shape(data: st.DataObject) -> None:
     rows, inner = data.draw(st.integers(0, 20)), 16 * data.draw(st.integers(1, 24))
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    clamp = data.draw(st.sampled_from([None, 1.0]))
+    limit = data.draw(st.sampled_from([None, 1.0]))
     z, dh, probs = awkward(rows, 2 * inner, dtype), awkward(rows, inner, dtype), torch.rand(rows)
-    h = ops.act_quantize(z, probs=probs, clamp=clamp)
-    dz, dprobs = ops.act_quantize_backward(dh, z, probs=probs, clamp=clamp)
+    h = ops.act_quantize(z, probs=probs, limit=limit)
+    dz, dprobs = ops.act_quantize_backward(dh, z, probs=probs, limit=limit)
     assert (h.shape, dz.shape, dprobs.shape) == ((rows, inner), (rows, 2 * inner), (rows,))
     if rows:
-        want = truth(z, dh, probs, clamp)
+        want = truth(z, dh, probs, limit)
         assert_quantized(h, want.h)
         assert_quantized(dz, want.dz)
 
@@ -308,8 +308,9 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("twice a multiple of 16; got 48", lambda: swiglu(torch.randn(3, 48))),
         ("z must have the plan's 48 rows; got 47", lambda: swiglu(z[:-1], plan, out=out)),
         ("z must be one of float32", lambda: swiglu(z.int(), plan, out=out)),
-        ("clamp must be positive", lambda: swiglu(z, plan, clamp=-1.0, out=out)),
-        ("clamp must be positive", lambda: swiglu(z, plan, clamp=float("nan"), out=out)),
+        ("limit must be positive", lambda: swiglu(z, plan, limit=-1.0, out=out)),
+        ("limit must be positive", lambda: swiglu(z, plan, limit=0.0, out=out)),
+        ("limit must be positive", lambda: swiglu(z, plan, limit=float("nan"), out=out)),
         ("need a plan", lambda: backward(dh, z, columns="block")),
         ("'block' or 'column'", lambda: backward(dh, z, plan, columns="rows")),
         (r"probs must be \[48\]", lambda: swiglu(z, plan, torch.rand(47), out=out)),

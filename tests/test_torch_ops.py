@@ -76,7 +76,7 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
         p.rows,
         p.plan,
         p.row_probs,
-        clamp=2.0,
+        limit=2.0,
         columns="column",
         fp8_dtype="e5m2",
     ),

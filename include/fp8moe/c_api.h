@@ -198,16 +198,16 @@ FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const 
 
 /* ---- activation ---- */
 
-/* plan, probs, z_q: optional. */
+/* plan, probs, z_q: optional. limit: as in ops.h, INFINITY for none. */
 FP8MOE_C_API fp8moe_status fp8moe_act_quantize(const fp8moe_tensor* z, const fp8moe_plan* plan,
-                                               const fp8moe_tensor* probs, float clamp,
+                                               const fp8moe_tensor* probs, float limit,
                                                const fp8moe_fp8_tensor* h,
                                                const fp8moe_fp8_tensor* z_q, fp8moe_scale_rule rule,
                                                void* stream);
 /* plan, probs, dprobs, dz_columns, h_columns: optional. */
 FP8MOE_C_API fp8moe_status fp8moe_act_quantize_backward(
     const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_plan* plan,
-    const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
+    const fp8moe_tensor* probs, float limit, const fp8moe_fp8_tensor* dz,
     const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
     const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule rule, void* stream);
 

@@ -165,18 +165,18 @@ enum CodeCount : int {
 // ---- activation ---------------------------------------------------------------------------------
 
 // h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.
-// clamp > 0: gate at most clamp, up within [-clamp, clamp]; 0: none. `plan` may be undefined: all R
-// rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional z_q [R, 2I] =
-// Q(z), the FP8 pre-activation.
+// limit > 0: gate at most limit, up within [-limit, limit]; infinity: none. `plan` may be
+// undefined: all R rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional
+// z_q [R, 2I] = Q(z), the FP8 pre-activation.
 FP8MOE_API void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
-                             float clamp, const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule,
+                             float limit, const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule,
                              Stream stream = {});
 
 // The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
 // [R] f32 = sum of silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8,
 // dz_columns [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
 FP8MOE_API void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                                      const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                                      const Tensor& probs, float limit, const Fp8Tensor& dz,
                                       const Tensor& dprobs, const Fp8Tensor& dz_columns,
                                       const Fp8Tensor& h_columns, ScaleRule rule,
                                       Stream stream = {});

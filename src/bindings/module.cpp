@@ -231,32 +231,32 @@ void bind_transposes(nb::module_& m) {
 void bind_activation(nb::module_& m) {
   m.def(
       "act_quantize",
-      [](In z, In plan, PLAN_SIZES, In probs, double clamp, Out h, Out h_scale, Layout h_layout,
+      [](In z, In plan, PLAN_SIZES, In probs, double limit, Out h, Out h_scale, Layout h_layout,
          Out z_q, Out z_q_scale, Layout z_q_layout, bool pow2, double eps) {
         Call op("act_quantize");
         op.run(act_quantize, op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               static_cast<float>(clamp), op.fp8(h, h_scale, h_layout, "h"),
+               static_cast<float>(limit), op.fp8(h, h_scale, h_layout, "h"),
                op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), rule(pow2, eps));
       },
-      "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "clamp"_a, "h"_a, "h_scale"_a,
+      "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "limit"_a, "h"_a, "h_scale"_a,
       "h_layout"_a, "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
       "act_quantize_backward",
-      [](In dh, In z, In plan, PLAN_SIZES, In probs, double clamp, Out dz, Out dz_scale,
+      [](In dh, In z, In plan, PLAN_SIZES, In probs, double limit, Out dz, Out dz_scale,
          Layout dz_layout, Out dprobs, Out dz_columns, Out dz_columns_scale,
          Layout dz_columns_layout, Out h_columns, Out h_columns_scale, Layout h_columns_layout,
          bool pow2, double eps) {
         Call op("act_quantize_backward");
         op.run(act_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               static_cast<float>(clamp), op.fp8(dz, dz_scale, dz_layout, "dz"),
+               static_cast<float>(limit), op.fp8(dz, dz_scale, dz_layout, "dz"),
                op.tensor(dprobs, "dprobs"),
                op.fp8(dz_columns, dz_columns_scale, dz_columns_layout, "dz_columns"),
                op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"), rule(pow2, eps));
       },
-      "dh"_a, "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "clamp"_a, "dz"_a, "dz_scale"_a,
+      "dh"_a, "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "limit"_a, "dz"_a, "dz_scale"_a,
       "dz_layout"_a, "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(),
       "dz_columns_layout"_a, "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a,
       "pow2"_a, "eps"_a);

@@ -15,7 +15,7 @@ void check_columns(const Checker& check, const Fp8Tensor& columns, const char* n
 }  // namespace
 
 void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                           const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                           const Tensor& probs, float limit, const Fp8Tensor& dz,
                            const Tensor& dprobs, const Fp8Tensor& dz_columns,
                            const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
   const Checker check("act_quantize_backward", dh.device);
@@ -23,7 +23,7 @@ void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan&
   check.dtype(dh, "dh", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = dh.shape[0];
   const int64_t inner = dh.shape[1];
-  check_swiglu(check, rows, 2 * inner, plan, probs, clamp);
+  check_swiglu(check, rows, 2 * inner, plan, probs, limit);
   check.tensor(dh, "dh", {rows, inner});
   check.aligned(dh, "dh");
   check.tensor(z, "z", {rows, 2 * inner});
@@ -51,8 +51,8 @@ void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan&
       {{dh, "dh"}, {z, "z"}, {probs, "probs"}, {plan.buffer, "plan"}});
   if (dh.numel() == 0) return;
   FP8MOE_DISPATCH("act_quantize_backward", dh.device,
-                  act_quantize_backward(dh, z, plan, probs, clamp, dz, dprobs, dz_columns,
-                                        h_columns, rule, stream));
+                  act_quantize_backward(dh, z, plan, probs, backend_limit(limit), dz, dprobs,
+                                        dz_columns, h_columns, rule, stream));
 }
 
 }  // namespace fp8moe

@@ -305,23 +305,23 @@ fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* 
 }
 
 fp8moe_status fp8moe_act_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
-                                  const fp8moe_tensor* probs, float clamp,
+                                  const fp8moe_tensor* probs, float limit,
                                   const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* z_q,
                                   fp8moe_scale_rule r, void* stream) {
   return guarded([&] {
-    act_quantize(tensor(z), plan(p), tensor(probs), clamp, fp8(h), fp8(z_q), rule(r), {stream});
+    act_quantize(tensor(z), plan(p), tensor(probs), limit, fp8(h), fp8(z_q), rule(r), {stream});
   });
 }
 
 fp8moe_status fp8moe_act_quantize_backward(const fp8moe_tensor* dh, const fp8moe_tensor* z,
                                            const fp8moe_plan* p, const fp8moe_tensor* probs,
-                                           float clamp, const fp8moe_fp8_tensor* dz,
+                                           float limit, const fp8moe_fp8_tensor* dz,
                                            const fp8moe_tensor* dprobs,
                                            const fp8moe_fp8_tensor* dz_columns,
                                            const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule r,
                                            void* stream) {
   return guarded([&] {
-    act_quantize_backward(tensor(dh), tensor(z), plan(p), tensor(probs), clamp, fp8(dz),
+    act_quantize_backward(tensor(dh), tensor(z), plan(p), tensor(probs), limit, fp8(dz),
                           tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r), {stream});
   });
 }

@@ -4,7 +4,7 @@
 
 namespace fp8moe::cpu {
 
-void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float limit,
                   const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream) {
   const int64_t inner = z.shape[1] / 2;
   const std::vector<TokenTile> tiles = tiles_of("act_quantize", plan, z.shape[0]);
@@ -25,7 +25,7 @@ void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
           const T* from = z.as<const T>() + r * 2 * inner;
           widen_row<T>(from, 2 * inner, z_row.data());
           swiglu_row(z_row.data(), inner, probs.defined() ? probs.as<const float>()[r] : 1.0f,
-                     clamp, h_row.data());
+                     limit, h_row.data());
           h_rows.put(r, h_row.data(), rule);
           if (z_q.defined()) z_rows.put(r, from, rule);
         }

@@ -11,10 +11,10 @@ namespace {
 // dgate, dup and the terms of dprob
 FP8MOE_CLONES void swiglu_grad_row(const float* __restrict gate, const float* __restrict up,
                                    const float* __restrict dh, int64_t inner, float prob,
-                                   float clamp, float* __restrict dgate, float* __restrict dup,
+                                   float limit, float* __restrict dgate, float* __restrict dup,
                                    float* __restrict terms) {
   for (int64_t i = 0; i < inner; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], clamp);
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
     const SwigluGrad grad = swiglu_grad(in, pinned_sigmoid(in.gate), prob, dh[i]);
     dgate[i] = grad.dgate;
     dup[i] = grad.dup;
@@ -35,7 +35,7 @@ void zero_padding_probs(const RoutingPlan& plan, const Tensor& dprobs) {
 }  // namespace
 
 void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                           const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                           const Tensor& probs, float limit, const Fp8Tensor& dz,
                            const Tensor& dprobs, const Fp8Tensor& dz_columns,
                            const Fp8Tensor& h_columns, ScaleRule rule, Stream) {
   const int64_t inner = dh.shape[1];
@@ -64,12 +64,12 @@ void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan&
         const float prob = probs.defined() ? probs.as<const float>()[r] : 1.0f;
         read(z, r, 2 * inner, z_row.data());
         read(dh, r, inner, dh_row.data());
-        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, clamp,
+        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, limit,
                         dz_row, dz_row + inner, terms.data());
         dz_rows.put(r, dz_row, rule);
         if (dprobs.defined()) dprobs.as<float>()[r] = sum_row(terms.data(), inner);
         if (h_columns.defined())
-          swiglu_row(z_row.data(), inner, prob, clamp, h_block.data() + i * inner);
+          swiglu_row(z_row.data(), inner, prob, limit, h_block.data() + i * inner);
       }
       if (dz_columns.defined()) put_columns(dz_columns, tile, dz_block.data(), rule);
       if (h_columns.defined()) put_columns(h_columns, tile, h_block.data(), rule);

@@ -26,9 +26,9 @@ FP8MOE_CLONES void quantize_row(const T* x, int64_t n, ScaleRule rule, uint8_t* 
 }
 
 // h = silu(gate) up prob; z = [gate | up]
-FP8MOE_CLONES void swiglu_row(const float* z, int64_t inner, float prob, float clamp, float* h) {
+FP8MOE_CLONES void swiglu_row(const float* z, int64_t inner, float prob, float limit, float* h) {
   for (int64_t i = 0; i < inner; ++i) {
-    const SwigluInput in = clamp_swiglu(z[i], z[inner + i], clamp);
+    const SwigluInput in = clamp_swiglu(z[i], z[inner + i], limit);
     h[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
   }
 }

@@ -17,7 +17,7 @@ constexpr int kTilesPerBlock = 4;
 struct RowsParams {
   const uint16_t* z;   // [R, 2I] bf16
   const float* probs;  // [R] or nullptr
-  float clamp;
+  float limit;
   int rows, intermediate, tiles;
   PlanView plan;
   RowsOut h;
@@ -27,11 +27,11 @@ struct RowsParams {
 
 // h without prob, which the scale of the codes takes in.
 template <bool kClamp, int N>
-__device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)[N], float clamp,
+__device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)[N], float limit,
                                        float (&h)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? limit : 0.0f);
     h[i] = swiglu(in, pinned_sigmoid(in.gate), 1.0f);
   }
 }
@@ -69,7 +69,7 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
     float gate[16], up[16], h[16];
     unpack16(packed[tile][0], packed[tile][1], gate);
     unpack16(packed[tile][2], packed[tile][3], up);
-    hidden<kClamp>(gate, up, p.clamp, h);
+    hidden<kClamp>(gate, up, p.limit, h);
     const TileScale s = p.scaling.of<E4M3>(lanes_max<8>(weighted_amax(h, prob)));
     if (!kind.written) continue;
     Tile<8>::store_codes<E4M3>(codes + 128 * tile, h, s.scale * prob);
@@ -77,13 +77,13 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
   }
 }
 
-void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float limit,
                  const Fp8Tensor& h, float eps, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
                 tiles = intermediate / kTile;
   const RowsParams params = {.z = z.as<uint16_t>(),
                              .probs = probs.as<float>(),
-                             .clamp = clamp,
+                             .limit = limit,
                              .rows = static_cast<int>(rows),
                              .intermediate = static_cast<int>(intermediate),
                              .tiles = static_cast<int>(tiles),
@@ -92,23 +92,23 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                              .read_policy = read_once_policy(h.data),
                              .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch(kOp, clamp > 0.0f ? quantize_rows<true> : quantize_rows<false>,
+  launch(kOp, limit > 0.0f ? quantize_rows<true> : quantize_rows<false>,
          static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0, stream, params);
 }
 
 }  // namespace
 
-void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float clamp,
+void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float limit,
                   const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
   const int64_t rows = z.shape[0], intermediate = z.shape[1] / 2;
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(z.device);
   const HiddenSource source = {.z = float_source(z),
                                .probs = probs.as<float>(),
-                               .clamp = clamp,
+                               .limit = limit,
                                .intermediate = static_cast<int>(intermediate)};
   if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2)
-    launch_bf16(z, plan, probs, clamp, h, rule.eps, stream_of(stream));
+    launch_bf16(z, plan, probs, limit, h, rule.eps, stream_of(stream));
   else
     quantize_rows_from<E4M3>(kOp, source, plan, rows, intermediate, h,
                              {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));

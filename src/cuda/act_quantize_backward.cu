@@ -56,7 +56,7 @@ void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
       quantize_rows_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, scaling, stream);
   });
   if (h_columns.defined()) {
-    const HiddenSource hidden = {source.z, source.probs, source.clamp, source.intermediate};
+    const HiddenSource hidden = {source.z, source.probs, source.limit, source.intermediate};
     quantize_columns_from<E4M3>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling,
                                 stream);
   }
@@ -80,7 +80,7 @@ void launch_rows(SwigluBackward p, cudaStream_t stream) {
   p.rows_per_block = rows_per_block(p.tiles);
   const size_t shared =
       sizeof(BackwardRowsShared) + static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
-  launch(kOp, p.clamp > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
+  launch(kOp, p.limit > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
          static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
 }
 
@@ -97,7 +97,7 @@ void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_co
   const int64_t ranges = std::min<int64_t>(cdiv(tiles, fewest_tiles(p)), kMostRanges);
   const unsigned grid = persistent_grid(device, ranges, 1);
   const auto go = [&]<ColumnKind kKind>() {
-    launch(kOp, p.clamp > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>,
+    launch(kOp, p.limit > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>,
            grid, BackwardTile::kThreads, sizeof(BackwardTilesShared), stream, p, to);
   };
   const ColumnKind kind = kind_of(dz_columns.defined() ? dz_columns : h_columns);
@@ -108,7 +108,7 @@ void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_co
 }  // namespace
 
 void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                           const Tensor& probs, float clamp, const Fp8Tensor& dz,
+                           const Tensor& probs, float limit, const Fp8Tensor& dz,
                            const Tensor& dprobs, const Fp8Tensor& dz_columns,
                            const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
   const int64_t rows = dh.shape[0], intermediate = dh.shape[1];
@@ -117,8 +117,8 @@ void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan&
   SwigluBackward params = {.z = z.as<uint16_t>(),
                            .dh = dh.as<uint16_t>(),
                            .probs = probs.as<float>(),
-                           .clamp = clamp,
-                           .sigmoid_of_clamp = pinned_sigmoid(clamp),
+                           .limit = limit,
+                           .sigmoid_of_limit = pinned_sigmoid(limit),
                            .rows = static_cast<int>(rows),
                            .intermediate = static_cast<int>(intermediate),
                            .tiles = static_cast<int>(intermediate / kTile),
@@ -135,7 +135,7 @@ void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan&
   const GradSource source = {.z = float_source(z),
                              .dh = float_source(dh),
                              .probs = probs.as<float>(),
-                             .clamp = clamp,
+                             .limit = limit,
                              .intermediate = static_cast<int>(intermediate)};
   if (one_pass) {
     const int64_t tiles = plan.columns() / kTile * params.tiles;

@@ -39,10 +39,10 @@ def test_without_plan(rows, intermediate, dtype, scale, fp8_dtype):
     dh = awkward(rows, intermediate, dtype=dtype)
     probs = torch.rand(rows)
     check(ops.act_quantize, z, scale=scale)
-    check(ops.act_quantize, z, probs=probs, clamp=1.5, scale=scale)
+    check(ops.act_quantize, z, probs=probs, limit=1.5, scale=scale)
     options = {"scale": scale, "fp8_dtype": fp8_dtype}
     check(ops.act_quantize_backward, dh, z, **options)
-    check(ops.act_quantize_backward, dh, z, probs=probs, clamp=1.5, **options)
+    check(ops.act_quantize_backward, dh, z, probs=probs, limit=1.5, **options)
 
 
 @pytest.mark.parametrize("columns", [None, "block", "column"])
@@ -84,16 +84,16 @@ def test_every_bf16_sigmoid():
     check(ops.act_quantize, z)
 
 
-@pytest.mark.parametrize("clamp", [0.0, 1.3])
+@pytest.mark.parametrize("limit", [None, 1.3])
 @pytest.mark.parametrize("columns", [None, "block", "column"])
-def test_every_gate_of_whole_tiles(columns, clamp):
+def test_every_gate_of_whole_tiles(columns, limit):
     """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
     plan = RoutingPlan.from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
     dh = torch.ones(512, 128, dtype=torch.bfloat16)
-    check(ops.act_quantize, z, plan=plan, clamp=clamp)
-    options = {"plan": plan, "clamp": clamp, "columns": columns}
+    check(ops.act_quantize, z, plan=plan, limit=limit)
+    options = {"plan": plan, "limit": limit, "columns": columns}
     check(ops.act_quantize_backward, dh, z, probs=torch.rand(512), **options)
 
 
@@ -118,15 +118,15 @@ def test_shares_of_several_blocks_of_tokens(columns):
     check(ops.act_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
-@pytest.mark.parametrize("clamp", [0.0, 1.3])
+@pytest.mark.parametrize("limit", [None, 1.3])
 @pytest.mark.parametrize("columns", ["block", "column"])
 @pytest.mark.parametrize("intermediate", [6144, 48256])
-def test_large_intermediate(intermediate, columns, clamp):
+def test_large_intermediate(intermediate, columns, limit):
     """Backward: sums of dprob apart, and sums that go through many SMs."""
     counts = torch.tensor([3, 0, 17], dtype=torch.int32)
     plan = RoutingPlan.from_counts(counts, capacity=32, align=1)
     z, dh, probs = inputs(plan, intermediate)
-    options = {"probs": probs, "columns": columns, "plan": plan, "clamp": clamp}
+    options = {"probs": probs, "columns": columns, "plan": plan, "limit": limit}
     check(ops.act_quantize_backward, dh, z, **options)
 
 

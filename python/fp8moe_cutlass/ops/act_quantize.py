@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fp8moe_cutlass.ops._library import (
     PLAN,
     column_layout,
@@ -17,13 +19,13 @@ from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 
 _op = define(
-    f"act_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float clamp, "
+    f"act_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float limit, "
     "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
     "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
 )
 _backward = define(
     f"act_quantize_backward(Tensor dh, Tensor z, Tensor? plan, {PLAN}, Tensor? probs, "
-    "float clamp, Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
+    "float limit, Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
     "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
     "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
     "bool pow2, float eps)"
@@ -35,7 +37,7 @@ def act_quantize(
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
-    clamp: float | None = None,
+    limit: float | None = None,
     save_z: bool = False,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -44,8 +46,8 @@ def act_quantize(
 ) -> Fp8Tensor | tuple[Fp8Tensor, Fp8Tensor]:
     """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
 
-    plan: whose rows these are (None: R ordinary rows). probs [R] float32. clamp c: gate at most c,
-    up within [-c, c]; None or 0: neither.
+    plan: whose rows these are (None: R ordinary rows). probs [R] float32. limit c > 0: gate at
+    most c, up within [-c, c]; None: neither.
     Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, to be kept for the backward
     in z's place and dequantized there.
     """
@@ -64,7 +66,7 @@ def act_quantize(
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         if save_z:
             z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
-    _op(z, plan, probs, clamp or 0.0, h, z_q, pow2, eps)
+    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, pow2, eps)
     return h if z_q is None else (h, z_q)
 
 
@@ -74,7 +76,7 @@ def act_quantize_backward(
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
-    clamp: float | None = None,
+    limit: float | None = None,
     columns: Columns | None = None,
     fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
@@ -112,7 +114,8 @@ def act_quantize_backward(
             h_columns = given_fp8(op, out[2], layout, "e4m3", pow2)
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
-    _backward(dh, z, plan, probs, clamp or 0.0, dz, dprobs, dz_columns, h_columns, pow2, eps)
+    bound = math.inf if limit is None else limit
+    _backward(dh, z, plan, probs, bound, dz, dprobs, dz_columns, h_columns, pow2, eps)
     if dz_columns is None or h_columns is None:
         return dz, dprobs
     return dz, dz_columns, h_columns, dprobs

@@ -48,7 +48,7 @@ struct ZSource {
 struct HiddenSource {
   FloatSource z;
   const float* probs;  // [R] or nullptr: 1
-  float clamp;
+  float limit;
   int intermediate;  // I
 
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
@@ -58,7 +58,7 @@ struct HiddenSource {
     const float prob = probs != nullptr ? probs[row] : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], clamp);
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
       v[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
     }
   }
@@ -69,7 +69,7 @@ struct GradSource {
   FloatSource z;
   FloatSource dh;  // [R, I]
   const float* probs;
-  float clamp;
+  float limit;
   int intermediate;
 
   template <typename Body>
@@ -81,7 +81,7 @@ struct GradSource {
     const float prob = probs != nullptr ? probs[row] : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], clamp);
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
       body(i, swiglu_grad(in, pinned_sigmoid(in.gate), prob, grad[i]));
     }
   }

@@ -124,8 +124,8 @@ __device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uin
   sigmoids.eight(g, of_gate);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
-    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_clamp : of_gate[i];
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.limit : 0.0f);
+    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_limit : of_gate[i];
     const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
     dgate[i] = grad.dgate, dup[i] = grad.dup, term[i] = grad.dprob;
     h[i] = swiglu(in, sigmoid, 1.0f);
