@@ -121,7 +121,6 @@ def rows_of(group: Any) -> tuple[int, int, int, int]:
     torch.manual_seed(team.rank)
     e, h, i = (TINY[name] for name in "EHI")
     layer = MoEExperts(e * team.size, h, i, group=group)
-    layer.quantize_weights()
     inputs = Inputs.random({**TINY, "E": e * team.size}, CPU)
     legs = ep_runs.Legs(layer, inputs)
     others = inputs.topk_idx // e != team.rank

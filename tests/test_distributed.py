@@ -312,8 +312,8 @@ def as_on_one_rank(group: Any, p: Problem, options: dict[str, Any]) -> None:
     summed = layer_of(p, group, **options)
     for w in summed.parameters():
         w.main_grad = torch.full(w.shape, 7.0)
-    mine.run(summed, is_first_microbatch=True)
-    mine.run(summed, is_first_microbatch=False)
+    mine.run(summed, overwrite_main_grad=True)
+    mine.run(summed)
     assert summed.down_proj.grad is None
     assert torch.equal((summed.down_proj.main_grad / 2).bfloat16(), want.ddown)
 
@@ -438,10 +438,10 @@ def test_telemetry_counts_what_one_process_counts(pool: Pool) -> None:
 
 
 def kept_bytes(group: Any, p: Problem, keep: dict[str, Any]) -> tuple[int, int, int]:
-    """(bytes a forward keeps beside parameters and their copies, rows and assignments received)."""
-    layer, part = layer_of(p, group, **keep), shares([40, 33, 1, 50])[rank_of(group)]
-    layer.quantize_weights()
-    own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
+    """(bytes a forward keeps beside the parameters, rows and assignments received)."""
+    layer = layer_of(p, group, transposed_weights="recompute", **keep)
+    part = shares([40, 33, 1, 50])[rank_of(group)]
+    own = {t.untyped_storage().data_ptr() for t in layer.parameters()}
     found: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

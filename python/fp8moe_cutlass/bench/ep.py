@@ -75,7 +75,6 @@ class Group:
         e, h, i = (self.shape[name] for name in "EHI")
         device = self.team.device
         layer = MoEExperts(e, h, i, group=self.team.group, capacity=capacity, device=device)
-        layer.quantize_weights()
         inputs = Inputs.random(self.shape, device, kind)
         legs = Legs(layer, inputs)
         variant = f"{kind}, {'exact' if capacity is None else f'capacity {SPARE}'}"

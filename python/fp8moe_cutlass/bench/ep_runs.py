@@ -91,7 +91,9 @@ class Legs:
         self.hidden, self.slots = layer.hidden_size, inputs.topk_idx.shape[1]
         self.probs = inputs.probs.detach()
         self.x = inputs.x.detach()
-        self.block = Fp8Block(layer.fp8_weights(), layer.recipe)
+        self.block = Fp8Block(
+            layer.gate_up_proj, layer.down_proj, layer.recipe, layer.quantize_weights()
+        )
         self.bf16_block = Bf16Block(layer.gate_up_proj, layer.down_proj)
         self.terms = Terms(
             exchange.num_experts,

@@ -46,7 +46,6 @@ def run_trace(team: Team, name: str, mine: Shape, path: Path) -> Event:
     e, s, h, i = (mine[name] for name in "ESHI")
     group, device = team.group, team.device
     layer = MoE(h, i, e * team.size, s, group=group, shared_intermediate_size=2 * i, device=device)
-    layer.quantize_weights()
     x = torch.randn(mine["T"], h, device=device).bfloat16().requires_grad_()
 
     def step() -> None:

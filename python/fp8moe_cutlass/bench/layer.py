@@ -72,7 +72,6 @@ class Layer:
         e, h, i = shape["E"], shape["H"], shape["I"]
         self.sizes = e, h, i
         self.layer = MoEExperts(e, h, i, device=device)
-        self.layer.quantize_weights()
         self.inputs = Inputs.random(shape, device)
         self.errors: dict[str, str] = {}
         self.modules: dict[str, nn.Module] = {"fp8moe": self.layer}
@@ -191,9 +190,8 @@ class Layer:
 
     def other_memory(self) -> Iterator[Record]:
         """What saves memory, and what it costs."""
-        ours = self.contenders("fp8moe")
         for variant, recompute, z, keep in VARIANTS_OF_MEMORY:
-            self.layer.recompute, self.layer.save_preactivation = recompute, z
+            ours = self.with_options(recompute=recompute, save_preactivation=z)
             runs: Runs = {n: c.step for n, c in ours.items()}
             row = self.row(variant, runs, 3)
             row["memory"] = {"fp8moe": self.memory(ours["fp8moe"], keep)}
@@ -201,10 +199,14 @@ class Layer:
                 step = ours["fp8moe"].step
                 row["kernels"] = self.attempt("kernels", lambda: roles(profile(step, self.device)))  # noqa: B023
             yield row
-        self.layer.recompute, self.layer.save_preactivation = "none", "bf16"
-        self.layer.transposed_weights = "remade"
+        ours = self.with_options(transposed_weights="recompute")
         yield self.row(REMADE, {n: c.step for n, c in ours.items()}, 3)
-        self.layer.transposed_weights = "kept"
+
+    def with_options(self, **options: Any) -> dict[str, Contender]:
+        """The layer made with other options, over the same parameters."""
+        layer = MoEExperts(*self.sizes, device="meta", **options)
+        layer.gate_up_proj, layer.down_proj = self.layer.gate_up_proj, self.layer.down_proj
+        return {"fp8moe": Contender(layer, self.inputs)}
 
     def few_tokens(self) -> Iterator[Record]:
         # The largest first: torch.compile then has its general kernel when the small ones come.

@@ -11,8 +11,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fp8moe_cutlass.nn import MoEExperts
-
 from .timing import CudaTimer, Sample, event
 
 Shape = dict[str, int]
@@ -84,9 +82,7 @@ class Contender:
                 weight.main_grad.add_(weight.grad)  # type: ignore[attr-defined]
 
     def step_with_weights(self) -> None:
-        """Forward and backward after the weights were quantized, as once per optimizer step."""
-        if isinstance(self.module, MoEExperts):
-            self.module.quantize_weights()
+        """Forward and backward, which quantizes the weights."""
         self.step()
 
     def infer(self) -> None:

@@ -50,13 +50,13 @@ def run_memory(
 def rows(name: str, shape: Shape, device: torch.device) -> Iterator[Record]:
     t, s, e, h, i = (shape[n] for n in "TSEHI")
     cuda = device.type == "cuda"
-    layer = MoEExperts(e, h, i, device=device if cuda else "meta")
     inputs = Inputs.random(shape, device) if cuda else None
     for variant, recompute, z, keep in (
         (HEADLINE, "none", "bf16", "bf16"),
         *VARIANTS_OF_MEMORY,
     ):
-        layer.recompute, layer.save_preactivation = recompute, z
+        options: Any = {"recompute": recompute, "save_preactivation": z}
+        layer = MoEExperts(e, h, i, device=device if cuda else "meta", **options)
         found = {"fp8moe": {"saved_arithmetic": memory.saved_bytes(t, s, e, h, i, keep)}}
         row: Record = {"op": "memory", "model": name, "shape": shape, "variant": variant}
         if inputs is not None:

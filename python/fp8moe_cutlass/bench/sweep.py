@@ -119,7 +119,6 @@ def point(shape: Shape, device: torch.device) -> Record:
     row: Record = {"op": "sweep", "shape": shape, "ms": None, "peers": {}, "graph_peers": {}}
     try:
         layer = MoEExperts(shape["E"], shape["H"], shape["I"], device=device)
-        layer.quantize_weights()
         inputs = Inputs.random(shape, device)
         pair = {
             "fp8moe": Contender(layer, inputs),
