@@ -44,7 +44,7 @@ WANTED: dict[str, tuple[dict[str, bool], bool, bool]] = {
 
 
 def directions(patch: pytest.MonkeyPatch) -> list[str | None]:
-    """Fills with what each quantize_weight is asked for; None: both."""
+    """Fills with what each quantize_weight is asked for; None: both directions."""
     made: list[str | None] = []
     quantize_weight = ops.quantize_weight
 

@@ -18,7 +18,7 @@ from fp8moe_cutlass.autograd.weight_grad import Wgrad
 from fp8moe_cutlass.autograd.weights import (
     Fp8Weights,
     of_one_forward,
-    quantize_again,
+    quantize_weight,
     transpose,
 )
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -143,9 +143,7 @@ def backward(
     x, z = saved.x, saved.z
     if z is None:
         if isinstance(gate_up, Tensor):
-            gate_up, gate_up_t = quantize_again(
-                gate_up, recipe, dout, rows=True, transposed=need_dx
-            )
+            gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need_dx, dout=dout)
         z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], gate_up, plan)
     elif isinstance(z, Fp8Tensor):
         # To bf16 first, the same bits: CUDA reads bf16 in one pass, an FP8 z in three.

@@ -44,11 +44,8 @@ class Fp8Weights:
         fixed addresses. A backward that has yet to read the old codes raises torch's "modified by
         an inplace operation"."""
         self.check(layer.gate_up_proj, layer.down_proj, layer.recipe)
-        for w, rows, transposed in (
-            (layer.gate_up_proj, self.gate_up, self.gate_up_t),
-            (layer.down_proj, self.down, self.down_t),
-        ):
-            _quantize(w, layer.recipe, rows, transposed)
+        _fill(self.gate_up, self.gate_up_t, layer.gate_up_proj, layer.recipe)
+        _fill(self.down, self.down_t, layer.down_proj, layer.recipe)
         if self.written is not None:
             self.written.record()
 
@@ -105,40 +102,22 @@ def of_one_forward(
 
 
 def quantize_weight(
-    w: Tensor, recipe: Fp8Recipe, *, transposed: bool
-) -> tuple[Fp8Tensor, Fp8Tensor | None]:
-    """w [E, N, K] as fprop reads it, and as dgrad does."""
-    w, how = dense(w.detach()), _how(recipe)
-    if transposed:
-        both: tuple[Fp8Tensor, Fp8Tensor] = ops.quantize_weight(w, **how)
-        return both
-    return ops.quantize_weight(w, **how, only="rows"), None
-
-
-def quantize_again(
-    w: Tensor, recipe: Fp8Recipe, dout: Fp8Tensor, *, rows: bool, transposed: bool
-) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
-    """The same in a backward, which was given dout: either, or both in one pass."""
+    w: Tensor,
+    recipe: Fp8Recipe,
+    *,
+    transposed: bool,
+    rows: bool = True,
+    dout: Fp8Tensor | None = None,
+) -> tuple[Any, Any]:
+    """w [E, N, K] as fprop reads it, unless not `rows`, and as dgrad does; in one pass. dout: in a
+    backward, what it was given."""
     e, n, k = w.shape
     made = (
-        _made_after(dout, (e, n, k), recipe) if rows else None,
-        _made_after(dout, (e, k, n), recipe) if transposed else None,
+        _empty(w, (e, n, k), recipe, dout) if rows else None,
+        _empty(w, (e, k, n), recipe, dout) if transposed else None,
     )
-    how: Any = {"out": made}
-    if not (rows and transposed):
-        how = {"only": "rows" if rows else "transpose", "out": made[0] or made[1]}
-    ops.quantize_weight(dense(w.detach()), **_how(recipe), **how)
+    _fill(*made, w, recipe)
     return made
-
-
-def _made_after(dout: Fp8Tensor, shape: tuple[int, int, int], recipe: Fp8Recipe) -> Fp8Tensor:
-    """Codes to fill. Compiled, their scales hold something of dout until then: the partitioner
-    would move what depends on a parameter alone into forward, and keep it for the backward."""
-    pow2, data = recipe.scale == "pow2", dout.data
-    codes: Fp8Tensor = new_fp8("quantize_weight", data, shape, "block", recipe.fp8_dtype, pow2)
-    if torch.compiler.is_compiling():
-        codes.scale_inv.copy_(dout.scale_inv[:1, :1].sum())
-    return codes
 
 
 def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe, dout: Fp8Tensor) -> Fp8Tensor:
@@ -146,21 +125,34 @@ def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe, dout: Fp8Tensor) -> Fp8T
     if isinstance(w, Fp8Tensor):
         data = w.data.view(torch.uint8).mT.contiguous().view(w.data.dtype)
         return Fp8Tensor(data, w.scale_inv.mT.contiguous(), w.block, w.scale_layout, w.pow2)
-    made = quantize_again(w, recipe, dout, rows=False, transposed=True)[1]
-    assert made is not None
+    made: Fp8Tensor = quantize_weight(w, recipe, rows=False, transposed=True, dout=dout)[1]
     return made
 
 
-def _quantize(w: Tensor, recipe: Fp8Recipe, rows: Fp8Tensor, transposed: Fp8Tensor | None) -> None:
-    w, how = dense(w.detach()), _how(recipe)
-    if transposed is None:
-        ops.quantize_weight(w, **how, only="rows", out=rows)
+def _empty(
+    w: Tensor, shape: tuple[int, int, int], recipe: Fp8Recipe, dout: Fp8Tensor | None
+) -> Fp8Tensor:
+    """Codes to fill. In a compiled backward their scales hold something of dout until then, or the
+    partitioner would move what depends on a parameter alone into forward, and keep it."""
+    pow2 = recipe.scale == "pow2"
+    codes: Fp8Tensor = new_fp8("quantize_weight", w, shape, "block", recipe.fp8_dtype, pow2)
+    if dout is not None and torch.compiler.is_compiling():
+        codes.scale_inv.copy_(dout.scale_inv[:1, :1].sum())
+    return codes
+
+
+def _fill(
+    rows: Fp8Tensor | None, transposed: Fp8Tensor | None, w: Tensor, recipe: Fp8Recipe
+) -> None:
+    """Quantize w into the codes that are given."""
+    how: Any = {"fp8_dtype": recipe.fp8_dtype, "scale": recipe.scale, "eps": recipe.eps}
+    if rows is None:
+        how |= {"only": "transpose", "out": transposed}
+    elif transposed is None:
+        how |= {"only": "rows", "out": rows}
     else:
-        ops.quantize_weight(w, **how, out=(rows, transposed))
-
-
-def _how(recipe: Fp8Recipe) -> Any:
-    return {"fp8_dtype": recipe.fp8_dtype, "scale": recipe.scale, "eps": recipe.eps}
+        how |= {"out": (rows, transposed)}
+    ops.quantize_weight(dense(w.detach()), **how)
 
 
 def _now_written(
