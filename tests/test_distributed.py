@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
-from fp8moe_cutlass.nn import MoE, MoEExperts
+from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
 from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
 from reference import Result, relative_error
@@ -308,6 +308,14 @@ def as_on_one_rank(group: Any, p: Problem, options: dict[str, Any]) -> None:
     delayed.backward_dw()
     assert torch.equal(delayed.gate_up_proj.grad, want.dgate_up)
     assert torch.equal(delayed.down_proj.grad, want.ddown)
+
+    if layer.recipe is not None:
+        again = layer_of(p, group, **options, transposed_weights="recompute")
+        same(mine.run(again), want, "transposes recomputed")
+        for call in ({}, {"weights": layer.quantize_weights()}):
+            layer.zero_grad()
+            with reuse_fp8_weights(layer, check=True):
+                same(mine.run(layer, **call), want, "reused")
 
     summed = layer_of(p, group, **options)
     for w in summed.parameters():

@@ -1,8 +1,9 @@
-"""torch's fully_shard around the layer: its weights are DTensors between forwards, and gathered for
-each into memory of its own, which each forward quantizes."""
+"""The layer in torch's DistributedDataParallel and fully_shard. Under fully_shard its weights are
+DTensors between forwards; each forward quantizes what is gathered for it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,6 +131,25 @@ def two_microbatches(_: Any, options: dict[str, Any]) -> None:
 )
 def test_two_forwards_before_their_backwards(options: dict[str, Any], pool: Pool) -> None:
     results(pool.run(2, two_microbatches, options))
+
+
+def replicated(_: Any) -> None:
+    """DistributedDataParallel as it comes: there is no buffer for it to send."""
+    p = of_rank()
+    net, twin = Net(p), Net(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model = nn.parallel.DistributedDataParallel(net)
+        for _ in range(2):
+            model(p).backward(p.dout)
+            twin(p).backward(p.dout)
+    for averaged, one in zip(net.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(one.grad, op=dist.ReduceOp.SUM)
+        torch.testing.assert_close(averaged.grad, one.grad / 2)
+
+
+def test_ddp_by_default(pool: Pool) -> None:
+    results(pool.run(2, replicated))
 
 
 def from_meta(_: Any) -> None:

@@ -52,7 +52,7 @@ class Destination:
     writes: int = 0  # to main_grad, by backwards that had run at the forward
 
     def deliver(self, wgrad: Wgrad) -> Tensor | None:
-        """Run `wgrad`; the gradient, None if main_grad has it."""
+        """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
         main_grad = self.main_grad
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
@@ -68,6 +68,8 @@ class Destination:
         wgrad(into, not self.overwrite, "float32")
         if into is not main_grad:
             main_grad.copy_(into)
+        if hasattr(self.weight, "grad_added_to_main_grad"):
+            self.weight.grad_added_to_main_grad = True
         return None
 
     @property
@@ -100,8 +102,6 @@ class Pending:
         weight, grad = self.to.weight, self.to.deliver(self.wgrad)
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-        elif hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
 
 
 @dataclass(frozen=True)
@@ -118,23 +118,21 @@ class WeightGrads:
         As Megatron expects, a weight that has the attribute `grad_added_to_main_grad` gets it set
         and returns a placeholder, so that hooks on the gradient run; else .grad stays None.
         """
-        returned: list[Tensor | None] = []
-        ordered = None
-        for to, wgrad in ((self.gate_up, gate_up), (self.down, down)):
-            grad = None
-            if wgrad is not None and self.pending is not None:
-                operands = written(to.weight.device)
-                self.pending.append(Pending(to, wgrad, operands))
-            elif wgrad is not None:
-                grad = to.deliver(wgrad)
-                if grad is None:
-                    ordered = to.weight.device
-                    if hasattr(to.weight, "grad_added_to_main_grad"):
-                        to.weight.grad_added_to_main_grad = True
-                        grad = placeholder(to.weight, to.dtype)
-            returned.append(grad)
-        if ordered is not None:
-            order_with_backward(ordered)
+        returned: list[Tensor | None] = [None, None]
+        in_place = False
+        for n, (to, wgrad) in enumerate(((self.gate_up, gate_up), (self.down, down))):
+            if wgrad is None:
+                continue
+            if self.pending is not None:
+                self.pending.append(Pending(to, wgrad, written(to.weight.device)))
+                continue
+            returned[n] = grad = to.deliver(wgrad)
+            if grad is None:
+                in_place = True
+                if hasattr(to.weight, "grad_added_to_main_grad"):
+                    returned[n] = placeholder(to.weight, to.dtype)
+        if in_place:
+            order_with_backward(self.gate_up.weight.device)
         return returned
 
 
