@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import fp8_experts
 from fp8moe_cutlass.nn import reuse_fp8_weights
 from moe_problem import Problem, problem
 from ranks import Pool, results
@@ -131,6 +133,34 @@ def two_microbatches(_: Any, options: dict[str, Any]) -> None:
 )
 def test_two_forwards_before_their_backwards(options: dict[str, Any], pool: Pool) -> None:
     results(pool.run(2, two_microbatches, options))
+
+
+class Foreign(nn.Module):
+    """An experts function over parameters that no MoEExperts owns."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(p.gate_up.clone()), nn.Parameter(p.down.clone())
+
+    def forward(self, p: Problem) -> torch.Tensor:
+        plan = ops.route(len(self.down), topk_idx=p.topk_idx)
+        return fp8_experts(p.x, p.probs, plan, self.gate_up, self.down)
+
+
+def foreign(_: Any) -> None:
+    p = of_rank()
+    net = Foreign(p)
+    fully_shard(net, reshard_after_forward=True)
+    for change in (foreach, data_of_the_shards, loaded, stepped):
+        net(p).backward(p.dout)
+        change(net)
+        with torch.no_grad():
+            got = net(p)
+        assert torch.equal(got, alone(p, whole(net)))
+
+
+def test_foreign_parameters_of_shards(pool: Pool) -> None:
+    results(pool.run(2, foreign))
 
 
 def replicated(_: Any) -> None:

@@ -57,17 +57,18 @@ class Destination:
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
             return cast(wgrad(None, False, exact), self.dtype)
-        if not torch.compiler.is_compiling():
-            if self.overwrite and _writes(self.weight) != self.writes:
-                raise RuntimeError(
-                    "[MoEExperts] overwrite_main_grad=True must be of the backward that runs "
-                    "first; got a main_grad that another backward has written since the forward"
-                )
-            self.weight._main_grad_writes = _writes(self.weight) + 1
+        eager = not torch.compiler.is_compiling()
+        if eager and self.overwrite and _writes(self.weight) != self.writes:
+            raise RuntimeError(
+                "[MoEExperts] overwrite_main_grad=True must be of the backward that runs first; "
+                "got a main_grad that another backward has written since the forward"
+            )
         into = dense(main_grad)
         wgrad(into, not self.overwrite, "float32")
         if into is not main_grad:
             main_grad.copy_(into)
+        if eager:
+            self.weight._main_grad_writes = _writes(self.weight) + 1
         if hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,10 @@ from fp8moe_cutlass.distributed import (
 )
 from fp8moe_cutlass.nn._sharded import whole, writable
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
-from fp8moe_cutlass.nn.reuse import Reused
 from fp8moe_cutlass.recipe import Fp8Recipe
+
+if TYPE_CHECKING:
+    from fp8moe_cutlass.nn.reuse import Reused
 
 # What a layer is made with; another layer over the same parameters may have others.
 OPTIONS = ("recipe", "recompute", "save_preactivation", "transposed_weights", "delay_wgrad")

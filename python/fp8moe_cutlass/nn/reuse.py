@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +11,19 @@ from torch import Tensor, nn
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.saving import flatten
 from fp8moe_cutlass.nn._sharded import is_sharded
+from fp8moe_cutlass.nn.experts import MoEExperts
 
 
 class Reused:
     """The FP8 weights of a layer in a scope, and what its parameters were when they were made."""
 
-    def __init__(self, name: str, layer: Any, check: bool) -> None:
+    def __init__(self, name: str, layer: MoEExperts, check: bool) -> None:
         self.name, self.check = name, check
         self.weights: Fp8Weights = layer.quantize_weights()
         # An alias has its parameter's version counter, and keeps the address from being given away.
         self.seen = [(p, p.detach(), _version(p)) for p in _parameters(layer)]
 
-    def compare(self, layer: Any) -> None:
+    def compare(self, layer: MoEExperts) -> None:
         """RuntimeError if a parameter is not what it was."""
         for (name, _), now, (then, alias, version) in zip(
             layer.named_parameters(recurse=False), _parameters(layer), self.seen, strict=True
@@ -40,7 +40,7 @@ class Reused:
         if self.check:
             self._compare_codes(layer)
 
-    def _compare_codes(self, layer: Any) -> None:
+    def _compare_codes(self, layer: MoEExperts) -> None:
         fresh = layer.quantize_weights()
         for name in ("gate_up", "down"):
             pair = flatten([getattr(self.weights, name)])[0], flatten([getattr(fresh, name)])[0]
@@ -72,8 +72,6 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
     compares all codes. Under fully_shard, which gathers the weights for each forward anyway, it
     is refused.
     """
-    from fp8moe_cutlass.nn.experts import MoEExperts
-
     named = [(n, m) for n, m in module.named_modules() if isinstance(m, MoEExperts)]
     if not named:
         raise ValueError(
@@ -94,7 +92,7 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
             layer._reused = None
 
 
-def _refuse(name: str, layer: Any) -> None:
+def _refuse(name: str, layer: MoEExperts) -> None:
     got = None
     if layer._reused is not None:
         got = "one that is inside already"
@@ -109,7 +107,7 @@ def _refuse(name: str, layer: Any) -> None:
         )
 
 
-def _parameters(layer: Any) -> tuple[Tensor, Tensor]:
+def _parameters(layer: MoEExperts) -> tuple[Tensor, Tensor]:
     return layer.gate_up_proj, layer.down_proj
 
 
