@@ -92,6 +92,7 @@ _GEMMS = ("fprop-1", "fprop-2", "dgrad-2", "dgrad-1")
 ROLES: dict[str, tuple[str, ...]] = {
     "route": ("route",),
     "quantize": ("quantize x", "quantize dout"),
+    "quantize_weight": ("quantize gate_up", "quantize down"),
     "permute_pad": ("permute x", "permute dout"),
     "grouped_gemm": _GEMMS,
     "act_quantize": ("swiglu",),

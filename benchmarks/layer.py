@@ -98,7 +98,7 @@ class FullLayerBench(LayerBench):
         row = self.steps(REUSING, reuse=True)
         contenders = {n: Contender(m, self.inputs) for n, m in self.modules.items()}
         ours = contenders[OURS]
-        row["kernels"] = self.attempt("kernels", lambda: roles(profile(ours.step, self.device)))
+        row["kernels"] = self.attempt("kernels", lambda: roles(profile(ours.step, self.device))  # noqa: B023)
         row["memory"] = {n: self.memory(c) for n, c in contenders.items()}
         return row
 
@@ -139,17 +139,18 @@ class FullLayerBench(LayerBench):
             c.clear()
 
     def other_memory(self) -> Iterator[Record]:
-        ours = Contender(self.layer, self.inputs)
+        e, h, i = (self.shape[name] for name in "EHI")
         for variant, recompute, z, keep in MEMORY:
-            self.layer.recompute, self.layer.save_preactivation = recompute, z
+            layer = MoEExperts(e, h, i, recompute=recompute, save_preactivation=z, device="meta")
+            layer.gate_up_proj, layer.down_proj = self.layer.gate_up_proj, self.layer.down_proj
+            ours = Contender(layer, self.inputs)
             row = self.row(variant, {OURS: ours.step})
             row["memory"] = {OURS: self.memory(ours, keep)}
             if keep == "fp8":  # with recompute the GEMMs are others, in another order
                 row["kernels"] = self.attempt(
-                    "kernels", lambda: roles(profile(ours.step, self.device))
+                    "kernels", lambda: roles(profile(ours.step, self.device))  # noqa: B023
                 )
             yield row
-        self.layer.recompute, self.layer.save_preactivation = "none", "bf16"
 
     def few_tokens(self) -> Iterator[Record]:
         # The largest first: torch.compile then has its general kernel when the small ones come.

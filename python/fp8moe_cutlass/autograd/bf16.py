@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.weight_grad import Gradients
+from fp8moe_cutlass.autograd.weight_grad import Gradients, Wgrad
 
 
 class Groups(NamedTuple):
@@ -94,7 +94,12 @@ def backward(
         return _deliver(grouped_mm(dy.t(), h, groups.offsets), out, accumulate)
 
     dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of, groups.kept) if need_dx else None
-    return Gradients(dx, dprobs, gate_up_wgrad, down_wgrad)
+    return Gradients(
+        dx,
+        dprobs,
+        Wgrad(gate_up_wgrad, (dz, x_rows, groups)),
+        Wgrad(down_wgrad, (dy, z, p, groups)),
+    )
 
 
 def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:

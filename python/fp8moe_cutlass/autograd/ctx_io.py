@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 Saved = Tensor | Fp8Tensor | RoutingPlan | tuple[Tensor, ...] | None
+Kinds = tuple[tuple[Any, ...], ...]
 
 
 def save(ctx: Any, *items: Saved) -> None:
     """ctx.save_for_backward: of an Fp8Tensor its two tensors, of a plan its buffer, of a named
     tuple its members."""
+    tensors, ctx.kinds = flatten(items)
+    ctx.save_for_backward(*tensors)
+
+
+def load(ctx: Any) -> list[Any]:
+    """The items given to `save`, in order; dense, wherever a saved-tensor hook has put them."""
+    return unflatten([dense(t) for t in ctx.saved_tensors], ctx.kinds)
+
+
+def flatten(items: Iterable[Saved]) -> tuple[list[Tensor], Kinds]:
+    """The tensors of the items, and what `unflatten` makes of them."""
     tensors: list[Tensor] = []
     kinds: list[tuple[Any, ...]] = []
     for item in items:
@@ -32,24 +46,23 @@ def save(ctx: Any, *items: Saved) -> None:
         else:
             tensors.append(item)
             kinds.append(("tensor",))
-    ctx.save_for_backward(*tensors)
-    ctx.kinds = kinds
+    return tensors, tuple(kinds)
 
 
-def load(ctx: Any) -> list[Any]:
-    """The items given to `save`, in order."""
-    tensors = list(ctx.saved_tensors)
+def unflatten(tensors: Iterable[Tensor], kinds: Kinds) -> list[Any]:
+    """The items given to `flatten`."""
+    left = list(tensors)
     items: list[Saved] = []
-    for kind in ctx.kinds:
+    for kind in kinds:
         if not kind:
             items.append(None)
         elif kind[0] == "tensor":
-            items.append(tensors.pop(0))
+            items.append(left.pop(0))
         elif kind[0] == "plan":
-            items.append(RoutingPlan(tensors.pop(0), *kind[1:]))
+            items.append(RoutingPlan(left.pop(0), *kind[1:]))
         elif kind[0] == "tuple":
-            items.append(kind[1](*(tensors.pop(0) for _ in range(kind[2]))))
+            items.append(kind[1](*(left.pop(0) for _ in range(kind[2]))))
         else:
-            data, scale_inv = tensors.pop(0), tensors.pop(0)
+            data, scale_inv = left.pop(0), left.pop(0)
             items.append(Fp8Tensor(data, scale_inv, *kind))
     return items

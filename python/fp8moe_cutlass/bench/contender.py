@@ -21,18 +21,10 @@ def block(tokens: int, experts: int, slots: int, hidden: int, intermediate: int)
 def caller(module: nn.Module, reuse: bool) -> Call:
     """How a step calls `module`: the FP8 layer quantizes its weights in every forward or, with
     `reuse`, multiplies FP8 weights that were made before. Other modules have no such choice."""
-    if not isinstance(module, MoEExperts) or module.recipe is None:
+    if not reuse or not isinstance(module, MoEExperts) or module.recipe is None:
         return module
-    if reuse:
-        module.quantize_weights()
-        return module
-
-    def quantize_and_run(x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
-        module.quantize_weights()
-        out: Tensor = module(x, topk_idx, probs)
-        return out
-
-    return quantize_and_run
+    weights = module.quantize_weights()
+    return lambda x, topk_idx, probs: module(x, topk_idx, probs, weights=weights)
 
 
 def routing(kind: str, tokens: int, experts: int, slots: int, device: torch.device) -> Tensor:
