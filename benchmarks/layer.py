@@ -98,7 +98,7 @@ class FullLayerBench(LayerBench):
         row = self.steps(REUSING, reuse=True)
         contenders = {n: Contender(m, self.inputs) for n, m in self.modules.items()}
         ours = contenders[OURS]
-        row["kernels"] = self.attempt("kernels", lambda: roles(profile(ours.step, self.device))  # noqa: B023)
+        row["kernels"] = self.attempt("kernels", lambda: roles(profile(ours.step, self.device)))
         row["memory"] = {n: self.memory(c) for n, c in contenders.items()}
         return row
 
@@ -148,7 +148,8 @@ class FullLayerBench(LayerBench):
             row["memory"] = {OURS: self.memory(ours, keep)}
             if keep == "fp8":  # with recompute the GEMMs are others, in another order
                 row["kernels"] = self.attempt(
-                    "kernels", lambda: roles(profile(ours.step, self.device))  # noqa: B023
+                    "kernels",
+                    lambda: roles(profile(ours.step, self.device)),  # noqa: B023
                 )
             yield row
 

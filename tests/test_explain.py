@@ -194,11 +194,11 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "5504 tiles = 41.70 waves" in out
     assert all(f"{name} " in out for name in ("fprop", "dgrad", "wgrad"))
-    assert out.count("dealt in turn") == 3
+    assert out.count("static schedule") == 3
     assert run(monkeypatch, "--explain", "32768,4096,7168,64", "--sms", "132") == 0
     out = capsys.readouterr().out
-    assert out.count("dealt in turn") == 2
-    assert "taken as CTAs come free" in out[out.index("wgrad ") :]
+    assert out.count("static schedule") == 2
+    assert "dynamic schedule" in out[out.index("wgrad ") :]
     megatron = ("--wgrad-dtype", "float32", "--accumulate")
     assert run(monkeypatch, "--explain", "32768,768,1408,32", "--sms", "132", *megatron) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The CPU refuses a plan whose buffer does not hold one, before it reads or writes anything by it."""
+"""The CPU refuses a plan whose buffer holds no plan, before it reads or writes by it."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ struct GemmChoice {
   int tile_m, tile_n;  // of the output, what a CTA works on at a time
   int stages;          // of the ring in shared memory
   int shared_bytes;    // of a CTA
-  int raster_group;    // rows of tiles that CTAs take together, column by column
-  bool dynamic;        // tiles are taken as CTAs come free; else they are dealt in turn
+  int raster_group;    // rows of tiles per raster group: CTAs walk it column by column
+  bool dynamic;        // CTAs claim tiles as they come free; else the schedule is static
   int64_t tiles;       // of all experts, before those of a last wave are cut
   double waves;        // tiles / SMs
   double idle;         // share of the SMs' time that the last wave leaves unused

@@ -177,8 +177,9 @@ def explain(
             Finding(
                 name,
                 f"tile {tile_m}x{tile_n}, {c['stages']} stages "
-                f"({c['shared_bytes'] / 1024:.0f} KB), bands of {c['raster_group']} rows of tiles, "
-                f"{'taken as CTAs come free' if c['dynamic'] else 'dealt in turn'}; "
+                f"({c['shared_bytes'] / 1024:.0f} KB), "
+                f"raster groups of {c['raster_group']} rows of tiles, "
+                f"{'dynamic' if c['dynamic'] else 'static'} schedule; "
                 f"{c['tiles']} tiles = {c['waves']:.2f} waves ({100 * c['idle']:.1f}% idle), "
                 f"{100 * c['waste']:.1f}% of the arithmetic wasted",
             )

@@ -20,8 +20,8 @@ _STATUS = (
 class RoutingPlan:
     """A routing of T tokens x S slots to E experts; built by `ops.route` or `from_counts`.
 
-    One int32 buffer on the device (include/fp8moe/plan.h has its layout) and the sizes that are known
-    on the host, so nothing here waits for the device but `check`. Letters: A = capacity, R = rows,
+    One int32 buffer on the device (include/fp8moe/plan.h has its layout) and the sizes known on
+    the host, so nothing here waits for the device but `check`. Letters: A = capacity, R = rows,
     Kcap = columns. Rows are expert-major, within an expert in token order, then slot order; each
     expert's rows start at a multiple of `align`. Rows at or past row_offsets[E] are unspecified.
     """
@@ -160,8 +160,8 @@ def buffer_words(tokens: int, slots: int, experts: int, align: int, capacity: in
 
 
 def empty_plan(buffer_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
-    """A plan of these sizes whose buffer is what `buffer_of(words)` returns. Sizes of which no plan can
-    be get no words, and the op they are given to says what is wrong with them."""
+    """A plan of these sizes whose buffer is what `buffer_of(words)` returns. Impossible sizes
+    get no words, and the op they are given to says what is wrong with them."""
     _, _, experts, align, capacity = sizes
     possible = experts > 0 and align > 0 and capacity >= 0
     return RoutingPlan(buffer_of(buffer_words(*sizes) if possible else 0), *sizes)
