@@ -527,11 +527,13 @@ RECIPES: dict[str, dict[str, Any] | None] = {
     "requantize, fp32": {"scale": "fp32", "columns": "column", "requantize": True},
     "bf16": None,
 }
+# Builds with is_first_microbatch have other words for what happens to transposed weights.
+NEW_WEIGHTS = "overwrite_main_grad" in inspect.signature(nn.MoEExperts.forward).parameters
 MEMORY: dict[str, dict[str, Any]] = {
     "none": {},
     "recompute": {"recompute": "expert"},
     "fp8 z": {"save_preactivation": "fp8"},
-    "remade": {"transposed_weights": "remade"},
+    "remade": {"transposed_weights": "recompute" if NEW_WEIGHTS else "remade"},
     "delayed": {"delay_wgrad": True},
 }
 
@@ -556,7 +558,8 @@ def layer(s: Shape, name: str, memory: str, dtype: str, main_grad: str | None) -
     for first in (True, False):
         x = s.plain(s.tokens, s.hidden, dtype=dtype).requires_grad_()
         probs = s.uniform(s.tokens, s.slots).requires_grad_()
-        y = experts(x, s.topk_idx, probs, is_first_microbatch=first)
+        how = "overwrite_main_grad" if NEW_WEIGHTS else "is_first_microbatch"
+        y = experts(x, s.topk_idx, probs, **{how: first})
         y.backward(s.plain(s.tokens, s.hidden, dtype=dtype))
         if memory == "delayed":
             experts.backward_dw()

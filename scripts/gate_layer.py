@@ -143,7 +143,7 @@ def stack(experts: int, slots: int, hidden: int, intermediate: int, t: int) -> d
 def compare(before: list[str], after: list[str]) -> None:
     def best(files: list[str]) -> dict[str, float]:
         runs = [json.load(open(f)) for f in files]  # noqa: SIM115
-        return {k: min(r[k] for r in runs) for k in runs[0]}
+        return {k: min(r[k] for r in runs if k in r) for r in runs for k in r}
 
     a, b = best(before), best(after)
     for key in a:
