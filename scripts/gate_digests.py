@@ -527,13 +527,11 @@ RECIPES: dict[str, dict[str, Any] | None] = {
     "requantize, fp32": {"scale": "fp32", "columns": "column", "requantize": True},
     "bf16": None,
 }
-# Builds with is_first_microbatch have other words for what happens to transposed weights.
-NEW_WEIGHTS = "overwrite_main_grad" in inspect.signature(nn.MoEExperts.forward).parameters
 MEMORY: dict[str, dict[str, Any]] = {
     "none": {},
     "recompute": {"recompute": "expert"},
     "fp8 z": {"save_preactivation": "fp8"},
-    "remade": {"transposed_weights": "recompute" if NEW_WEIGHTS else "remade"},
+    "remade": {},  # named below: builds have had two words
     "delayed": {"delay_wgrad": True},
 }
 
@@ -542,13 +540,16 @@ def layer(s: Shape, name: str, memory: str, dtype: str, main_grad: str | None) -
     """Output and gradients of two microbatches."""
     recipe = RECIPES[name]
     torch.manual_seed(s.seed)
+    old = "is_first_microbatch" in inspect.signature(nn.MoEExperts.forward).parameters
+    overwrite = "is_first_microbatch" if old else "overwrite_main_grad"
+    remade = {"transposed_weights": "remade" if old else "recompute"}
     experts = call(
         nn.MoEExperts,
         *(s.experts, s.hidden, s.intermediate),
         recipe=None if recipe is None else call(Fp8Recipe, **recipe),
         dtype=getattr(torch, dtype),
         device=s.device,
-        **MEMORY[memory],
+        **(remade if memory == "remade" else MEMORY[memory]),
     )
     weights = list(experts.parameters())
     for w in weights:
@@ -558,8 +559,7 @@ def layer(s: Shape, name: str, memory: str, dtype: str, main_grad: str | None) -
     for first in (True, False):
         x = s.plain(s.tokens, s.hidden, dtype=dtype).requires_grad_()
         probs = s.uniform(s.tokens, s.slots).requires_grad_()
-        how = "overwrite_main_grad" if NEW_WEIGHTS else "is_first_microbatch"
-        y = experts(x, s.topk_idx, probs, **{how: first})
+        y = experts(x, s.topk_idx, probs, **{overwrite: first})
         y.backward(s.plain(s.tokens, s.hidden, dtype=dtype))
         if memory == "delayed":
             experts.backward_dw()

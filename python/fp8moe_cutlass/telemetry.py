@@ -233,8 +233,11 @@ def snr(
         "fprop-2": (seen["y"], bf16.grouped_mm(h, down.mT, ends)),
         "dgrad-2": (dh, bf16.grouped_mm(dy, down, ends)),
         "dgrad-1": (seen["dx rows"], bf16.grouped_mm(dz, gate_up, ends)),
-        "wgrad-1": (grads.gate_up(None, False, "float32"), bf16.grouped_mm(dz.mT, x_rows, ends)),
-        "wgrad-2": (grads.down(None, False, "float32"), bf16.grouped_mm(dy.mT, h, ends)),
+        "wgrad-1": (
+            grads.gate_up.run(None, False, "float32"),
+            bf16.grouped_mm(dz.mT, x_rows, ends),
+        ),
+        "wgrad-2": (grads.down.run(None, False, "float32"), bf16.grouped_mm(dy.mT, h, ends)),
     }
     found = {}
     for name, (got, want) in pairs.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +14,13 @@ from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
 
 
-@dataclass(frozen=True)
-class Wgrad:
-    """(out, accumulate, dtype) -> dW [E, N, K]. With `out` the gradient is written (accumulate:
+class Wgrad(NamedTuple):  # a tuple: dynamo of torch 2.11 calls no function that an object holds
+    """run(out, accumulate, dtype) -> dW [E, N, K]. With `out` the gradient is written (accumulate:
     added) there; else a new tensor is returned, of `dtype` ("float32" or "bfloat16"; bf16.py's is
     bfloat16)."""
 
     run: Callable[[Tensor | None, bool, str], Tensor]
     operands: tuple[Saved, ...]  # what it reads
-
-    def __call__(self, out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        return self.run(out, accumulate, dtype)
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,11 @@ class Destination:
 
     def deliver(self, wgrad: Wgrad) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
+        run, _ = wgrad
         main_grad = self.main_grad
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            return cast(wgrad(None, False, exact), self.dtype)
+            return cast(run(None, False, exact), self.dtype)
         eager = not torch.compiler.is_compiling()
         if eager and self.overwrite and _writes(self.weight) != self.writes:
             raise RuntimeError(
@@ -64,7 +61,7 @@ class Destination:
                 "got a main_grad that another backward has written since the forward"
             )
         into = dense(main_grad)
-        wgrad(into, not self.overwrite, "float32")
+        run(into, not self.overwrite, "float32")
         if into is not main_grad:
             main_grad.copy_(into)
         if eager:
