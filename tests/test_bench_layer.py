@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from fp8moe_cutlass.bench import layer_report, memory
 from fp8moe_cutlass.bench.kernels import Kernel, kernels_of, profile, roles
 from fp8moe_cutlass.bench.layer import SHAPES, block, limit, run_layer
-from fp8moe_cutlass.bench.layer_peers import IndexingTorchExperts, TorchExperts, compiled, peers
+from fp8moe_cutlass.bench.layer_peers import IndexingTorchExperts, TorchExperts, peers
 from fp8moe_cutlass.bench.layer_runs import Burst, routing
 from moe_problem import problem
 from reference import relative_error
@@ -197,18 +196,3 @@ def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _once(burst: Any) -> None:
     burst.cuda, burst.count, burst.rounds = False, 1, 1
-
-
-def test_peers_stay_compiled_at_any_number_of_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives up after eight recompilations, and a peer would be timed eager unawares."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-
-    def traced(x: torch.Tensor) -> torch.Tensor:
-        return x + int(torch.compiler.is_compiling())
-
-    limits = {"recompile_limit": 8, "fail_on_recompile_limit_hit": False}
-    with torch._dynamo.config.patch(limits):  # torch's own; given back at the end
-        function = compiled(traced)
-        for width in range(8, 20):
-            for rows in (3, 7):
-                assert function(torch.zeros(rows, width)).all()

@@ -1,4 +1,4 @@
-"""Small functions of tensors, each as one or two kernels on a GPU, by torch.compile."""
+"""Small functions of tensors, each as one kernel on a GPU, by torch.compile."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
+
 _refused: list[str] = []  # why torch cannot compile in this process
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., R]) -> Callable[..., R]:
     """`function` of tensors [rows] or [rows, width], compiled where they are on a GPU: at its first
     call, once per width, for any number of rows.
 
@@ -23,7 +25,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(*tensors: Tensor) -> Any:
+    def run(*tensors: Tensor) -> R:
         if torch.compiler.is_compiling() or _refused or not _on_gpu(tensors):
             return function(*tensors)
         for tensor in tensors:
@@ -31,11 +33,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 torch._dynamo.mark_static(tensor, 1)
         widths = tuple((tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors)
         try:
-            return _compile(function, widths)(*tensors)
+            fast: Callable[..., R] = _compile(function, widths)
+            return fast(*tensors)
         except torch._dynamo.exc.TorchDynamoException as error:
             _refused.append(str(error))
             warnings.warn(
-                "[MoEExperts] torch cannot compile here: recipe=None runs eagerly, which is slower; "
+                "[MoEExperts] torch cannot compile here: recipe=None runs eagerly and slower; "
                 f"got {type(error).__name__}: {error}",
                 stacklevel=2,
             )
@@ -45,13 +48,21 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_gpu(tensors: tuple[Tensor, ...]) -> bool:
-    """Nor empty: torch compiles again for a size of 0."""
-    return all(tensor.is_cuda and tensor.numel() for tensor in tensors)
+    """Plain tensors, no subclasses as fake ones are; not empty, since torch compiles a size of 0
+    apart."""
+    return all(type(t) is Tensor and t.is_cuda and t.numel() for t in tensors)
+
+
+# 0: what is concatenated is written in place by the kernel that computes it, and not by a second
+# one with masked reads. An older torch does not have it.
+_CONCATENATE = {"max_complex_pointwise_cat_inputs": 0}
 
 
 @functools.cache
-def _compile(function: Callable[..., Any], widths: object) -> Callable[..., Any]:
-    """By code of its own for each of `widths`, as torch gives up after compiling one code object
-    eight times."""
+def _compile(function: Callable[..., R], widths: object) -> Callable[..., R]:
+    """By code of its own for each of `widths`: torch compiles one code object at most eight
+    times."""
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, dynamic=True)
+    known = torch._inductor.list_options()
+    options: Any = {name: value for name, value in _CONCATENATE.items() if name in known}
+    return torch.compile(own, dynamic=True, options=options)

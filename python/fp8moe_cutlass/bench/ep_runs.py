@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd import bf16
 from fp8moe_cutlass.distributed import Bf16Block, Fp8Block
 from fp8moe_cutlass.distributed.exchange import Sizes
 from fp8moe_cutlass.distributed.terms import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
 
-from .layer_peers import compiled
 from .layer_runs import Inputs, Runs
 from .timing import Sample, event
 
@@ -169,8 +167,7 @@ class Legs:
 
 
 class Bf16Peer(nn.Module):
-    """The layer in bfloat16 torch with the same exchange, over the same parameters. On a GPU what
-    torch.compile can fuse is compiled, as in the peer of bench --layer."""
+    """The layer in bfloat16 torch with the same exchange, over the same parameters."""
 
     def __init__(self, layer: MoEExperts, capacity: Any) -> None:
         super().__init__()
@@ -179,17 +176,7 @@ class Bf16Peer(nn.Module):
             e, h, i, recipe=None, group=layer.group, capacity=capacity, device="meta"
         )
         self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
-        if layer.gate_up_proj.is_cuda:
-            compile_elementwise()
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
         out: Tensor = self.experts(x, topk_idx, probs)
         return out
-
-
-def compile_elementwise() -> None:
-    """Have autograd.bf16 run compiled, in this process."""
-    for name in ("swiglu", "swiglu_backward", "sum_slots"):
-        function = getattr(bf16, name)
-        if not hasattr(function, "__wrapped__"):
-            setattr(bf16, name, compiled(function))

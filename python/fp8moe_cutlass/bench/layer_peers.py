@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.nn import MoEExperts
 
 Factory = Callable[[MoEExperts, int], nn.Module]
@@ -64,7 +65,7 @@ class TorchExperts(nn.Module):
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
         x_rows, p = self.to_rows(x, probs, order, row_of)
         z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
-        h = _fast(swiglu, z)(z, p)
+        h = swiglu(z, p)
         y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
         return self.to_tokens(y, order, row_of)
 
@@ -88,11 +89,13 @@ class IndexingTorchExperts(TorchExperts):
         return y.new_zeros(tokens, y.shape[1]).index_add(0, order // slots, y)
 
 
+@compiled
 def swiglu(z: Tensor, p: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
 
 
+@compiled
 def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
     """Slot by slot: inductor's reduction over slots takes up to eight times as long."""
     first, *others = row_of.unbind(1)
@@ -100,28 +103,6 @@ def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
     for row in others:
         total = total + rows[row].float()
     return total.to(rows.dtype)
-
-
-def _fast(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    return compiled(function) if like.is_cuda else function
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of tensors by torch.compile: once a width, for any number of rows. With a width of
-    any size what gathers rows takes three times as long. Raises where torch would give up."""
-    config: Any = torch._dynamo.config
-    config.recompile_limit, config.fail_on_recompile_limit_hit = 64, True
-    fast = torch.compile(function, dynamic=True)
-
-    @functools.wraps(function)
-    def run(*tensors: Tensor) -> Any:
-        for tensor in tensors:
-            if tensor.ndim == 2:
-                torch._dynamo.mark_static(tensor, 1)
-        return fast(*tensors)
-
-    return run
 
 
 class _ToRows(torch.autograd.Function):
@@ -133,14 +114,14 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx_rows: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
         (row_of,) = ctx.saved_tensors
-        return _fast(sum_slots, dx_rows)(dx_rows, row_of), dp[row_of], None, None
+        return sum_slots(dx_rows, row_of), dp[row_of], None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(order, row_of)
-        return _fast(sum_slots, y)(y.detach(), row_of)  # detached: compiled once for both passes
+        return sum_slots(y.detach(), row_of)  # detached: compiled once for both passes
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -188,7 +169,7 @@ class TransformerEngineExperts(nn.Module):
         first = not self.weights_ready
         with self.autocast():
             z = self.fc1(rows, splits, is_first_microbatch=first)
-            h = compiled(swiglu)(z, p)
+            h = swiglu(z, p)
             y = self.fc2(h, splits, is_first_microbatch=first)
         self.weights_ready = True
         out: Tensor = self.te.moe_unpermute(
