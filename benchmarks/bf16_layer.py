@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fp8moe_cutlass.bench.layer import SHAPES
-from fp8moe_cutlass.bench.layer_peers import TorchExperts
+from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
 
 QUICK = {"tiny": {"E": 8, "S": 2, "H": 128, "I": 64}}
@@ -80,12 +80,11 @@ def peak(run: Run, device: Any) -> float:
 
 def row(variant: str, runs: dict[str, Run], count: int, rounds: int, device: Any) -> dict[str, Any]:
     ms = measure(runs, count, rounds, device)
-    found = {"variant": variant, "ms": ms, "ratio": ms[OURS] / ms[BEST]}
-    found["peak_gib"] = {name: peak(run, device) for name, run in runs.items()}
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        shown = ", ".join(f"{n} {ms[n]:.3f} ms {found['peak_gib'][n]:.2f} GiB" for n in runs)
-        print(f"{variant}: {shown}; ratio {found['ratio']:.3f}", flush=True)
-    return found
+    gib = {name: peak(run, device) for name, run in runs.items()}
+    ratio = ms[OURS] / ms[BEST]
+    shown = ", ".join(f"{name} {ms[name]:.3f} ms {gib[name]:.2f} GiB" for name in runs)
+    print(f"{variant}: {shown}; ratio {ratio:.3f}", flush=True)
+    return {"variant": variant, "ms": ms, "ratio": ratio, "peak_gib": gib}
 
 
 # ---- one GPU ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def main(framework: str) -> float:
     )
     sizes = (TOKENS, 1, EXPERTS, 1, TOKENS)
     plan = RoutingPlan(None, *sizes)
-    plan = RoutingPlan(outputs.empty(plan.slab_size, "int32"), *sizes)
+    plan = RoutingPlan(outputs.empty(plan.buffer_size, "int32"), *sizes)
     with stream:
         ops.plan_from_counts(xp.asarray(counts, dtype="int32"), capacity=TOKENS, out=plan)
         ops.quantize(xp.asarray(x, dtype="float32"), scale_layout="gemm", out=a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,9 +42,9 @@ def problem() -> Problem:
     topk_idx = scores.topk(SLOTS).indices
     probs = torch.rand(TOKENS, SLOTS, generator=generator)
     sizes = (TOKENS, SLOTS, EXPERTS, 1, TOKENS * SLOTS)
-    words = RoutingPlan(None, *sizes).slab_size
-    slab = torch.zeros(words, dtype=torch.int32)  # padding words are unspecified: zero here
-    plan = ops.route(EXPERTS, topk_idx=topk_idx, out=RoutingPlan(slab, *sizes))
+    words = RoutingPlan(None, *sizes).buffer_size
+    buffer = torch.zeros(words, dtype=torch.int32)  # padding words are unspecified: zero here
+    plan = ops.route(EXPERTS, topk_idx=topk_idx, out=RoutingPlan(buffer, *sizes))
     rows, row_probs = ops.permute_pad(x, plan, probs)
     x8 = ops.quantize(x)
     w = torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator)
@@ -72,8 +73,8 @@ def flat_calls() -> dict[str, dict[str, Any]]:
     """Arguments by name, in schema order, of every flat op; the outputs hold zeros."""
     p = problem()
     e4m3 = torch.float8_e4m3fn
-    plan = {"plan": p.plan.slab, **dict(zip(_SIZES, p.plan.sizes, strict=True))}
-    dispatch = {"plan": p.dispatch.slab, **dict(zip(_SIZES, p.dispatch.sizes, strict=True))}
+    plan = {"plan": p.plan.buffer, **dict(zip(_SIZES, p.plan.sizes, strict=True))}
+    dispatch = {"plan": p.dispatch.buffer, **dict(zip(_SIZES, p.dispatch.sizes, strict=True))}
     rows, width, kcap = p.plan.rows, WIDTH, p.plan.columns
     rule = {"pow2": True, "eps": 1e-10}
 
@@ -93,9 +94,9 @@ def flat_calls() -> dict[str, dict[str, Any]]:
     def without_layout(call: dict[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in call.items() if not k.endswith("_layout")}
 
-    slab = torch.zeros_like(p.plan.slab)
+    buffer = torch.zeros_like(p.plan.buffer)
     counts = {"tokens": rows, "slots": 1, "experts": EXPERTS, "align": 1, "capacity": rows}
-    counts_slab = RoutingPlan(None, *counts.values()).slab_size
+    counts_buffer = RoutingPlan(None, *counts.values()).buffer_size
     return {
         "quantize": {"x": p.x, **new("q", TOKENS, width, layout="row"), **rule},
         "quantize_weight": {
@@ -105,10 +106,10 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **rule,
         },
         "dequantize": {**fp8("q", p.x8), "x": torch.zeros(TOKENS, width)},
-        "route": {"topk_idx": p.topk_idx, "routing_map": None, **plan, "plan": slab},
+        "route": {"topk_idx": p.topk_idx, "routing_map": None, **plan, "plan": buffer},
         "plan_from_counts": {
             "tokens_per_expert": p.plan.tokens_per_expert.clone(),
-            "plan": torch.zeros(counts_slab, dtype=torch.int32),
+            "plan": torch.zeros(counts_buffer, dtype=torch.int32),
             **counts,
         },
         "permute_pad": {
@@ -116,13 +117,13 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **plan,
             "probs": p.probs,
             **new("y", rows, width, layout="gemm"),
-            "permuted_probs": torch.zeros(rows),
+            "row_probs": torch.zeros(rows),
             "zero_unweighted": False,
         },
         "permute_pad_backward": {
             "dy": p.rows,
             **plan,
-            "permuted_dprobs": p.row_probs,
+            "row_dprobs": p.row_probs,
             "dx": torch.zeros_like(p.x),
             "dprobs": torch.zeros_like(p.probs),
         },
@@ -140,7 +141,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "num_experts": 2 * EXPERTS,
             "segment": 0,
             **dispatch,
-            "plan": torch.zeros_like(p.dispatch.slab),
+            "plan": torch.zeros_like(p.dispatch.buffer),
             "counts": torch.zeros(EXPERTS, 2, dtype=torch.int32),
         },
         "quantize_pack": {
@@ -178,24 +179,21 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "stride": 2,
             "counts": torch.zeros(21, dtype=torch.int64),
         },
-        "swiglu_quantize": {
+        "act_quantize": {
             "z": p.rows,
             **plan,
             "probs": p.row_probs,
-            "clamp": 0.0,
+            "limit": math.inf,
             **new("h", rows, width // 2, layout="gemm"),
             **new("z_q", rows, width, layout="row"),
             **rule,
         },
-        "swiglu_quantize_backward": {
+        "act_quantize_backward": {
             "dh": p.rows[:, : width // 2].contiguous(),
             "z": p.rows,
-            "z_q": None,
-            "z_q_scale": None,
-            "z_q_layout": "",
             **plan,
             "probs": p.row_probs,
-            "clamp": 0.0,
+            "limit": math.inf,
             **new("dz", rows, width, layout="gemm"),
             "dprobs": torch.zeros(rows),
             **new("dz_columns", width, kcap, layout="block"),
@@ -235,8 +233,8 @@ OPS = (
     "transpose_fp8",
     "permute_transpose_fp8",
     "count_codes",
-    "swiglu_quantize",
-    "swiglu_quantize_backward",
+    "act_quantize",
+    "act_quantize_backward",
     "grouped_gemm",
     "grouped_gemm_wgrad",
 )

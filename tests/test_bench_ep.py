@@ -1,4 +1,4 @@
-"""bench --ep at tiny sizes over gloo: rows, counted bytes, the trace's lanes, the soak."""
+"""bench ep, benchmarks/ep_soak.py and ep_trace.py at tiny sizes over gloo."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from fp8moe_cutlass import cli
-from fp8moe_cutlass.bench import ep, ep_report, ep_runs, ep_soak, ep_trace
-from fp8moe_cutlass.bench.layer_runs import Inputs
+import ep_soak
+import ep_trace
+from fp8moe_cutlass.bench import ep, ep_team
+from fp8moe_cutlass.bench.contender import Inputs
 from fp8moe_cutlass.nn import MoEExperts
 from ranks import Pool, results
 
 CPU = torch.device("cpu")
 RANKS = 2
-TINY = ep.QUICK["tiny"]
+TINY = ep.SHAPES["quick"]["tiny"]
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +33,26 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-def bench(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fp8moe_cutlass", "bench", *map(str, args)]
+def python(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
-# ---- the command --------------------------------------------------------------------------------
+# ---- the commands -------------------------------------------------------------------------------
 
 
-def test_command_writes_table_json_and_plot(tmp_path: Path) -> None:
-    out, plot = tmp_path / "ep.json", tmp_path / "ep.png"
-    done = bench("--ep", RANKS, "--quick", "--json", out, "--plot", plot)
+def test_command_writes_what_it_shows(tmp_path: Path) -> None:
+    out = tmp_path / "ep.json"
+    command = ("-m", "fp8moe_cutlass", "bench", "ep", "--ranks", RANKS, "--quick", "--json", out)
+    done = python(*command)
     assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())
     assert record["environment"]["ranks"] == RANKS
     assert record["environment"]["backend"] == "gloo"
     rows = record["results"]
-    exchanges = ["dispatch", "dispatch of a gradient", "combine", "plan and sizes"]
-    layers = ["layer, forward", "layer, forward+backward"]
+    exchanges = ["dispatch", "dispatch of a gradient", "combine"]
+    layers = ["layer, forward", ep.STEP]
     variants = ["random, exact", "zipf, exact", "random, capacity 1.25"]
     assert [(r["variant"], r["op"]) for r in rows] == [
         (variant, op) for variant in variants for op in exchanges + layers
@@ -57,88 +60,62 @@ def test_command_writes_table_json_and_plot(tmp_path: Path) -> None:
     for row in rows:
         assert row["shape"] == {"W": 2, **TINY, "E": 8}
         assert 0 < row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
-        assert row["rows_sent"] <= TINY["T"]
-        assert done.stdout.count(row["variant"]) >= 6
-        timed = f"{row['op']} tiny {row['variant']} "
-        assert [line.startswith(timed) for line in done.stdout.splitlines()].count(True) == 1
-        if row["op"] == "plan and sizes":
-            continue
         assert row["limit_ms"] > 0
+        assert row["rows_sent"] <= TINY["T"]
+        timed = f"tiny, {row['op']}, {row['variant']}, "
+        assert [line.startswith(timed) for line in done.stdout.splitlines()].count(True) == 1
         # Rows of 256 codes, 2 scales, 2 ids and 2 probs: 288 bytes; a gradient's 272; bf16's 512.
         there, back = (288, 272), (512, 512 + 8)
-        width = dict(zip(exchanges, (288, 272, 512), strict=False)) | {
+        width = dict(zip(exchanges, (288, 272, 512), strict=True)) | {
             "layer, forward": there[0] + back[0],
-            "layer, forward+backward": sum(there) + sum(back),
+            ep.STEP: sum(there) + sum(back),
         }
         assert row["bytes"] == round(row["rows_sent"] * width[row["op"]])
         if row["op"] in layers:
             assert row["flops"] == (3 if "backward" in row["op"] else 1) * 6 * 32 * 2 * 256 * 128
             assert row["efficiency"] == pytest.approx(row["alone_ms"] / row["ms"])
             assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["ms"] * 1e3)
-            assert row["peers"].keys() == {ep_report.SAME}
+            assert row["peers"].keys() == {ep.SAME_EXCHANGE}
             assert row["dropped"] == 0 or "capacity" in row["variant"]
-    fixed = {r["rows_sent"] for r in rows if "capacity" in r["variant"]}
-    assert len(fixed) == 1
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len({r["rows_sent"] for r in rows if "capacity" in r["variant"]}) == 1
 
 
-def test_command_soaks(tmp_path: Path) -> None:
+def test_the_soak_as_a_script(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
-    done = bench("--ep", RANKS, "--soak", 20, "--json", out, "--plot", tmp_path / "soak.png")
+    given = ("--device", "cpu", "--ranks", RANKS, "--steps", 20, "--json", out)
+    done = python(BENCHMARKS / "ep_soak.py", *given)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["results"]
     assert row["passed"]
     assert len(row["loss"]) == len(row["loss_alone"]) == 20
     assert "passed" in done.stdout
-    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--soak", 100), "need --ep"),
-        (("--ep", 2, "--layer"), "exclude each other"),
-        (("--ep", 2, "--soak", 20, "--trace", "t.json"), "--soak and --trace exclude each other"),
-        (("--ep", 0), "must be at least 1; got 0"),
-    ],
-)
-def test_command_refuses(
-    args: Any, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["fp8moe-cutlass", "bench", *map(str, args)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 # ---- counting -----------------------------------------------------------------------------------
 
 
-def rows_of(group: Any) -> tuple[int, int, int, int]:
-    """Rows and copies the legs count, and the same by hand."""
-    team = ep_runs.Team(group, CPU)
+def rows_of(group: Any) -> tuple[int, int, int]:
+    """The rows that the legs count, the same by hand, and the copies without deduplication."""
+    team = ep_team.Team(group, CPU)
     torch.manual_seed(team.rank)
     e, h, i = (TINY[name] for name in "EHI")
     layer = MoEExperts(e * team.size, h, i, group=group)
-    layer.quantize_weights()
     inputs = Inputs.random({**TINY, "E": e * team.size}, CPU)
-    legs = ep_runs.Legs(layer, inputs)
+    legs = ep_team.Legs(layer, inputs)
     others = inputs.topk_idx // e != team.rank
     by_hand = int(others.any(dim=1).sum())  # of two ranks, the other one
-    return legs.rows_to_others(), legs.copies_to_others(), by_hand, int(others.sum())
+    return legs.rows_to_others(), by_hand, int(others.sum())
 
 
-def test_rows_are_counted_once_a_rank(pool: Pool) -> None:
-    for rows, copies, rows_by_hand, copies_by_hand in results(pool.run(RANKS, rows_of)):
-        assert (rows, copies) == (rows_by_hand, copies_by_hand)
-        assert rows < copies
+def test_rows_are_counted_once_per_rank(pool: Pool) -> None:
+    for rows, by_hand, copies in results(pool.run(RANKS, rows_of)):
+        assert rows == by_hand < copies
 
 
 def slowest(group: Any) -> dict[str, float]:
     import time
 
-    team = ep_runs.Team(group, CPU)
+    team = ep_team.Team(group, CPU)
     runs = {"equal": lambda: time.sleep(0.002), "one": lambda: time.sleep(0.02 * team.rank)}
     return {name: sample.ms for name, sample in team.measure(runs, 2, 2).items()}
 
@@ -149,29 +126,6 @@ def test_the_slowest_rank_counts(pool: Pool) -> None:
         assert found["one"] >= 20.0
 
 
-def capturing(group: Any, fails_on: int) -> list[str]:
-    """What is left to time where one rank's capture fails."""
-    team = ep_runs.Team(group, CPU)
-
-    class Step:
-        def step(self) -> None:
-            pass
-
-        def graph(self, run: Any) -> Any:
-            if team.rank == fails_on:
-                raise RuntimeError("no capture here")
-            return run
-
-    limits: Any = None
-    contender: Any = Step()
-    return list(ep.Group("tiny", TINY, team, limits, True)._captured(contender))
-
-
-def test_a_step_is_captured_on_all_ranks_or_on_none(pool: Pool) -> None:
-    assert results(pool.run(RANKS, capturing, -1)) == [["captured"]] * RANKS
-    assert results(pool.run(RANKS, capturing, 1)) == [[]] * RANKS
-
-
 # ---- the trace ----------------------------------------------------------------------------------
 
 
@@ -179,7 +133,7 @@ def kernel(name: str, stream: int, ts: float, dur: float) -> dict[str, Any]:
     return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}}
 
 
-def test_lanes_and_overlap_of_a_gpu_trace(tmp_path: Path) -> None:
+def test_lanes_and_overlap_of_a_gpu_trace() -> None:
     events = [
         kernel("fp8moe::cuda::quantize_pack", 7, 1000.0, 1000.0),
         kernel("ncclDevKernel_SendRecv", 20, 1500.0, 2000.0),
@@ -193,8 +147,6 @@ def test_lanes_and_overlap_of_a_gpu_trace(tmp_path: Path) -> None:
         ("stream 23", "torch", (1.5, 2.0)),
     ]
     assert ep_trace.overlapped(boxes) == pytest.approx((0.5 + 0.5) / 2.0)
-    ep_trace.draw(boxes, tmp_path / "trace.png", "three lanes")
-    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_overlap_counts_time_once() -> None:
@@ -208,27 +160,23 @@ def test_overlap_counts_time_once() -> None:
     assert ep_trace.overlapped(boxes[2:]) == 0.0
 
 
-def traced(group: Any, path: Path) -> dict[str, Any]:
-    return ep_trace.run_trace(ep_runs.Team(group, CPU), "tiny", TINY, path)
+def traced(group: Any) -> list[dict[str, Any]]:
+    return ep_trace.trace_of(ep_team.Team(group, CPU), TINY)
 
 
-def test_trace_of_a_step(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    row = results(pool.run(RANKS, traced, path))[0]
-    boxes = ep_trace.boxes_of(json.loads(path.read_text())["traceEvents"])
+def test_trace_of_a_step(pool: Pool) -> None:
+    boxes = ep_trace.boxes_of(results(pool.run(RANKS, traced))[0])
     # Sizes and two exchanges forward; three backward: the gradient, dprobs, dx.
     assert sum(b.kind == "exchange" for b in boxes) == 6
     assert {"fp8moe::quantize_pack", "fp8moe::grouped_gemm_wgrad"} <= {b.name for b in boxes}
-    assert 0.0 < row["exchange_ms"] <= row["ms"]
-    assert 0.0 <= row["overlapped"] <= 1.0
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert 0.0 <= ep_trace.overlapped(boxes) <= 1.0
 
 
 # ---- the soak -----------------------------------------------------------------------------------
 
 
 def soaked(group: Any) -> tuple[dict[str, Any], list[int]]:
-    team = ep_runs.Team(group, CPU)
+    team = ep_team.Team(group, CPU)
     soak = ep_soak.Soak(team, ep_soak.SHAPES["cpu"])
     sizes = [len(soak.batch(step, rank)[0]) for step in range(30) for rank in range(RANKS)]
     return ep_soak.run_soak(team, 30), sizes
@@ -246,7 +194,7 @@ def test_soak_is_the_run_of_one_process(pool: Pool) -> None:
 
 def broken(group: Any) -> bool:
     """A soak whose ranks after the first scale what they give back."""
-    team = ep_runs.Team(group, CPU)
+    team = ep_team.Team(group, CPU)
     forward = MoEExperts.forward
 
     def off(self: MoEExperts, *args: Any, **kwargs: Any) -> Any:

@@ -1,81 +1,73 @@
-"""bench --gemm and --accuracy, as far as a machine without a GPU goes, and what peers are given."""
+"""bench gemm, benchmarks/gemm.py and gemm_accuracy.py, as far as a machine without a GPU goes."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 
-from fp8moe_cutlass import RoutingPlan, cli, ops
-from fp8moe_cutlass.bench import gemm, gemm_accuracy, gemm_peers, gemm_report
+import gemm as full
+import gemm_accuracy
+import gemm_baselines
+from fp8moe_cutlass import RoutingPlan, ops
+from fp8moe_cutlass.bench import gemm
+from fp8moe_cutlass.bench.cases import transposed
+from fp8moe_cutlass.bench.record import ignore
 
 CPU = torch.device("cpu")
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["fp8moe-cutlass", "bench", *map(str, args)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return int(stop.value.code or 0)
+def test_rows_and_peers() -> None:
+    def failing(o: gemm.Operands) -> Any:
+        raise RuntimeError("no such product")
 
-
-def test_gemm_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "gemm.json"
-    assert bench(monkeypatch, "--gemm", "--quick", "--op", "wgrad", "--json", path) == 0
-    record = json.loads(path.read_text())
-    assert [row["op"] for row in record["results"]] == ["wgrad", "wgrad"]
+    peers = {"same": lambda o: gemm.call_of(o)[0], "failing": failing, "none": lambda o: None}
+    record = gemm.run_gemm(CPU, quick=True, peers=peers)
+    assert [row["op"] for row in record["results"]] == ["fprop", "dgrad", "wgrad", "wgrad"]
     assert record["left_out"] == []
     for row in record["results"]:
         s = row["shape"]
         assert row["flops"] == 2 * s["M"] * s["N"] * s["K"]
         assert row["ms"] > 0
-        assert row["peers"] == {}
-        assert "peers_failed" not in row
-
-
-def test_an_unknown_gemm_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(monkeypatch, "--gemm", "--op", "sideways") == 2
-    assert "fprop, dgrad, wgrad; got sideways" in " ".join(capsys.readouterr().err.split())
-    assert bench(monkeypatch, "--gemm", "--layer") == 2
+        assert row["peers"].keys() == {"same"}
+        assert row["peers_failed"] == {"failing": "RuntimeError: no such product"}
 
 
 def test_a_budget_leaves_out_and_says_so() -> None:
     record = gemm.run_gemm(CPU, quick=True, budget=-1.0)
     assert record["results"] == []
     assert len(record["left_out"]) == len(gemm.QUICK)
-    assert gemm_report.summary(record) == [f"left out: {what}" for what in record["left_out"]]
 
 
-def test_cases_are_what_is_asked() -> None:
-    cases = gemm.all_cases()
-    assert len(set(cases)) == len(cases)
-    for name in gemm.PASSES:
-        mine = [c for c in cases if c.gemm == name]
-        assert {(c.model, c.routing) for c in mine} >= {(m, "balanced") for m in gemm.MODELS}
-        assert {(c.model, c.routing) for c in mine} >= {(m, "ragged") for m in gemm.MODELS}
-    wgrad = [c for c in cases if c.gemm == "wgrad"]
-    for model in gemm.MODELS:
-        kinds = {(c.dtype, c.columns, c.accumulate) for c in wgrad if c.model == model}
-        assert kinds >= {
-            ("float32", "block", False),
-            ("float32", "block", True),
-            ("bfloat16", "block", False),
-            ("float32", "column", False),
-        }
-    assert all(c.m % c.e == 0 for c in cases)
+def test_geometric_means() -> None:
+    row = {"op": "fprop", "ms": 1.0, "peers": {"a": 2.0}}
+    rows = [row, {**row, "peers": {"a": 8.0}}, {**row, "op": "wgrad", "peers": {}}]
+    assert list(full.summary({"results": rows})) == ["fprop, burst: 4.000 of a over 2 cases"]
+
+
+def test_cases_have_every_model_and_kind() -> None:
+    both = list(gemm.cases()), full.all_cases()
+    for cases in both:
+        assert len(set(cases)) == len(cases)
+        assert all(c.m % c.e == 0 for c in cases)
+        for name in gemm.PASSES:
+            assert {c.model for c in cases if c.gemm == name} >= set(gemm.MODELS)
+    kinds = {(c.dtype, c.columns, c.accumulate) for c in both[1] if c.gemm == "wgrad"}
+    assert kinds == {
+        ("float32", "block", False),
+        ("float32", "block", True),
+        ("bfloat16", "block", False),
+        ("float32", "column", False),
+    }
 
 
 def test_padded_rows_are_the_same_product() -> None:
     counts = [5, 0, 130, 64]
     plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
     q = ops.quantize(torch.randn(sum(counts), 384), scale_layout="gemm")
-    data, scale, of_row = gemm_peers.padded_rows(q, counts)
+    data, scale, of_row = gemm_baselines.padded_rows(q, counts)
     assert data.shape == (128 + 256 + 128, 384)
     assert scale.shape == (data.shape[0], 3)
     assert scale.stride() == (1, data.shape[0])
@@ -96,10 +88,10 @@ def test_flat_segments_are_the_same_product(columns: str) -> None:
     counts = [5, 0, 130, 128]
     plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
     x = torch.randn(sum(counts), 272)
-    t = ops.transpose_fp8(ops.quantize(x), plan, columns=columns)
-    padded = gemm_peers.whole_tiles(counts)
+    t = transposed(x, plan, columns)  # type: ignore[arg-type]
+    padded = gemm_baselines.whole_tiles(counts)
     assert padded == [128, 0, 256, 128]
-    data, scale = gemm_peers.flat_segments(t, padded)
+    data, scale = gemm_baselines.flat_segments(t, padded)
     assert scale.shape == (272, sum(padded) // 128)
     assert scale.stride() == (1, 272)
     dw = ops.grouped_gemm_wgrad(t, t, plan)
@@ -112,7 +104,7 @@ def test_flat_segments_are_the_same_product(columns: str) -> None:
 
 
 def test_accuracy_rows() -> None:
-    record = gemm_accuracy.run_accuracy(CPU, quick=True)
+    record = gemm_accuracy.run(CPU, Namespace(quick=True), ignore)
     assert {row["op"] for row in record["results"]} == set(gemm_accuracy.OPERANDS)
     # The CPU sums in float32: a few hundredths of the tensor core's unit.
     assert max(row["c"] for row in record["results"]) < 0.1

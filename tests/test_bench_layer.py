@@ -1,21 +1,24 @@
-"""bench --layer: the arithmetic of its rows, the peer's numbers, and all of it at tiny sizes."""
+"""bench layer and benchmarks/layer.py: the arithmetic of their rows; all of it at tiny sizes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fp8moe_cutlass.bench import layer_report, memory
-from fp8moe_cutlass.bench.kernels import Kernel, kernels_of, profile, roles
-from fp8moe_cutlass.bench.layer import SHAPES, block, limit, run_layer
-from fp8moe_cutlass.bench.layer_peers import IndexingTorchExperts, TorchExperts, peers
-from fp8moe_cutlass.bench.layer_runs import Burst, routing
+import layer as full
+import layer_memory as memory
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.bench import layer, layer_plot
+from fp8moe_cutlass.bench.contender import Contender, Inputs, block, routing
+from fp8moe_cutlass.bench.layer import OURS, QUANTIZING, REUSING, SHAPES, TORCH, limit
+from fp8moe_cutlass.bench.torch_experts import TorchExperts
+from fp8moe_cutlass.nn import MoEExperts
+from kernel_trace import Kernel, kernels_of, profile, roles
+from layer_baselines import IndexingTorchExperts, peers
 from moe_problem import problem
 from reference import relative_error
 
@@ -37,15 +40,6 @@ def test_saved_per_token_at_v3(keep: str, kib: float) -> None:
     assert expected <= saved <= expected + 64  # sections of the plan start at multiples of 16 bytes
     assert saved / t < kib * 1024
     assert memory.bf16_saved_bytes(t, s, h, i) / t == 208 * 1024
-
-
-def test_weight_bytes() -> None:
-    got = memory.weight_bytes(3, 200, 144)
-    parameters = 3 * (288 * 200 + 200 * 144)
-    scales = 3 * 4 * (3 * 2 + 2 * 2)  # blocks of [288, 200] and of [200, 144]
-    assert got["bf16 parameters"] == got["bf16 gradients"] == 2 * parameters
-    assert got["fp32 main_grad"] == 4 * parameters
-    assert got["fp8 copies"] == got["fp8 transposes"] == parameters + scales
 
 
 def test_limit_is_arithmetic_for_many_tokens_and_bytes_for_few() -> None:
@@ -109,75 +103,78 @@ def test_kernels_belong_to_the_operator_that_launched_them() -> None:
 def test_roles_of_a_step() -> None:
     p = problem(64)
     layer = p.experts()
-    layer.quantize_weights()
     p.run(layer)
     found = roles(profile(lambda: p.run(layer), CPU))
     assert list(found) == [
-        *("route", "quantize x", "permute x", "fprop-1", "swiglu", "fprop-2", "unpermute"),
+        *("route", "quantize gate_up", "quantize down", "quantize x"),
+        *("permute x", "fprop-1", "swiglu", "fprop-2", "unpermute"),
         *("quantize dout", "permute dout", "dgrad-2", "swiglu backward", "dgrad-1"),
         *("permute backward", "transpose x", "wgrad-1", "transpose dout", "wgrad-2"),
     ]
     assert min(found.values()) > 0
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_step_quantizes_its_weights_or_reuses_them(
+    monkeypatch: pytest.MonkeyPatch, reuse: bool
+) -> None:
+    calls = []
+    honest = ops.quantize_weight
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "quantize_weight", counting)
+    shape = block(16, 2, 2, 128, 128)
+    module = MoEExperts(2, 128, 128)
+    contender = Contender(module, Inputs.random(shape, CPU), reuse)
+    contender.step()
+    calls.clear()
+    contender.step()
+    contender.step()
+    assert len(calls) == (0 if reuse else 4)  # both weights, in both steps
+    assert module.down_proj.grad is not None
+
+
 # ---- the whole ----------------------------------------------------------------------------------
 
-
-LIMITS: Any = SimpleNamespace(
-    device=CPU, launch=None, tensor_tflops=0.1, copy_tb_s=0.01, bf16_tflops=0.1
-)
+LIMITS: Any = SimpleNamespace(device=CPU, launch=None, tensor_tflops=0.1, copy_tb_s=0.01)
 
 
 @pytest.fixture(scope="module")
 def record() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8moe_cutlass.bench.layer.Limits", lambda device: LIMITS)
-        yield run_layer(CPU, quick=True)
+        patch.setattr(layer, "Limits", lambda device: LIMITS)
+        yield layer.run_layer(CPU, quick=True, bench=full.FullLayerBench)
 
 
-def test_the_record_has_designs_schema(record: dict[str, Any]) -> None:
-    rows = {(r["variant"], r["shape"]["T"]): r for r in json.loads(json.dumps(record))["results"]}
-    assert {"copy_tb_s", "tensor_tflops", "commit", "torch"} <= record["environment"].keys()
-    schema = {"op", "shape", "variant", "ms", "host_us", "bytes", "flops", "limit_ms", "peers"}
+def test_the_full_record(record: dict[str, Any]) -> None:
+    rows = {(r["variant"], r["shape"]["T"]): r for r in record["results"]}
+    assert [r["variant"] for r in record["results"]][:2] == [QUANTIZING, REUSING]
     for row in rows.values():
-        assert schema | {"repeat"} <= row.keys()
-        assert row["ms"] > 0
         assert row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
         assert "errors" not in row
     variants = {variant for variant, _ in rows}
-    for part in ("zipf", "one-hot", "main_grad", "recompute", "pre-activation", "no_grad", "quant"):
+    for part in ("zipf", "one-hot", "main_grad", "recompute", "pre-activation", "no_grad"):
         assert any(part in variant for variant in variants), part
     assert {t for v, t in rows if v == "forward, no_grad"} == {1, 16, 64}
-    headline = rows["forward+backward", 64]
-    assert headline["peers"]["torch bf16"] > 0
-    assert len(headline["kernels"]) == 17
-    # By arithmetic for those whose saved tensors are known alone.
-    saved = {who: m.get("saved_arithmetic") for who, m in headline["memory"].items()}
-    assert saved.pop("fp8moe") < saved.pop("torch bf16")
+    assert rows[QUANTIZING, 64]["peers"].keys() == {TORCH}
+    reused = rows[REUSING, 64]
+    assert reused["peers"][TORCH] > 0
+    assert len(reused["kernels"]) == 17
+    # By arithmetic only for those whose saved tensors are known.
+    saved = {who: m.get("saved_arithmetic") for who, m in reused["memory"].items()}
+    assert saved.pop(OURS) < saved.pop(TORCH)
     assert saved == {"torch bf16, index_select and index_add": None}
 
 
-def test_tables_and_plot(record: dict[str, Any], tmp_path: Path) -> None:
-    failed = {**record["results"][0], "ms": None, "error": "out of memory"}
-    shown = {**record, "results": [*record["results"], failed]}
-    text = layer_report.tables(shown)
-    for row in record["results"]:
-        assert f"| {row['variant']} | {layer_report.ms_text(row['ms'])} |" in text
-    assert "out of memory" in text
-    layer_report.plot(shown, tmp_path / "layer.png")
-    assert (tmp_path / "layer.png").stat().st_size > 10_000
-
-
-def test_the_headline_has_who_ran_and_is_in_the_readme() -> None:
-    row = {"model": "one", "variant": "forward+backward", "ms": 2.0}
-    rows = [{**row, "peers": {"a": 3.0}}, {**row, "model": "two", "peers": {"b": 5.0}}]
-    lines = layer_report.headline({"results": [*rows, {**row, "error": "no"}]}).splitlines()
-    assert lines[0] == "| forward and backward, ms | fp8moe | a | b |"
-    assert lines[2:] == ["| one | 2.00 | 3.00 (1.50x) |  |", "| two | 2.00 |  | 5.00 (2.50x) |"]
-
-    root = Path(__file__).parents[1]
-    record = json.loads((root / "docs/benchmarks/layer-h200.json").read_text())
-    assert layer_report.headline(record) in (root / "README.md").read_text()
+def test_bars_of_the_plot() -> None:
+    quantizing = {"ms": 3.0, "peers": {TORCH: 5.0}}
+    reusing = {"ms": 2.0, "peers": {TORCH: 4.0, "SonicMoE bf16": 6.0}}
+    rows = {QUANTIZING: quantizing, REUSING: reusing}
+    keys = (QUANTIZING, REUSING, TORCH, "SonicMoE bf16", "none")
+    assert [layer_plot.ms_of(rows, key) for key in keys] == [3.0, 2.0, 4.0, 6.0, 0.0]
 
 
 def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,14 +182,12 @@ def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(TorchExperts, "forward", broken)
-    monkeypatch.setattr("fp8moe_cutlass.bench.layer.Limits", lambda device: LIMITS)
-    monkeypatch.setattr("fp8moe_cutlass.bench.layer.QUICK", {"tiny": block(16, 2, 2, 128, 128)})
-    monkeypatch.setattr(Burst, "__init__", lambda self, device: _once(self))
-    rows = run_layer(CPU, quick=True)["results"]
+    monkeypatch.setattr(layer, "Limits", lambda device: LIMITS)
+    monkeypatch.setitem(SHAPES, "quick", {"tiny": block(16, 2, 2, 128, 128)})
+    rows = layer.run_layer(CPU, quick=True, bench=full.FullLayerBench)["results"]
     errors = dict.fromkeys(peers(CPU), "RuntimeError: no such kernel")
     assert all(row["errors"] == errors for row in rows)
     assert all(row["ms"] > 0 and not row["peers"] for row in rows)
-
-
-def _once(burst: Any) -> None:
-    burst.cuda, burst.count, burst.rounds = False, 1, 1
+    # The installed command has no such net: the shape is an error, and the command goes on.
+    (row,) = layer.run_layer(CPU, quick=True)["results"]
+    assert (row["ms"], row["error"]) == (None, "no such kernel")

@@ -26,7 +26,7 @@ from fp8moe_cutlass import (
     ops,
     use_stream,
 )
-from fp8moe_cutlass.bench.host import ROUTES, arguments
+from host_overhead import ROUTES, arguments
 from lender import Lender
 
 
@@ -258,8 +258,8 @@ def test_outputs_overlap_nothing(name: str) -> None:
         "quantize_weight",
         "quantize_pack",
         "transpose_fp8",
-        "swiglu_quantize",
-        "swiglu_quantize_backward",
+        "act_quantize",
+        "act_quantize_backward",
     ],
 )
 @pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf"), 1e300])
@@ -268,10 +268,10 @@ def test_eps_is_a_magnitude(name: str, eps: float) -> None:
 
 
 def test_sizes_whose_products_overflow() -> None:
-    slab = torch.zeros(32, dtype=torch.int32)
+    buffer = torch.zeros(32, dtype=torch.int32)
     for sizes in ((1 << 33, 1 << 31, 1, 1, 0), (0, 1, 1, 1, 1 << 62), (0, 1, 1 << 62, 1, 0)):
         with pytest.raises(ValueError, match="no size over"):
-            _C.route_workspace(slab, *sizes)
+            _C.route_workspace(buffer, *sizes)
 
 
 def test_inputs_may_be_read_only() -> None:
@@ -396,7 +396,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     ),
     "columns": (lambda p: transposed(p, columns="row", requantize=True), "'block' or 'column'"),
     "columns need a plan": (
-        lambda p: ops.swiglu_quantize_backward(p.rows, p.rows, columns="block"),
+        lambda p: ops.act_quantize_backward(p.rows, p.rows, columns="block"),
         "need a plan",
     ),
     "scale": (lambda p: ops.quantize(p.x, scale="e8m0"), "scale must be 'pow2' or 'fp32'"),
@@ -411,7 +411,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         r"out must have .*'row'.*; got \('gemm'",
     ),
     "out of the wrong arity": (
-        lambda p: ops.swiglu_quantize(p.rows, save_z=True, out=p.rows8),
+        lambda p: ops.act_quantize(p.rows, save_z=True, out=p.rows8),
         "out must have 2 parts; got 1",
     ),
     "dequantize dtype": (
@@ -445,10 +445,6 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "out must be a plan of",
     ),
     "align": (lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, align=8), "align must be 1, 16"),
-    "probs with FP8 dout": (
-        lambda p: ops.unpermute_unpad_backward(p.x8, p.plan, p.rows, p.probs),
-        "neither y nor probs",
-    ),
     "to_layout": (lambda p: p.w8.to_layout("row"), "got 'block' to 'row'"),
     "to_layout of experts": (
         lambda p: Fp8Tensor(p.w8.data, p.x8.scale_inv).to_layout("gemm"),
@@ -511,18 +507,18 @@ def test_fp8_tensor_survives_torch_save(tmp_path: Any) -> None:
     assert torch.equal(back.dequantize(), p.x8.dequantize())
 
 
-def test_plan_views_are_the_slab() -> None:
+def test_plan_views_are_the_buffer() -> None:
     plan = problem().plan
     assert (plan.rows, plan.columns) == (96, 128 * ((96 + 127 * EXPERTS) // 128))
-    assert plan.slab_size == plan.slab.numel()
+    assert plan.buffer_size == plan.buffer.numel()
     views = (plan.tokens_per_expert, plan.row_offsets, plan.col_offsets, plan.token_of_row)
     views += (plan.slot_of_row, plan.row_of, plan.status, plan.col_blocks)
-    assert all(v.untyped_storage().data_ptr() == plan.slab.data_ptr() for v in views)
+    assert all(v.untyped_storage().data_ptr() == plan.buffer.data_ptr() for v in views)
     rows = plan.row_of.flatten().long()
     want = torch.arange(48).repeat_interleave(2)
     assert torch.equal(plan.token_of_row[rows].long(), want)
     assert torch.equal(plan.slot_of_row[rows].long(), torch.arange(2).repeat(48))
-    assert RoutingPlan(plan.slab, *plan.sizes).sizes == plan.sizes
+    assert RoutingPlan(plan.buffer, *plan.sizes).sizes == plan.sizes
 
 
 # ---- lifetime, streams --------------------------------------------------------------------------
@@ -566,7 +562,7 @@ def test_a_call_costs_little() -> None:
     """Six tensors, all checks, no work: the bars are 1 us for _C and 2.5 us for the torch op.
 
     Five times that is allowed here, where other processes share the machine (short rounds, best of
-    many); `fp8moe-cutlass bench` shows the figure.
+    many); `python benchmarks/ops.py` shows the figure.
     """
     call_with = arguments()
     for route, bar in {"_C": 1.0, "torch op": 2.5}.items():

@@ -167,9 +167,9 @@ def test_verify_refuses_a_seed_that_fails_every_operator(command: Command) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("name", ["verify", "bench", "train"])
+@pytest.mark.parametrize("name", ["verify", "bench ops", "bench ep", "train"])
 def test_no_gpu_is_one_clear_line(command: Command, name: str) -> None:
-    code, out = command(name, "--device", "cuda")
+    code, out = command(*name.split(), "--device", "cuda")
     assert code == 2
     assert "torch sees no GPU" in out
     assert "Traceback" not in out
@@ -185,112 +185,74 @@ ENVIRONMENT_KEYS = {
 }
 
 
-def test_bench_writes_table_json_and_plot(command: Command, tmp_path: Path) -> None:
-    code, out = command(
-        "bench", "--quick", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png"
-    )
+@pytest.mark.parametrize("name", ["ops", "layer", "gemm"])
+def test_bench_writes_what_it_shows(command: Command, tmp_path: Path, name: str) -> None:
+    code, out = command("bench", name, "--quick", "--json", tmp_path / "b.json")
     assert code == 0
     record = json.loads((tmp_path / "b.json").read_text())
     assert record["environment"].keys() >= ENVIRONMENT_KEYS
     assert record["environment"]["copy_tb_s"] > 0
-    timed = {row["op"] for row in record["results"]}
-    assert set(ops.__all__) - timed == {"plan_from_counts", "packed_row_bytes"}
     for row in record["results"]:
         assert row.keys() >= RESULT_KEYS
-        assert 0 < row["repeat"]["min"] <= row["repeat"]["median"] <= row["repeat"]["max"]
-        assert row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
-        assert row["op"] in out
-        shape = " ".join(f"{name}{size}" for name, size in row["shape"].items())
-        timed = f"{row['op']} {row['variant']} {shape}: {row['ms']:.3f} ms"
-        assert timed in out
-        if row["op"] != "host overhead":
-            assert row["limit_ms"] > 0
-            assert row["bytes"] > 0
-            assert (row["flops"] > 0) == row["op"].startswith("grouped_gemm")
-    host = {r["variant"]: r["host_us"] for r in record["results"] if r["op"] == "host overhead"}
-    assert set(host) == {f"{r}, grouped_gemm" for r in ("_C", "torch op", "empty torch op")}
+        assert 0 < row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
+        assert row["limit_ms"] > 0
+        assert row["bytes"] > 0
+        assert (row["flops"] > 0) == (name != "ops" or row["op"].startswith("grouped_gemm"))
+        shape = " ".join(f"{letter}{size}" for letter, size in row["shape"].items())
+        assert f", {shape}: {row['ms']:.3f} ms" in out
+    if name == "ops":
+        timed = {row["op"] for row in record["results"]}
+        untimed = {"plan_from_counts", "packed_row_bytes"}
+        assert set(ops.__all__) - timed <= untimed
+
+
+def test_bench_layer_draws(command: Command, tmp_path: Path) -> None:
+    code, out = command("bench", "layer", "--quick", "--plot", tmp_path / "b.png")
+    assert code == 0
+    assert f"wrote {tmp_path / 'b.png'}" in "".join(out.split("\n"))
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_of_one_op_counts_its_bytes(command: Command, tmp_path: Path) -> None:
-    code, _ = command("bench", "--quick", "--op", "dequantize", "--json", tmp_path / "b.json")
-    assert code == 0
-    (row,) = json.loads((tmp_path / "b.json").read_text())["results"]
+    path = tmp_path / "b.json"
+    assert command("bench", "ops", "--quick", "--op", "dequantize", "--json", path)[0] == 0
+    (row,) = json.loads(path.read_text())["results"]
     assert row["bytes"] == 256 * 256 + 256 * 2 * 4 + 256 * 256 * 2  # codes, scales, bf16
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--sweep", "--budget", 0), "--budget must be at least 1 second; got 0.0"),
-        (("--gemm", "--budget", "nan"), "--budget must be at least 1 second; got nan"),
-        (("--layer", "--budget", 5), "--budget needs --sweep or --gemm; got 5.0"),
+        (("gemm", "--budget", 0), "Invalid value for '--budget'"),
+        (("gemm", "--budget", "nan"), "Invalid value for '--budget'"),
+        (("ep", "--ranks", 0), "Invalid value for '--ranks'"),
+        (("ops", "--op", "transpoze"), "got transpoze"),
+        (("layer", "--plot", "b"), "--plot must end in one of"),
     ],
 )
-def test_bench_refuses_a_budget_that_is_none(command: Command, args: Any, message: str) -> None:
+def test_bench_refuses(command: Command, args: Any, message: str) -> None:
     code, out = command("bench", *args)
     assert code == 2
-    assert message in out
+    assert message in " ".join(out.split())
 
 
-def test_bench_refuses_an_unknown_op(command: Command) -> None:
-    code, out = command("bench", "--op", "transpoze")
-    assert code == 2
-    assert "got transpoze" in out
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("name", ["ops", "layer", "gemm", "ep"])
 def test_bench_looks_where_it_will_write_before_it_times(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
-) -> None:
-    monkeypatch.setattr("fp8moe_cutlass.bench.run", lambda *_: pytest.fail("timed"))
-    code, out = command("bench", "--quick", option, tmp_path / "none" / "b.json")
-    assert code == 2
-    assert "need a folder that exists" in out
-    code, out = command("bench", "--quick", option, tmp_path)
-    assert code == 2
-    assert "and a file in it" in out
-    monkeypatch.setattr("os.access", lambda *_: False)
-    code, out = command("bench", "--quick", option, tmp_path / "b.json")
-    assert code == 2
-    assert "must be writable" in out
-
-
-@pytest.mark.parametrize("name", ["b.json", "b"])
-def test_bench_looks_what_it_will_draw_before_it_times(
     command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    monkeypatch.setattr("fp8moe_cutlass.bench.run", lambda *_: pytest.fail("timed"))
-    code, out = command("bench", "--quick", "--plot", tmp_path / name)
+    monkeypatch.setattr("fp8moe_cutlass.bench.timing.Limits.copy", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started processes"))
+    for path, message in (
+        (tmp_path / "none" / "b.json", "a folder that exists"),
+        (tmp_path, "a file in it"),
+    ):
+        code, out = command("bench", name, "--quick", "--json", path)
+        assert code == 2
+        assert message in " ".join(out.split())
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, out = command("bench", name, "--quick", "--json", tmp_path / "b.json")
     assert code == 2
-    assert "--plot must end in one of" in out
-    assert ".png, " in out
-
-
-def test_bench_keeps_a_trace_and_its_picture_apart(command: Command) -> None:
-    code, out = command("bench", "--ep", 1, "--trace", "t.png")
-    assert code == 2
-    assert "must not end in .png, where its picture goes; got t.png" in out
-
-
-@pytest.mark.parametrize("mode", [["--gemm"], ["--accuracy"], ["--ep", 1, "--trace", "t.json"]])
-def test_bench_refuses_a_plot_of_what_has_none(command: Command, mode: list[object]) -> None:
-    code, out = command("bench", "--quick", *mode, "--plot", "b.png")
-    assert code == 2
-    assert "take no --plot; got b.png" in out
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{"op": "layer"}]}'])
-def test_sweep_adds_to_sweeps_alone(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
-) -> None:
-    monkeypatch.setattr("fp8moe_cutlass.bench.sweep.run_sweep", lambda *_: pytest.fail("timed"))
-    path = tmp_path / "other.json"
-    path.write_text(content)
-    code, out = command("bench", "--sweep", "--json", path)
-    assert code == 2
-    assert "what a sweep wrote" in out
-    assert path.read_text() == content
+    assert "must be writable" in out
 
 
 # ---- the text -----------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ POISON = 0xA5
 
 def poisoned_plan(tokens: int, ranks: int, capacity: int) -> RoutingPlan:
     sizes = (tokens, ranks, ranks, 1, capacity)
-    words = RoutingPlan(None, *sizes).slab_size
+    words = RoutingPlan(None, *sizes).buffer_size
     return RoutingPlan(torch.full((words,), -0x5A5A5A5B, dtype=torch.int32), *sizes)
 
 
 def assert_plan(plan: RoutingPlan, counts: Tensor, d: ref.Dispatch, segment: int) -> None:
-    """Every section of the slab, and the counts."""
+    """Every section of the buffer, and the counts."""
     ranks = len(d.rows)
     assert (plan.slots, plan.experts, plan.align) == (ranks, ranks, 1)
     kept = [len(tokens) for tokens in d.rows]
@@ -143,7 +143,7 @@ def test_overflow_of_the_exact_plan() -> None:
     for capacity in (0, 1, 30, 55):
         plan = poisoned_plan(40, 3, capacity)
         counts = torch.zeros(3, 2, dtype=torch.int32)
-        torch.ops.fp8moe.dispatch_plan(ids, 6, 0, plan.slab, *plan.sizes, counts)
+        torch.ops.fp8moe.dispatch_plan(ids, 6, 0, plan.buffer, *plan.sizes, counts)
         d = ref.dispatch(ids.numpy(), 6, 3, capacity=capacity)
         assert_plan(plan, counts, d, 0)
         assert d.overflow > 0
@@ -296,16 +296,16 @@ def test_bad_ids_write_nothing(bad: int, dtype: torch.dtype) -> None:
     ids = torch.zeros(3000, 2, dtype=dtype)
     ids[2900, 1] = bad
     plan, counts = poisoned_plan(3000, 2, 6000), torch.full((2, 2), -7, dtype=torch.int32)
-    before = plan.slab.clone()
+    before = plan.buffer.clone()
     with pytest.raises(ValueError, match=rf"got {bad} at token 2900, slot 1"):
         ops.dispatch_plan(ids, 4, 2, out=(plan, counts))
-    assert torch.equal(plan.slab, before)
+    assert torch.equal(plan.buffer, before)
     assert (counts == -7).all()
 
 
 def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
-    slab = torch.zeros(RoutingPlan(None, *sizes).slab_size, dtype=torch.int32)  # type: ignore[arg-type]
-    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, slab, *sizes, torch.zeros(2, 2).int())
+    buffer = torch.zeros(RoutingPlan(None, *sizes).buffer_size, dtype=torch.int32)  # type: ignore[arg-type]
+    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, buffer, *sizes, torch.zeros(2, 2).int())
 
 
 @pytest.mark.parametrize(
@@ -361,9 +361,9 @@ def test_pack_refusals(arguments: dict[str, Any], message: str) -> None:
     assert torch.equal(out, before)
 
 
-def test_a_slab_that_is_no_plan_is_refused() -> None:
+def test_a_buffer_that_is_no_plan_is_refused() -> None:
     for section in ("row_of", "row_offsets"):
-        plan = RoutingPlan(PLAN.slab.clone(), *PLAN.sizes)
+        plan = RoutingPlan(PLAN.buffer.clone(), *PLAN.sizes)
         getattr(plan, section).view(-1)[1] = 99
         with pytest.raises(ValueError, match="plan must be filled"):
             ops.quantize_pack(X, plan)

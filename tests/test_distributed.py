@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
-from fp8moe_cutlass.nn import MoE, MoEExperts
+from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
 from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
 from reference import Result, relative_error
@@ -309,11 +309,19 @@ def as_on_one_rank(group: Any, p: Problem, options: dict[str, Any]) -> None:
     assert torch.equal(delayed.gate_up_proj.grad, want.dgate_up)
     assert torch.equal(delayed.down_proj.grad, want.ddown)
 
+    if layer.recipe is not None:
+        again = layer_of(p, group, **options, transposed_weights="recompute")
+        same(mine.run(again), want, "transposes recomputed")
+        for call in ({}, {"weights": layer.quantize_weights()}):
+            layer.zero_grad()
+            with reuse_fp8_weights(layer, check=True):
+                same(mine.run(layer, **call), want, "reused")
+
     summed = layer_of(p, group, **options)
     for w in summed.parameters():
         w.main_grad = torch.full(w.shape, 7.0)
-    mine.run(summed, is_first_microbatch=True)
-    mine.run(summed, is_first_microbatch=False)
+    mine.run(summed, overwrite_main_grad=True)
+    mine.run(summed)
     assert summed.down_proj.grad is None
     assert torch.equal((summed.down_proj.main_grad / 2).bfloat16(), want.ddown)
 
@@ -438,10 +446,10 @@ def test_telemetry_counts_what_one_process_counts(pool: Pool) -> None:
 
 
 def kept_bytes(group: Any, p: Problem, keep: dict[str, Any]) -> tuple[int, int, int]:
-    """(bytes a forward keeps beside parameters and their copies, rows and assignments received)."""
-    layer, part = layer_of(p, group, **keep), shares([40, 33, 1, 50])[rank_of(group)]
-    layer.quantize_weights()
-    own = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *layer.buffers()]}
+    """(bytes a forward keeps beside the parameters, rows and assignments received)."""
+    layer = layer_of(p, group, transposed_weights="recompute", **keep)
+    part = shares([40, 33, 1, 50])[rank_of(group)]
+    own = {t.untyped_storage().data_ptr() for t in layer.parameters()}
     found: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
 from fp8moe_cutlass import _C, cli, doctor
+
+DTYPES = ("bfloat16", "float32")
 
 
 def counted(
@@ -40,7 +43,19 @@ def counted(
     return tiles, work
 
 
-@pytest.mark.parametrize("name", ["fprop", "dgrad", "wgrad"])
+PRODUCTS = {
+    "fprop": ("fprop", "bfloat16"),
+    "fprop_f32": ("fprop", "float32"),
+    "dgrad": ("dgrad", "bfloat16"),
+    "wgrad": ("wgrad", "bfloat16"),
+    "wgrad_f32": ("wgrad", "float32"),
+    "wgrad_main_grad": ("wgrad", "float32", True),
+    "wgrad_1x128": ("wgrad", "bfloat16", False, "column"),
+    "wgrad_1x128_main_grad": ("wgrad", "float32", True, "column"),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize(
     ("m", "n", "k", "experts"),
     [
@@ -52,8 +67,9 @@ def counted(
         (3, 16, 16, 4),
     ],
 )
-def test_counts_are_those_of_a_walk(name: str, m: int, n: int, k: int, experts: int) -> None:
-    c = _C.explain_grouped_gemm(name, m, n, k, experts, 20)
+def test_counts_are_those_of_a_walk(product: str, m: int, n: int, k: int, experts: int) -> None:
+    name, *options = PRODUCTS[product]
+    c = _C.explain_grouped_gemm(name, m, n, k, experts, 20, *options)
     tiles, work = counted(name, m, n, k, experts, *c["tile"])
     assert c["tiles"] == tiles
     assert c["waves"] == pytest.approx(tiles / 20)
@@ -102,21 +118,43 @@ def test_few_waves_are_of_the_tiles_that_take_least_time() -> None:
 
 
 def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
-    def band(name: str, *sizes: int) -> object:
-        return _C.explain_grouped_gemm(name, *sizes, 132)["band"]
+    def raster_group(name: str, *sizes: int) -> object:
+        return _C.explain_grouped_gemm(name, *sizes, 132)["raster_group"]
 
-    assert band("fprop", 32768, 2048, 7168, 128) == 132 // 11  # columns of tiles
-    assert band("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
-    assert band("fprop", 32768, 4096, 7168, 8) == band("fprop", 32768, 0, 7168, 8) == 16
-    assert band("wgrad", 32768, 4096, 7168, 8) > band("wgrad", 32768, 4096, 7168, 128)
+    assert raster_group("fprop", 32768, 2048, 7168, 128) == 132 // 11  # columns of tiles
+    assert raster_group("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
+    assert (
+        raster_group("fprop", 32768, 4096, 7168, 8)
+        == raster_group("fprop", 32768, 0, 7168, 8)
+        == 16
+    )
+    assert raster_group("wgrad", 32768, 4096, 7168, 8) > raster_group(
+        "wgrad", 32768, 4096, 7168, 128
+    )
 
 
 def test_short_tiles_of_wgrad_are_taken_as_ctas_come_free() -> None:
-    def taken(name: str, experts: int) -> object:
-        return _C.explain_grouped_gemm(name, 32768, 4096, 7168, experts, 132)["taken"]
+    def dynamic(name: str, experts: int) -> object:
+        return _C.explain_grouped_gemm(name, 32768, 4096, 7168, experts, 132)["dynamic"]
 
-    assert [taken("wgrad", e) for e in (48, 64, 128)] == [False, True, True]
-    assert [taken(name, 128) for name in ("fprop", "dgrad")] == [False, False]
+    assert [dynamic("wgrad", e) for e in (48, 64, 128)] == [False, True, True]
+    assert [dynamic(name, 128) for name in ("fprop", "dgrad")] == [False, False]
+
+
+def test_wgrad_is_described_as_it_is_asked_for() -> None:
+    """Tiles, and how CTAs come to them, follow the dtype of dW, accumulation and the scales."""
+
+    def wgrad(experts: int, *options: Any) -> tuple[Any, Any]:
+        c = _C.explain_grouped_gemm("wgrad", 32768, 768, 1408, experts, 132, *options)
+        return c["tile"], c["dynamic"]
+
+    wide, tall = (128, 192), (192, 128)
+    assert wgrad(8) == (wide, False)
+    assert wgrad(8, "float32") == (tall, False)  # all of D, where wide tiles have 128 columns more
+    assert wgrad(8, "float32", True) == (wide, False)
+    assert wgrad(32, "float32", True) == (tall, True)
+    assert wgrad(32, "bfloat16", True) == (wide, False)
+    assert [wgrad(8, d, a, "column")[0] for d in DTYPES for a in (False, True)] == [tall] * 4
 
 
 def test_no_rows_are_no_tiles() -> None:
@@ -132,8 +170,16 @@ def test_bad_sizes_are_refused(bad: tuple[int, ...]) -> None:
         _C.explain_grouped_gemm("fprop", *bad)
     with pytest.raises(ValueError, match="at most 1073741824; got M 2147483648"):
         _C.explain_grouped_gemm("fprop", 2**31, 1, 1, 1, 1)
-    with pytest.raises(ValueError, match="gemm must be fprop, dgrad or wgrad; got sideways"):
+    with pytest.raises(ValueError, match="gemm must be fprop or dgrad or wgrad; got sideways"):
         _C.explain_grouped_gemm("sideways", 1, 1, 1, 1, 1)
+    for options, message in (
+        (("float16",), "out_dtype must be bfloat16 or float32; got float16"),
+        (("float32", True), "accumulate and columns are of wgrad alone; got them with another"),
+        (("bfloat16", False, "column"), "accumulate and columns are of wgrad alone"),
+        (("bfloat16", False, "row"), "columns must be block or column; got row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _C.explain_grouped_gemm("fprop", 1, 1, 1, 1, 1, *options)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
@@ -148,11 +194,18 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "5504 tiles = 41.70 waves" in out
     assert all(f"{name} " in out for name in ("fprop", "dgrad", "wgrad"))
-    assert out.count("dealt in turn") == 3
+    assert out.count("static schedule") == 3
     assert run(monkeypatch, "--explain", "32768,4096,7168,64", "--sms", "132") == 0
     out = capsys.readouterr().out
-    assert out.count("dealt in turn") == 2
-    assert "taken as CTAs come free" in out[out.index("wgrad ") :]
+    assert out.count("static schedule") == 2
+    assert "dynamic schedule" in out[out.index("wgrad ") :]
+    megatron = ("--wgrad-dtype", "float32", "--accumulate")
+    assert run(monkeypatch, "--explain", "32768,768,1408,32", "--sms", "132", *megatron) == 0
+    out = capsys.readouterr().out
+    assert "wgrad adds to float32, operands scaled 128x128" in " ".join(out.split())
+    assert "tile 192x128" in out[out.rindex("wgrad ") :]
+    assert run(monkeypatch, "--explain", "16,16,16,1", "--sms", "1", "--columns", "row") == 2
+    assert "columns must be block or column; got row" in capsys.readouterr().err
 
 
 def test_command_says_what_is_wrong(

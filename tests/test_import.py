@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ plan.check()
 rows, _ = f.ops.permute_pad(f.ops.quantize(x), plan)
 w, w_t = f.ops.quantize_weight(np.ones((4, 128, 256), np.float32))
 d = f.ops.grouped_gemm(rows, w, plan, out_dtype="float32")
-h = f.ops.swiglu_quantize(np.ones((128, 256), np.float32), plan)
+h = f.ops.act_quantize(np.ones((128, 256), np.float32), plan)
 out = f.ops.unpermute_unpad(d, plan)
 want = 2 * f.ops.quantize(x).dequantize("float32").sum(1, keepdims=True, dtype=np.float64)
 assert np.allclose(out, want, rtol=1e-4, atol=1e-2), np.abs(out - want).max()
@@ -135,6 +136,47 @@ def test_the_rule_sees_imports(tmp_path: Path) -> None:
             return source
 
     assert imports(At(path)) == {"nn", "autograd", "_C"}
+
+
+# ---- the same of the C++ sources ----------------------------------------------------------------
+
+SOURCES = Path(__file__).parents[1] / "src"
+# What the files of a folder include by quotes, beside their own folder and include/fp8moe.
+BELOW = {
+    "bindings": set(),
+    "core": {"cpu", "cuda", "common"},
+    "cpu": {"common"},
+    "cuda": {"common"},
+    "common": set(),
+}
+
+
+def includes(text: str) -> set[str]:
+    """The folders of src/ that a source includes from; a name without a folder is a neighbour."""
+    names = re.findall(r'^ *# *include *"([^"]+)"', text, re.MULTILINE)
+    return {name.split("/")[0] for name in names if "/" in name and not name.startswith("fp8moe/")}
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in sorted(SOURCES.rglob("*.*")) if p.is_file()], ids=lambda p: p.name
+)
+def test_includes_go_one_way(path: Path) -> None:
+    """bindings -> include/; core -> {cpu, cuda} -> common; nobody includes another backend."""
+    folder = path.relative_to(SOURCES).parts[0]
+    assert includes(path.read_text()) <= BELOW[folder] | {folder}
+
+
+def test_the_public_headers_stand_alone() -> None:
+    for path in (SOURCES.parent / "include" / "fp8moe").iterdir():
+        assert not includes(path.read_text()), path
+
+
+def test_the_rule_sees_includes() -> None:
+    text = '#include "core/check.h"\n  # include "cuda/gemm/config.h"\n#include <cuda.h>\n'
+    assert includes(text + '#include "call.h"\n#include "fp8moe/ops.h"\n') == {"core", "cuda"}
+
+
+# -------------------------------------------------------------------------------------------------
 
 
 def test_only_the_bindings_know_python_and_only_ops_know_the_extension() -> None:

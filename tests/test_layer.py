@@ -227,22 +227,22 @@ def test_float32_scales_are_requantized_by_the_recipe(monkeypatch: pytest.Monkey
 def test_two_casts_and_no_second_fprop(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
     layer = p.experts(recompute=recompute)
-    layer.quantize_weights()
-    names = ("quantize", "quantize_weight", "dequantize", "transpose_fp8")
-    spy = Spy(monkeypatch, *names, "grouped_gemm", "swiglu_quantize")
+    names = ("quantize", "dequantize", "transpose_fp8", "quantize_weight")
+    spy = Spy(monkeypatch, *names, "grouped_gemm", "act_quantize")
     p.run(layer)
     assert len(spy.calls["quantize"]) == 2
-    assert not any(spy.calls[name] for name in names[1:])
+    assert not any(spy.calls[name] for name in names[1:-1])
+    assert len(spy.calls["quantize_weight"]) == 2  # both directions of a projection in one pass
     # fprop-1, fprop-2, dgrad-2, dgrad-1, and fprop-1 again with recompute.
     assert len(spy.calls["grouped_gemm"]) == (5 if recompute == "expert" else 4)
-    assert len(spy.calls["swiglu_quantize"]) == 1
+    assert len(spy.calls["act_quantize"]) == 1
 
 
 def saved_bytes(p: Problem, **options: Any) -> int:
-    """Bytes kept for backward, the layer's weights apart."""
+    """Bytes kept for backward, the layer's parameters apart."""
     layer = p.experts(**options)
-    layer.quantize_weights()
-    own = {t.data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+    assert not list(layer.buffers())
+    own = {t.data_ptr() for t in layer.parameters()}
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -259,15 +259,19 @@ def saved_bytes(p: Problem, **options: Any) -> int:
 def test_saved_for_backward() -> None:
     t, s, e, h, i = 256, 2, 4, 256, 128
     p = problem(t, s, e, h, i)
-    plan = ops.route(e, topk_idx=p.topk_idx).slab.nbytes
+    plan = ops.route(e, topk_idx=p.topk_idx).buffer.nbytes
     x = t * h + t * h // 128 * 4  # codes and scales, unpermuted
     rows = t * s
     probs = rows * 4
     z = rows * 2 * i
-    assert saved_bytes(p, recompute="expert") == x + probs + plan
-    assert saved_bytes(p) == x + probs + plan + 2 * z
+    remade = {"transposed_weights": "recompute"}
+    assert saved_bytes(p, recompute="expert", **remade) == x + probs + plan
+    assert saved_bytes(p, **remade) == x + probs + plan + 2 * z
     fp8_z = z + z // 128 * 4
-    assert saved_bytes(p, save_preactivation="fp8") == x + probs + plan + fp8_z
+    assert saved_bytes(p, save_preactivation="fp8", **remade) == x + probs + plan + fp8_z
+    gate_up, down = (n * (1 + 4 / 128**2) for n in (e * 2 * i * h, e * h * i))
+    assert saved_bytes(p) == x + probs + plan + 2 * z + gate_up + down
+    assert saved_bytes(p, recompute="expert") == x + probs + plan + 2 * gate_up + down
 
 
 def test_no_grad_saves_nothing() -> None:

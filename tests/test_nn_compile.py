@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,6 @@ def test_layer(name: str) -> None:
     layer = p.experts(**CASES[name])
     want = p.run(layer)
     layer.zero_grad()
-    layer.quantize_weights()
     fast = compiled(layer)
     assert_same(p.run(_Parameters(fast, layer)), want)
     if name == "default":  # another graph: tracing is what takes the time here
@@ -50,31 +48,16 @@ def test_layer(name: str) -> None:
 def test_another_token_count_and_newer_weights() -> None:
     p = problem(96)
     layer = p.experts()
-    layer.quantize_weights()
     fast = _Parameters(compiled(layer), layer)
     p.run(fast)
     with torch.no_grad():
         for w in layer.parameters():
             w.mul_(1.25)
     layer.zero_grad()
-    layer.quantize_weights()
     q = problem(160, seed=1)
     got = q.run(fast)
     q.gate_up, q.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
     assert_same(got, q.run(q.experts()))
-
-
-def test_first_microbatch_refreshes() -> None:
-    p = problem(96)
-    layer = p.experts()
-    fast = _Parameters(compiled(layer), layer)
-    for _ in range(2):
-        with torch.no_grad():
-            for w in layer.parameters():
-                w.mul_(1.25)
-        p.gate_up, p.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
-        layer.zero_grad()
-        assert_same(p.run(fast, is_first_microbatch=True), p.run(p.experts()))
 
 
 def test_main_grad() -> None:
@@ -82,12 +65,11 @@ def test_main_grad() -> None:
     grads = []
     for wrap in (lambda layer: layer, compiled):
         layer = p.experts()
-        layer.quantize_weights()
         for w in layer.parameters():
             w.main_grad = torch.full(w.shape, 7.0)
         fast = _Parameters(wrap(layer), layer)
-        p.run(fast, is_first_microbatch=False)
-        p.run(fast, is_first_microbatch=False)
+        p.run(fast, overwrite_main_grad=True)
+        p.run(fast)
         grads.append([w.main_grad for w in layer.parameters()])
         assert layer.down_proj.grad is None
     for eager, traced in zip(*grads, strict=True):
@@ -95,7 +77,6 @@ def test_main_grad() -> None:
 
 
 def assert_step_is_that_of(moe: MoE, traced: Callable[..., Any]) -> None:
-    moe.quantize_weights()
     x = torch.randn(64, 128).bfloat16()
     results = []
     for f in (moe, traced):
@@ -132,19 +113,12 @@ def test_export_of_any_token_count() -> None:
             assert torch.equal(run(some), moe(some))
 
 
-def test_weights_never_quantized() -> None:
-    p = problem(32)
-    with pytest.raises(Exception, match="quantize_weights"):
-        compiled(p.experts())(p.x, p.topk_idx, p.probs)
-
-
 def test_what_cannot_be_compiled() -> None:
     p = problem(32)
     delayed, megatron = p.experts(delay_wgrad=True), p.experts()
     for w in megatron.parameters():
         w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
     for layer, message in ((delayed, "delay_wgrad"), (megatron, "grad_added_to_main_grad")):
-        layer.quantize_weights()
         with pytest.raises(Exception, match=message):
             compiled(layer)(p.x, p.topk_idx, p.probs)
 
@@ -160,33 +134,3 @@ class _Parameters:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
-
-
-def test_a_compiled_forward_of_old_weights_is_told() -> None:
-    """Nothing else would say that a run which forgets quantize_weights() trains on old weights."""
-    p = problem(96)
-    layer, other = p.experts(), torch.nn.Linear(4, 4)
-    layer.quantize_weights()
-    fast = _Parameters(compiled(layer), layer)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layer, other)]
-
-    def steps() -> None:
-        p.run(fast)
-        p.run(fast)  # accumulates
-        for optimizer in optimizers:
-            optimizer.step()
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=r"\[MoEExperts\]")
-        for _ in range(2):
-            layer.quantize_weights()
-            steps()
-        for _ in range(2):  # eager, it notices by itself
-            p.run(layer)
-            optimizers[0].step()
-        layer.quantize_weights()
-        steps()
-        p.run(fast)
-        optimizers[1].step()  # not of these weights
-    with pytest.warns(UserWarning, match=r"call quantize_weights\(\) after every step"):
-        optimizers[0].step()

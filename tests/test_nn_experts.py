@@ -1,4 +1,4 @@
-"""MoEExperts in a training framework: weight copies, main_grad, deferral, copies, refusals."""
+"""MoEExperts in a training framework: state, main_grad, deferral, copies, refusals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
-from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.nn import MoEExperts, _copies
+from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, problem, run_unaligned
 
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
@@ -33,135 +32,13 @@ def out_of(layer: nn.Module, p: Any, **call: Any) -> torch.Tensor:
         return layer(p.x, p.topk_idx, p.probs, **call)
 
 
-# ---- FP8 copies of the weights ------------------------------------------------------------------
+# ---- state --------------------------------------------------------------------------------------
 
 
-def sgd(layer: MoEExperts) -> None:
+def scaled(layer: MoEExperts) -> None:
     with torch.no_grad():
         for w in layer.parameters():
             w.add_(torch.ones_like(w), alpha=0.1)
-
-
-def replaced(layer: MoEExperts) -> None:
-    layer.down_proj = nn.Parameter(layer.down_proj.detach() + 0.1)
-
-
-def data_replaced(layer: MoEExperts) -> None:
-    layer.down_proj.data = layer.down_proj.data + 0.1
-
-
-def loaded(layer: MoEExperts) -> None:
-    layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()})
-
-
-def assigned(layer: MoEExperts) -> None:
-    layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()}, assign=True)
-
-
-def fused_adamw(layer: MoEExperts) -> None:
-    for w in layer.parameters():
-        w.grad = torch.ones_like(w)
-    torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True).step()
-
-
-def swapped(layer: MoEExperts) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        loaded(layer)
-        layer.to(torch.bfloat16).to(torch.float32)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-CHANGES = [sgd, replaced, data_replaced, loaded, assigned, fused_adamw, swapped]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_a_changed_parameter_is_noticed(change: Callable[[MoEExperts], None]) -> None:
-    p = problem(64, dtype=torch.float32)
-    layer = p.experts()
-    before = out_of(layer, p)
-    change(layer)
-    p.gate_up, p.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
-    after = out_of(layer, p)
-    assert not torch.equal(after, before)
-    assert torch.equal(after, out_of(p.experts(), p))
-
-
-def test_another_tensor_at_the_same_address_is_noticed() -> None:
-    """Which an allocator makes of two `w.data = f(w.data)` in a row."""
-    p = problem(64, dtype=torch.float32)
-    layer = p.experts()
-    memory = layer.down_proj.detach().numpy().copy()
-    for change in (0, 1):
-        memory += change
-        layer.down_proj.data = torch.from_numpy(memory)
-        p.down = layer.down_proj.detach()
-        assert torch.equal(out_of(layer, p), out_of(p.experts(), p))
-
-
-def test_copies_are_refreshed_only_when_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(64)
-    layer = p.experts()
-    calls = []
-    refresh = layer.quantize_weights
-    monkeypatch.setattr(layer, "quantize_weights", lambda: calls.append(1) or refresh())
-    addresses = [b.data_ptr() for b in layer.buffers()]
-    for first, total in ((None, 1), (None, 1), (False, 1), (True, 2), (None, 2)):
-        out_of(layer, p, is_first_microbatch=first)
-        assert len(calls) == total
-    sgd(layer)
-    out_of(layer, p, is_first_microbatch=False)  # the caller says: not now
-    assert len(calls) == 2
-    out_of(layer, p)
-    assert len(calls) == 3
-    assert [b.data_ptr() for b in layer.buffers()] == addresses  # in place
-
-
-def test_what_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(64)
-    layer = p.experts()
-    out_of(layer, p)
-    monkeypatch.setattr(layer, "quantize_weights", lambda: pytest.fail("quantized again"))
-    with FlopCounterMode(display=False):
-        out_of(layer, p)
-    with torch.inference_mode():
-        layer(p.x, p.topk_idx, p.probs)
-    layer.state_dict()
-    out_of(layer, p)
-
-
-def test_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(64)
-    layer = p.experts()
-    out_of(layer, p)
-
-    def newest() -> torch.Tensor:
-        p.gate_up, p.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
-        return out_of(p.experts(), p)
-
-    with monkeypatch.context() as patch:
-        sgd(layer)
-        want = newest()
-        patch.setattr(_copies, "capturing", lambda t: True)
-        assert not torch.equal(out_of(layer, p), want)
-        assert torch.equal(out_of(layer, p, is_first_microbatch=True), want)
-    with monkeypatch.context() as patch:
-        sgd(layer)
-        patch.setattr(_copies, "capturing", lambda t: True)
-        patch.setattr(ops, "quantize_weight", lambda *_, **__: None)  # it would run at a replay
-        layer.quantize_weights()
-    assert torch.equal(out_of(layer, p), newest())
-
-
-def test_a_backward_does_not_read_newer_copies() -> None:
-    p = problem(64)
-    layer = p.experts()
-    out = layer(p.x, p.topk_idx, p.probs)
-    sgd(layer)
-    layer.quantize_weights()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(p.dout)
 
 
 def test_state_dict_holds_the_parameters_alone() -> None:
@@ -200,7 +77,7 @@ def test_copies_of_the_module(copier: str, recipe: Fp8Recipe | None) -> None:
     layer.zero_grad()
     twin = COPIERS[copier](layer)
     assert_same(p.run(twin), want)
-    sgd(twin)
+    scaled(twin)
     assert not torch.equal(out_of(twin, p), want.out)
     assert torch.equal(out_of(layer, p), want.out)
 
@@ -232,7 +109,7 @@ class Doubled(nn.Module):
 
 
 @FP8_AND_BF16
-def test_copies_of_a_parametrized_module(recipe: Fp8Recipe | None) -> None:
+def test_a_parametrized_module(recipe: Fp8Recipe | None) -> None:
     p = problem(64)
     layer = p.experts(recipe=recipe)
     parametrize.register_parametrization(layer, "down_proj", Doubled())
@@ -266,15 +143,12 @@ def test_a_move_that_fails_leaves_a_layer_that_runs(recipe: Fp8Recipe | None) ->
 
 
 @FP8_AND_BF16
-def test_a_cast_of_the_module_spares_the_copies(recipe: Fp8Recipe | None) -> None:
+def test_a_cast_of_the_module(recipe: Fp8Recipe | None) -> None:
     p = problem(64, dtype=torch.float32)
     layer = p.experts(recipe=recipe)
     out_of(layer, p)
     layer.to(torch.bfloat16)
     p.gate_up, p.down = p.gate_up.bfloat16(), p.down.bfloat16()
-    if recipe is not None:
-        assert layer.gate_up_fp8.dtype == torch.float8_e4m3fn
-        assert layer.gate_up_scale_inv.dtype == torch.float32
     assert torch.equal(out_of(layer, p), out_of(p.experts(recipe=recipe), p))
 
 
@@ -300,7 +174,7 @@ def test_main_grad_accumulates_the_sum(recipe: Fp8Recipe | None, dtype: torch.dt
     for w in layer.parameters():
         w.main_grad = torch.full(w.shape, 7.0, dtype=dtype)  # what beta 0 must overwrite
     for n, b in enumerate(batches):
-        b.run(layer, is_first_microbatch=n == 0)
+        b.run(layer, overwrite_main_grad=n == 0)
     assert weight_grads(layer) == [None, None]
     exact = [
         b.run(b.experts(recipe=recipe, dtype=torch.float32)) for b in batches
@@ -357,14 +231,12 @@ def test_deferred_wgrad_equals_immediate(recipe: Fp8Recipe | None, main_grad: bo
             for w in layer.parameters():
                 w.main_grad = torch.full(w.shape, 7.0)
         for n, b in enumerate(batches):
-            b.run(layer, is_first_microbatch=n == 0)
-            if delay:
-                # Nothing has arrived yet, and nothing the next microbatch does may change it.
-                assert all(
-                    w.grad is None and (not main_grad or (w.main_grad == 7).all())
-                    for w in layer.parameters()
-                )
-        layer.backward_dw()
+            before = [w.main_grad.clone() if main_grad else w.grad for w in layer.parameters()]
+            b.run(layer, overwrite_main_grad=n == 0)
+            if delay:  # nothing has arrived yet
+                now = [w.main_grad if main_grad else w.grad for w in layer.parameters()]
+                assert all(a is b or torch.equal(a, b) for a, b in zip(now, before, strict=True))
+            layer.backward_dw()
         grads.append([w.main_grad if main_grad else w.grad for w in layer.parameters()])
         layer.backward_dw()  # nothing is left
     for now, later in zip(*grads, strict=True):
@@ -486,7 +358,7 @@ def test_functional_call_uses_the_given_weights() -> None:
     assert torch.equal(layer(*args), p.experts()(*args))
 
 
-# ---- one FP8 copy of the weights ----------------------------------------------------------------
+# ---- transposed codes: saved, or made again ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -499,29 +371,16 @@ def test_functional_call_uses_the_given_weights() -> None:
     ],
     ids=str,
 )
-def test_remade_transposes_are_the_kept_ones(options: dict[str, Any]) -> None:
+def test_recomputed_transposes_are_the_saved_ones(options: dict[str, Any]) -> None:
     p = problem(300, 2, 3, 208, 144)
-    kept, remade = p.experts(**options), p.experts(transposed_weights="remade", **options)
     runs = []
-    for layer in (kept, remade):
+    for transposed in ("save", "recompute"):
+        layer = p.experts(transposed_weights=transposed, **options)
         result = p.run(layer)
         layer.backward_dw()
         weights = layer.gate_up_proj.grad, layer.down_proj.grad
         runs.append(dataclasses.replace(result, dgate_up=weights[0], ddown=weights[1]))
     assert_same(*runs)
-    half, whole = (sum(b.nbytes for b in m.buffers()) for m in (remade, kept))
-    assert 2 * half == whole
-    assert torch.equal(copy.deepcopy(remade)(p.x, p.topk_idx, p.probs), runs[0].out)
-
-
-def test_a_parameter_changed_before_its_transpose_is_made_is_refused() -> None:
-    p = problem(64)
-    layer = p.experts(transposed_weights="remade")
-    out = layer(p.x.requires_grad_(), p.topk_idx, p.probs)
-    with torch.no_grad():
-        layer.down_proj.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(p.dout)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

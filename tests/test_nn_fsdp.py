@@ -1,8 +1,9 @@
-"""torch's fully_shard around the layer: its weights are DTensors between forwards, and gathered for
-each into memory of its own; the FP8 copies follow them all the same."""
+"""The layer in torch's DistributedDataParallel and fully_shard. Under fully_shard its weights are
+DTensors between forwards; each forward quantizes what is gathered for it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fp8moe_cutlass.nn import _staleness
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import fp8_experts
+from fp8moe_cutlass.nn import reuse_fp8_weights
 from moe_problem import Problem, problem
 from ranks import Pool, results
 
@@ -60,10 +63,14 @@ def scaled(net: Net) -> None:
             w.mul_(1.5)
 
 
-def scaled_and_quantized(net: Net) -> None:
+def foreach(net: Net) -> None:
     with torch.no_grad():
         torch._foreach_mul_(list(net.parameters()), 1.5)  # counts no version of a DTensor
-    net.experts.quantize_weights()
+
+
+def data_of_the_shards(net: Net) -> None:
+    for w in net.parameters():
+        w.to_local().data.mul_(1.5)
 
 
 def loaded(net: Net) -> None:
@@ -85,16 +92,14 @@ def stepped(net: Net) -> None:
     torch.optim.AdamW(net.parameters(), lr=0.1, fused=True).step()
 
 
-CHANGES = [scaled, scaled_and_quantized, loaded, assigned, loaded_whole, stepped]
+CHANGES = [scaled, foreach, data_of_the_shards, loaded, assigned, loaded_whole, stepped]
 
 
 def a_change(_: Any, change: Callable[[Net], None]) -> None:
     p = of_rank()
     net = Net(p)
     fully_shard(net, reshard_after_forward=True)
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        # A caching allocator gives the gathered weights the same memory again; malloc seldom does.
-        patch.setattr(_staleness, "_address", lambda t: 0)
+    with torch.no_grad():
         before = net(p)
         change(net)
         after = net(p)
@@ -124,10 +129,57 @@ def two_microbatches(_: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"transposed_weights": "remade"}, {"recipe": None}], ids=str
+    "options", [{}, {"transposed_weights": "recompute"}, {"recipe": None}], ids=str
 )
 def test_two_forwards_before_their_backwards(options: dict[str, Any], pool: Pool) -> None:
     results(pool.run(2, two_microbatches, options))
+
+
+class Foreign(nn.Module):
+    """An experts function over parameters that no MoEExperts owns."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(p.gate_up.clone()), nn.Parameter(p.down.clone())
+
+    def forward(self, p: Problem) -> torch.Tensor:
+        plan = ops.route(len(self.down), topk_idx=p.topk_idx)
+        return fp8_experts(p.x, p.probs, plan, self.gate_up, self.down)
+
+
+def foreign(_: Any) -> None:
+    p = of_rank()
+    net = Foreign(p)
+    fully_shard(net, reshard_after_forward=True)
+    for change in (foreach, data_of_the_shards, loaded, stepped):
+        net(p).backward(p.dout)
+        change(net)
+        with torch.no_grad():
+            got = net(p)
+        assert torch.equal(got, alone(p, whole(net)))
+
+
+def test_foreign_parameters_of_shards(pool: Pool) -> None:
+    results(pool.run(2, foreign))
+
+
+def replicated(_: Any) -> None:
+    """DistributedDataParallel as it comes: there is no buffer for it to send."""
+    p = of_rank()
+    net, twin = Net(p), Net(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model = nn.parallel.DistributedDataParallel(net)
+        for _ in range(2):
+            model(p).backward(p.dout)
+            twin(p).backward(p.dout)
+    for averaged, one in zip(net.parameters(), twin.parameters(), strict=True):
+        dist.all_reduce(one.grad, op=dist.ReduceOp.SUM)
+        torch.testing.assert_close(averaged.grad, one.grad / 2)
+
+
+def test_ddp_by_default(pool: Pool) -> None:
+    results(pool.run(2, replicated))
 
 
 def from_meta(_: Any) -> None:
@@ -159,35 +211,57 @@ def test_meta_device_and_reset_parameters(pool: Pool) -> None:
     results(pool.run(2, from_meta))
 
 
-def compiled(_: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"transposed_weights": "recompute"}], ids=str)
+def test_compiled_steps(options: dict[str, Any], pool: Pool) -> None:
+    results(pool.run(2, compiled, options))
+
+
+def compiled(_: Any, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     p = of_rank()
-    net = Net(p)
+    net = Net(p, **options)
     fully_shard(net, reshard_after_forward=True)
     fast = torch.compile(net, backend="aot_eager")
-    for _ in range(2):
-        net.experts.quantize_weights()  # of the shards, outside of any forward
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
         want = alone(p, whole(net))
         out = fast(p)
         assert torch.equal(out, want)
         out.backward(p.dout)
-        torch.optim.SGD(net.parameters(), lr=1.0).step()
+        optimizer.step()
 
 
-def test_quantize_weights_for_a_compiled_forward(pool: Pool) -> None:
-    results(pool.run(2, compiled))
+def given(_: Any) -> None:
+    """quantize_weights() of shards is collective, and a forward takes what it makes."""
+    p = of_rank()
+    net = Net(p)
+    fully_shard(net, reshard_after_forward=True)
+    weights, want = net.experts.quantize_weights(), net(p)
+    scaled(net)
+    net.unshard()
+    assert torch.equal(net.experts(p.x, p.topk_idx, p.probs, weights=weights), want)
+
+
+def test_weights_of_shards_are_a_value(pool: Pool) -> None:
+    results(pool.run(2, given))
 
 
 def refused(_: Any) -> None:
     p = of_rank()
-    for options, call, message in (
-        ({}, lambda net: net.experts(p.x, p.topk_idx, p.probs), "must be whole in a forward"),
-        ({"delay_wgrad": True}, lambda net: net(p), "delay_wgrad must be False"),
+    net = Net(p)
+    fully_shard(net)
+    with pytest.raises(RuntimeError, match="must be whole in a forward"):
+        net.experts(p.x, p.topk_idx, p.probs)
+    with (
+        pytest.raises(RuntimeError, match=r"got a DTensor \(fully_shard\), in experts"),
+        reuse_fp8_weights(net),
     ):
-        net = Net(p, **options)
-        fully_shard(net)
-        with pytest.raises(RuntimeError, match=message):
-            call(net)
+        pass
+    net = Net(p, delay_wgrad=True)
+    fully_shard(net)
+    net(p).backward(p.dout)
+    with pytest.raises(RuntimeError, match="needs the parameters that forward saw"):
+        net.experts.backward_dw()
 
 
 def test_what_is_refused(pool: Pool) -> None:

@@ -259,7 +259,7 @@ def test_moe_passes_options_to_its_experts() -> None:
     moe = MoE(128, 128, 4, 2, recompute="expert", delay_wgrad=True)
     assert moe.experts.recompute == "expert"
     x = torch.randn(64, 128).bfloat16()
-    moe(x, is_first_microbatch=True).sum().backward()
+    moe(x).sum().backward()
     assert moe.experts.down_proj.grad is None
     moe.backward_dw()
     assert moe.experts.down_proj.grad.any()

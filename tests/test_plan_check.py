@@ -1,4 +1,4 @@
-"""The CPU refuses a plan whose slab does not hold one, before it reads or writes anything by it."""
+"""The CPU refuses a plan whose buffer holds no plan, before it reads or writes by it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ OPS: dict[str, Callable[[RoutingPlan], Any]] = {
     "unpermute_unpad_backward": lambda p: ops.unpermute_unpad_backward(X, p, ROWS, PROBS),
     "transpose_fp8": lambda p: ops.transpose_fp8(Q_ROWS, p),
     "permute_transpose_fp8": lambda p: ops.permute_transpose_fp8(Q, p),
-    "swiglu_quantize": lambda p: ops.swiglu_quantize(ROWS, p),
-    "swiglu_quantize_backward": lambda p: ops.swiglu_quantize_backward(DH, ROWS, p),
+    "act_quantize": lambda p: ops.act_quantize(ROWS, p),
+    "act_quantize_backward": lambda p: ops.act_quantize_backward(DH, ROWS, p),
     "grouped_gemm": lambda p: ops.grouped_gemm(Q_ROWS, W, p),
     "grouped_gemm_wgrad": lambda p: ops.grouped_gemm_wgrad(Q_COLUMNS, Q_COLUMNS, p),
 }
@@ -43,17 +43,17 @@ BAD = (-2, PLAN.rows + 1, 0x7FFFFFFF, -0x80000000)
 
 
 def refused(name: str, change: Callable[[RoutingPlan], None]) -> None:
-    plan = RoutingPlan(PLAN.slab.clone(), *PLAN.sizes)
+    plan = RoutingPlan(PLAN.buffer.clone(), *PLAN.sizes)
     change(plan)
     with pytest.raises(ValueError, match=r"plan must be filled by route or plan_from_counts"):
         OPS[name](plan)
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_a_slab_of_anything(name: str) -> None:
+def test_a_buffer_of_anything(name: str) -> None:
     OPS[name](PLAN)
     for word in (PLAN.rows, 0x7F7F7F7F, -0x5A5A5A5B):
-        refused(name, lambda plan, word=word: plan.slab.fill_(word))  # type: ignore[misc]
+        refused(name, lambda plan, word=word: plan.buffer.fill_(word))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", OPS)

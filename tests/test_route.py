@@ -123,12 +123,12 @@ def test_overflow_is_counted_and_reported() -> None:
 @pytest.mark.parametrize("bad", [4, -2, 2**31 - 1])
 def test_bad_id_is_an_error_and_writes_nothing(bad: int) -> None:
     out = ops.route(4, topk_idx=torch.zeros(5, 2, dtype=torch.int64))
-    before = out.slab.clone()
+    before = out.buffer.clone()
     idx = torch.ones(5, 2, dtype=torch.int64)
     idx[3, 1] = bad
     with pytest.raises(ValueError, match=rf"\[route\].*got {bad} at token 3, slot 1"):
         ops.route(4, topk_idx=idx, out=out)
-    assert torch.equal(out.slab, before)
+    assert torch.equal(out.buffer, before)
 
 
 def test_bad_counts_are_errors() -> None:

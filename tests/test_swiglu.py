@@ -1,4 +1,4 @@
-"""swiglu_quantize and its backward against float64, and their quantization against its rule.
+"""act_quantize and its backward against float64, and their quantization against its rule.
 
 What is quantized is known here only up to a few float32 roundings, so codes may be one code off the
 float64 reference's, and a scale off by a factor of two where the tile's largest value lies within
@@ -32,14 +32,14 @@ class Truth:
 
 
 def truth(
-    z: Tensor, dh: Tensor | None = None, probs: Tensor | None = None, clamp: float | None = None
+    z: Tensor, dh: Tensor | None = None, probs: Tensor | None = None, limit: float | None = None
 ) -> Truth:
-    """Autograd of silu(gate) * up * prob in float64; clamp: gate <= c, |up| <= c."""
+    """Autograd of silu(gate) * up * prob in float64; limit: gate <= c, |up| <= c."""
     z64 = z.double().requires_grad_()
     p64 = (torch.ones(z.shape[0]) if probs is None else probs).double().requires_grad_()
     gate, up = z64.chunk(2, -1)
-    if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     h = torch.nn.functional.silu(gate) * up * p64[:, None]
     h.backward((torch.zeros_like(h) if dh is None else dh).double())
     assert z64.grad is not None
@@ -111,19 +111,19 @@ def test_forward(dtype: torch.dtype, scale: str) -> None:
     for inner in (16, 128, 368):
         z, probs = awkward(40, 2 * inner, dtype), torch.rand(40)
         for layout in ("row", "gemm"):
-            h = ops.swiglu_quantize(z, probs=probs, scale=scale, scale_layout=layout)
+            h = ops.act_quantize(z, probs=probs, scale=scale, scale_layout=layout)
             assert_quantized(h, truth(z, probs=probs).h, scale == "pow2")
-        assert_quantized(ops.swiglu_quantize(z, scale=scale), truth(z).h, scale == "pow2")
+        assert_quantized(ops.act_quantize(z, scale=scale), truth(z).h, scale == "pow2")
 
 
-@pytest.mark.parametrize("clamp", [0.5, 7.0])
-def test_clamp(clamp: float) -> None:
+@pytest.mark.parametrize("limit", [0.5, 7.0])
+def test_clamp(limit: float) -> None:
     z, dh = 4 * torch.randn(50, 512), torch.randn(50, 256)
-    want = truth(z, dh, clamp=clamp)
-    assert_quantized(ops.swiglu_quantize(z, clamp=clamp), want.h)
-    dz, _ = ops.swiglu_quantize_backward(dh, z, clamp=clamp)
+    want = truth(z, dh, limit=limit)
+    assert_quantized(ops.act_quantize(z, limit=limit), want.h)
+    dz, _ = ops.act_quantize_backward(dh, z, limit=limit)
     assert_quantized(dz, want.dz)
-    shut = torch.cat([z[:, :256] > clamp, z[:, 256:].abs() > clamp], 1)
+    shut = torch.cat([z[:, :256] > limit, z[:, 256:].abs() > limit], 1)
     assert shut.any()
     assert ((dz.data.view(torch.uint8)[shut] & 0x7F) == 0).all()
 
@@ -133,7 +133,7 @@ def test_extreme_gates() -> None:
     gates = [0.0, -0.0, 1e-40, -1e-40, 30.0, -30.0, 86.9, -86.9, 88.0, -88.0, 500.0, -500.0, 1e30]
     z = torch.ones(len(gates), 256)
     z[:, :128] = torch.tensor(gates)[:, None]
-    h = ops.swiglu_quantize(z, scale="fp32", eps=0.0).dequantize("float32")
+    h = ops.act_quantize(z, scale="fp32", eps=0.0).dequantize("float32")
     want = truth(z).h.float()
     # One value a tile: nearly exact. The sigmoid is 0 below -87.
     torch.testing.assert_close(h, want, rtol=2**-4, atol=1e-36)
@@ -142,11 +142,11 @@ def test_extreme_gates() -> None:
 def test_nan_and_inf_stay_in_their_place() -> None:
     z = torch.randn(6, 256)
     z[1, 3], z[2, 130], z[3, 5] = torch.nan, torch.nan, torch.inf
-    codes = ops.swiglu_quantize(z).data.view(torch.uint8)
+    codes = ops.act_quantize(z).data.view(torch.uint8)
     nan = (codes & 0x7F) == 0x7F
     assert nan.nonzero().tolist() == [[1, 3], [2, 2]]
     assert int(codes[3, 5] & 0x7F) == 0x7E  # saturated
-    dz, dprobs = ops.swiglu_quantize_backward(torch.ones(6, 128), z, probs=torch.ones(6))
+    dz, dprobs = ops.act_quantize_backward(torch.ones(6, 128), z, probs=torch.ones(6))
     assert dprobs.isnan().tolist() == [False, True, True, False, False, False]
     nan = (dz.data.view(torch.uint8) & 0x7F) == 0x7F
     assert nan[1].nonzero().flatten().tolist() == [3, 131]
@@ -155,7 +155,7 @@ def test_nan_and_inf_stay_in_their_place() -> None:
 
 def test_saved_z_is_quantize() -> None:
     z = awkward(33, 544, torch.bfloat16)
-    _, z_q = ops.swiglu_quantize(z, save_z=True)
+    _, z_q = ops.act_quantize(z, save_z=True)
     want = ops.quantize(z)
     assert torch.equal(z_q.data.view(torch.uint8), want.data.view(torch.uint8))
     assert torch.equal(z_q.scale_inv, want.scale_inv)
@@ -172,29 +172,13 @@ def test_backward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
     for inner in (16, 128, 368):
         z, dh, probs = awkward(40, 2 * inner, dtype), awkward(40, inner, dtype), torch.rand(40)
         want = truth(z, dh, probs)
-        dz, dprobs = ops.swiglu_quantize_backward(
-            dh, z, probs=probs, scale=scale, fp8_dtype=fp8_dtype
-        )
+        dz, dprobs = ops.act_quantize_backward(dh, z, probs=probs, scale=scale, fp8_dtype=fp8_dtype)
         assert_quantized(dz, want.dz, scale == "pow2")
         size = truth(z.abs(), dh.abs(), probs).dprobs.abs()
         assert ((dprobs - want.dprobs).abs() <= 1e-5 * size + 1e-30).all()
-        alone, none = ops.swiglu_quantize_backward(dh, z, scale_layout="row")
+        alone, none = ops.act_quantize_backward(dh, z, scale_layout="row")
         assert none is None
         assert_quantized(alone, truth(z, dh).dz)
-
-
-def test_backward_from_saved_z() -> None:
-    """The same as from the bfloat16 that z_q stands for."""
-    z, dh, probs = awkward(40, 544, torch.bfloat16), awkward(40, 272), torch.rand(40)
-    for layout in ("row", "gemm"):
-        z_q = ops.quantize(z, scale_layout=layout)
-        got, got_dprobs = ops.swiglu_quantize_backward(dh, z_q, probs=probs)
-        want, want_dprobs = ops.swiglu_quantize_backward(
-            dh, z_q.dequantize("bfloat16"), probs=probs
-        )
-        assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
-        assert torch.equal(got.scale_inv[:, :40], want.scale_inv[:, :40])
-        assert torch.equal(got_dprobs, want_dprobs)
 
 
 # ---- with a plan: padding and columns -----------------------------------------------------------
@@ -209,15 +193,15 @@ def test_padding_rows_are_zero_and_not_read(counts: list[int], align: int) -> No
     z, dh, probs = awkward(plan.rows, 512), awkward(plan.rows, 256), torch.rand(plan.rows)
     valid, padding = valid_rows(plan), padding_rows(plan)
     z[padding], dh[padding], probs[padding] = torch.nan, torch.nan, torch.nan
-    h, z_q = ops.swiglu_quantize(z, plan, probs, save_z=True)
-    dz, dprobs = ops.swiglu_quantize_backward(dh, z, plan, probs)
+    h, z_q = ops.act_quantize(z, plan, probs, save_z=True)
+    dz, dprobs = ops.act_quantize_backward(dh, z, plan, probs)
     for q in (h, z_q, dz):
         codes, scale = codes_and_scales(q)
         assert (codes[padding] == 0).all()
         assert (scale[padding] == 0).all()
     assert (dprobs[padding] == 0).all()
-    plain = ops.swiglu_quantize(z[valid], probs=probs[valid])
-    plain_dz, plain_dprobs = ops.swiglu_quantize_backward(dh[valid], z[valid], probs=probs[valid])
+    plain = ops.act_quantize(z[valid], probs=probs[valid])
+    plain_dz, plain_dprobs = ops.act_quantize_backward(dh[valid], z[valid], probs=probs[valid])
     for q, want in ((h, plain), (dz, plain_dz)):
         for got, expected in zip(codes_and_scales(q), codes_and_scales(want), strict=True):
             assert torch.equal(got[valid], expected)
@@ -233,7 +217,7 @@ def test_columns(counts: list[int], fp8_dtype: str, columns: str) -> None:
     inner = 208
     z, dh, probs = awkward(plan.rows, 2 * inner), awkward(plan.rows, inner), torch.rand(plan.rows)
     want = truth(z, dh, probs)
-    _dz, dz_t, h_t, _ = ops.swiglu_quantize_backward(
+    _dz, dz_t, h_t, _ = ops.act_quantize_backward(
         dh, z, plan, probs, columns=columns, fp8_dtype=fp8_dtype
     )
     groups = ref.groups_of(counts, 16)
@@ -270,8 +254,8 @@ def test_columns_hold_what_rows_hold_when_nothing_rounds() -> None:
     z[:, :256] = 100.0  # silu(100) = 100
     z[:, 256:] = torch.randint(-15, 16, (plan.rows, 256)) / 100.0
     for columns in ("block", "column"):
-        h = ops.swiglu_quantize(z, plan)
-        h_t = ops.swiglu_quantize_backward(torch.ones(plan.rows, 256), z, plan, columns=columns)[2]
+        h = ops.act_quantize(z, plan)
+        h_t = ops.act_quantize_backward(torch.ones(plan.rows, 256), z, plan, columns=columns)[2]
         rows, cols = h.dequantize("float32"), h_t.dequantize("float32")
         for g in ref.groups_of([150, 70], 16):
             torch.testing.assert_close(
@@ -291,13 +275,13 @@ def test_any_shape(data: st.DataObject) -> None:
     rows, inner = data.draw(st.integers(0, 20)), 16 * data.draw(st.integers(1, 24))
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    clamp = data.draw(st.sampled_from([None, 1.0]))
+    limit = data.draw(st.sampled_from([None, 1.0]))
     z, dh, probs = awkward(rows, 2 * inner, dtype), awkward(rows, inner, dtype), torch.rand(rows)
-    h = ops.swiglu_quantize(z, probs=probs, clamp=clamp)
-    dz, dprobs = ops.swiglu_quantize_backward(dh, z, probs=probs, clamp=clamp)
+    h = ops.act_quantize(z, probs=probs, limit=limit)
+    dz, dprobs = ops.act_quantize_backward(dh, z, probs=probs, limit=limit)
     assert (h.shape, dz.shape, dprobs.shape) == ((rows, inner), (rows, 2 * inner), (rows,))
     if rows:
-        want = truth(z, dh, probs, clamp)
+        want = truth(z, dh, probs, limit)
         assert_quantized(h, want.h)
         assert_quantized(dz, want.dz)
 
@@ -305,7 +289,7 @@ def test_any_shape(data: st.DataObject) -> None:
 def test_two_runs_give_the_same_bits() -> None:
     plan = plan_of([3, 0, 200, 128])
     z, dh, probs = awkward(plan.rows, 512), awkward(plan.rows, 256), torch.rand(plan.rows)
-    runs = [ops.swiglu_quantize_backward(dh, z, plan, probs, columns="block") for _ in range(2)]
+    runs = [ops.act_quantize_backward(dh, z, plan, probs, columns="block") for _ in range(2)]
     n, used = int(plan.row_offsets[-1]), int(plan.col_offsets[-1])
     assert torch.equal(runs[0][0].data.view(torch.uint8)[:n], runs[1][0].data.view(torch.uint8)[:n])
     for i in (1, 2):
@@ -317,16 +301,16 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_bad_input_is_an_error_and_writes_nothing() -> None:
     plan = plan_of([3, 20])
     z, dh = torch.randn(plan.rows, 64), torch.randn(plan.rows, 32)
-    out = ops.swiglu_quantize(z, plan)
+    out = ops.act_quantize(z, plan)
     before = out.data.view(torch.uint8).clone()
-    swiglu, backward = ops.swiglu_quantize, ops.swiglu_quantize_backward
-    block_z = Fp8Tensor(ops.quantize(z).data, torch.ones(1, 1), "block")
+    swiglu, backward = ops.act_quantize, ops.act_quantize_backward
     bad = [
         ("twice a multiple of 16; got 48", lambda: swiglu(torch.randn(3, 48))),
         ("z must have the plan's 48 rows; got 47", lambda: swiglu(z[:-1], plan, out=out)),
         ("z must be one of float32", lambda: swiglu(z.int(), plan, out=out)),
-        ("clamp must be positive", lambda: swiglu(z, plan, clamp=-1.0, out=out)),
-        ("clamp must be positive", lambda: swiglu(z, plan, clamp=float("nan"), out=out)),
+        ("limit must be positive", lambda: swiglu(z, plan, limit=-1.0, out=out)),
+        ("limit must be positive", lambda: swiglu(z, plan, limit=0.0, out=out)),
+        ("limit must be positive", lambda: swiglu(z, plan, limit=float("nan"), out=out)),
         ("need a plan", lambda: backward(dh, z, columns="block")),
         ("'block' or 'column'", lambda: backward(dh, z, plan, columns="rows")),
         (r"probs must be \[48\]", lambda: swiglu(z, plan, torch.rand(47), out=out)),
@@ -335,7 +319,6 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("h must be", lambda: swiglu(torch.randn(48, 96), plan, out=out)),
         ("z must be", lambda: backward(dh, z[:, :32].contiguous(), plan)),
         ("dh must be one of", lambda: backward(dh.int(), z, plan)),
-        ("scale layout row, gemm; got block", lambda: backward(dh, block_z, plan)),
     ]
     for message, call in bad:
         with pytest.raises((ValueError, TypeError), match=message):

@@ -174,7 +174,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="recipe"):
         telemetry.snr(p.experts(recipe=None), p.x, p.topk_idx, p.probs, p.dout)
     layer = p.experts()
-    layer.quantize_weights()
     telemetry.enable(layer)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="telemetry cannot be compiled"):

@@ -70,13 +70,13 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
     ),
     "transpose_fp8": lambda p: ops.transpose_fp8(p.rows8, p.plan),
     "permute_transpose_fp8": lambda p: ops.permute_transpose_fp8(p.x8, p.plan, columns="column"),
-    "swiglu_quantize": lambda p: ops.swiglu_quantize(p.rows, p.plan, p.row_probs, save_z=True),
-    "swiglu_quantize_backward": lambda p: ops.swiglu_quantize_backward(
+    "act_quantize": lambda p: ops.act_quantize(p.rows, p.plan, p.row_probs, save_z=True),
+    "act_quantize_backward": lambda p: ops.act_quantize_backward(
         p.rows[:, : WIDTH // 2].contiguous(),
-        ops.quantize(p.rows),
+        p.rows,
         p.plan,
         p.row_probs,
-        clamp=2.0,
+        limit=2.0,
         columns="column",
         fp8_dtype="e5m2",
     ),
@@ -145,7 +145,7 @@ def chain(x: torch.Tensor, topk_idx: torch.Tensor, probs: torch.Tensor, p: Probl
     """The forward path of a layer in one graph."""
     plan = ops.route(EXPERTS, topk_idx=topk_idx)
     a, row_probs = ops.permute_pad(ops.quantize(x), plan, probs)
-    h = ops.swiglu_quantize(ops.grouped_gemm(a, p.w8, plan), plan, row_probs)
+    h = ops.act_quantize(ops.grouped_gemm(a, p.w8, plan), plan, row_probs)
     assert isinstance(h, Fp8Tensor)
     down = Fp8Tensor(
         p.w8.data[:, :, : WIDTH // 2].contiguous(),
@@ -302,7 +302,7 @@ def test_copies_of_what_an_op_has_taken_are_their_own(copied: Callable[[Any], An
     first, want = ops.transpose_fp8(q, plan), ops.transpose_fp8(q, swapped)
     other, other_plan = copied(q), copied(plan)
     other.data.copy_(q.data.flip(0))
-    other_plan.slab.copy_(swapped.slab)
+    other_plan.buffer.copy_(swapped.buffer)
     assert torch.equal(ops.dequantize(other), ops.dequantize(Fp8Tensor(other.data, q.scale_inv)))
     assert torch.equal(bits(ops.transpose_fp8(q, other_plan).data), bits(want.data))
     assert torch.equal(bits(ops.transpose_fp8(q, plan).data), bits(first.data))
@@ -318,7 +318,7 @@ def test_plans_without_the_dispatcher(sizes: tuple[int, int, int, int, int]) -> 
         slow = new_plan("", like, sizes)
     assert type(fast) is RoutingPlan
     assert fast.sizes == slow.sizes == sizes
-    assert described(fast.slab) == described(slow.slab)
+    assert described(fast.buffer) == described(slow.buffer)
 
 
 def test_nothing_is_allocated_behind_whom_it_concerns() -> None:
@@ -332,7 +332,7 @@ def test_nothing_is_allocated_behind_whom_it_concerns() -> None:
     assert [_C.empty(like, shape, None) for shape in sizes] == [None] * 6
     words: list[Any] = [("column", "e4m3"), (None, "e4m3"), ("row", "e4m4"), ("row", None)]
     assert [_C.empty_fp8(like, (4, 128), *w, True) for w in words] == [None] * 4
-    assert _C.empty_fp8(like, (2, 4, 128), "row", "e4m3", True, 0) is None
+    assert _C.empty_fp8(like, (2, 4, 128), "row", "e4m3", True) is None
     plans: list[Any] = [(4, 2, 0, 1, 8), (4, 2, 3, 0, 8), (4, 2, 3, 2**20, 8), (4, 2, 3, 1, 2**40)]
     assert [_C.empty_plan(like, sizes) for sizes in plans] == [None] * 4
 
@@ -362,7 +362,7 @@ def zeros_like(q: Fp8Tensor) -> Fp8Tensor:
 
 @pytest.mark.parametrize("kind", ["subclass", "uint8", "numpy"])
 def test_what_an_eager_call_takes_apart_in_python(kind: str) -> None:
-    """Beside torch's tensors: inputs and given outputs."""
+    """SideStream torch's tensors: inputs and given outputs."""
     p = problem()
     x8, rows8 = in_other_arrays(p.x8, kind), in_other_arrays(p.rows8, kind)
     assert torch.equal(ops.dequantize(x8, out=torch.empty_like(p.x)), ops.dequantize(p.x8))
@@ -431,8 +431,8 @@ def first_row(q: Fp8Tensor) -> Fp8Tensor:
     [
         (lambda p: ops.quantize(p.x[0]), r"\[quantize\] x must have 2 dimensions"),
         (lambda p: ops.quantize_weight(p.w[0]), r"\[quantize_weight\] w must have 3 dimensions"),
-        (lambda p: ops.swiglu_quantize(p.x[0]), r"\[swiglu_quantize\] z must have 2"),
-        (lambda p: ops.swiglu_quantize_backward(p.x[0], p.x), "_backward\\] dh must have 2"),
+        (lambda p: ops.act_quantize(p.x[0]), r"\[act_quantize\] z must have 2"),
+        (lambda p: ops.act_quantize_backward(p.x[0], p.x), "_backward\\] dh must have 2"),
         (lambda p: ops.permute_pad(p.x[0], p.plan), r"\[permute_pad\] x must have 2"),
         (lambda p: ops.permute_pad_backward(p.x[0], p.plan), "_backward\\] dy must have 2"),
         (lambda p: ops.unpermute_unpad(p.x[0], p.plan), r"\[unpermute_unpad\] y must have 2"),

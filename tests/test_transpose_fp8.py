@@ -103,14 +103,14 @@ def test_groups_of_every_size(layout: str, fp8_dtype: str, align: int, columns: 
     plan = RoutingPlan.from_counts(torch.tensor(GROUP_SIZES), sum(GROUP_SIZES) + 3, align)
     codes, scale_inv = random_rows(align, plan.rows, 272, spread=6)
     t = rows_of(codes, scale_inv, fp8_dtype, layout)
-    before = t.data.view(torch.uint8).clone(), t.scale_inv.clone(), plan.slab.clone()
+    before = t.data.view(torch.uint8).clone(), t.scale_inv.clone(), plan.buffer.clone()
     got = ops.transpose_fp8(t, plan, columns=columns)
     groups = ref.groups_of(GROUP_SIZES, align)
     expected = ref.transpose(
         codes.numpy(), scale_inv.numpy(), groups, plan.columns, ref.FORMATS[fp8_dtype], columns
     )
     assert_columns(got, plan, *expected, columns)
-    after = t.data.view(torch.uint8), t.scale_inv, plan.slab
+    after = t.data.view(torch.uint8), t.scale_inv, plan.buffer
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -263,6 +263,6 @@ def test_refusals() -> None:
         ops.transpose_fp8(ops.quantize(torch.randn(9, 128)), plan)
     with pytest.raises(ValueError, match="scale layout"):
         ops.transpose_fp8(Fp8Tensor(q.data, torch.ones(1, 1), "block"), plan)
-    unfilled = RoutingPlan(torch.full_like(plan.slab, 1 << 20), *plan.sizes)
+    unfilled = RoutingPlan(torch.full_like(plan.buffer, 1 << 20), *plan.sizes)
     with pytest.raises(ValueError, match="plan must be filled"):
         ops.transpose_fp8(q, unfilled)

@@ -39,9 +39,9 @@ int main(void) {
   count[2] = 49;
 
   fp8moe_plan plan = {{0}, kRows, 1, kExperts, 1, kRows};
-  plan.slab = tensor(FP8MOE_I32, 4, 1, fp8moe_plan_slab_size(&plan), 0, 0);
+  plan.buffer = tensor(FP8MOE_I32, 4, 1, fp8moe_plan_buffer_size(&plan), 0, 0);
   check(fp8moe_plan_from_counts(&counts, &plan, NULL));
-  const int32_t* row_offsets = (int32_t*)plan.slab.data + fp8moe_plan_row_offsets_at(&plan);
+  const int32_t* row_offsets = (int32_t*)plan.buffer.data + fp8moe_plan_row_offsets_at(&plan);
 
   const fp8moe_tensor x = tensor(FP8MOE_F32, 4, 2, kRows, kK, 0);
   const fp8moe_tensor w = tensor(FP8MOE_F32, 4, 3, kExperts, kN, kK);
@@ -73,7 +73,7 @@ int main(void) {
       }
   printf("fp8moe %s: relative error %.4f\n", fp8moe_get_build_info().version, sqrt(error / norm));
 
-  void* owned[] = {counts.data, plan.slab.data,   x.data,      w.data,          d.data,
+  void* owned[] = {counts.data, plan.buffer.data, x.data,      w.data,          d.data,
                    a.data.data, a.scale_inv.data, b.data.data, b.scale_inv.data};
   for (size_t i = 0; i < sizeof(owned) / sizeof(owned[0]); ++i) free(owned[i]);
   return error < norm * 0.05 * 0.05 ? 0 : 1;

@@ -50,8 +50,8 @@ int main() {
   plan.slots = kSlots;
   plan.experts = kExperts;
   plan.capacity = kTokens * kSlots;
-  std::vector<int32_t> slab;
-  plan.slab = view(slab, DType::i32, {plan.slab_size()});
+  std::vector<int32_t> buffer;
+  plan.buffer = view(buffer, DType::i32, {plan.buffer_size()});
   std::vector<uint8_t> scratch;
   route(topk_idx, {}, plan, view(scratch, DType::u8, {route_workspace(plan)}));
 

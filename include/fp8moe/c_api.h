@@ -70,7 +70,7 @@ typedef struct fp8moe_fp8_tensor {
 
 /* plan.h's RoutingPlan: T tokens, S slots, E experts, A capacity; R = fp8moe_plan_rows. */
 typedef struct fp8moe_plan {
-  fp8moe_tensor slab; /* i32 [fp8moe_plan_slab_size], at a multiple of 16 bytes */
+  fp8moe_tensor buffer; /* i32 [fp8moe_plan_buffer_size], at a multiple of 16 bytes */
   int64_t tokens;
   int64_t slots;
   int64_t experts;
@@ -95,12 +95,12 @@ typedef struct fp8moe_build_info {
 FP8MOE_C_API const char* fp8moe_last_error(void);
 FP8MOE_C_API fp8moe_build_info fp8moe_get_build_info(void);
 
-/* Sizes and sections of a plan; they follow from its numbers alone, the slab may be missing. All in
- * elements: rows R, columns Kcap, and offsets into the int32 slab; -1 (and the message) for numbers
- * that make no plan. */
+/* Sizes and sections of a plan; they follow from its numbers alone, the buffer may be missing. All
+ * in elements: rows R, columns Kcap, and offsets into the int32 buffer; -1 (and the message) for
+ * numbers that make no plan. */
 FP8MOE_C_API int64_t fp8moe_plan_rows(const fp8moe_plan* plan);
 FP8MOE_C_API int64_t fp8moe_plan_columns(const fp8moe_plan* plan);
-FP8MOE_C_API int64_t fp8moe_plan_slab_size(const fp8moe_plan* plan);
+FP8MOE_C_API int64_t fp8moe_plan_buffer_size(const fp8moe_plan* plan);
 FP8MOE_C_API int64_t fp8moe_plan_tokens_per_expert_at(const fp8moe_plan* plan); /* [E] */
 FP8MOE_C_API int64_t fp8moe_plan_row_offsets_at(const fp8moe_plan* plan);       /* [E+1] */
 FP8MOE_C_API int64_t fp8moe_plan_col_offsets_at(const fp8moe_plan* plan);       /* [E+1] */
@@ -134,17 +134,19 @@ FP8MOE_C_API fp8moe_status fp8moe_plan_from_counts(const fp8moe_tensor* tokens_p
 
 /* ---- movement ---- */
 
-/* probs and permuted_probs: both or neither. */
+/* probs and row_probs: both or neither. */
 FP8MOE_C_API fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* plan,
                                               const fp8moe_tensor* probs, const fp8moe_tensor* y,
-                                              const fp8moe_tensor* permuted_probs, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_permute_pad_fp8(
-    const fp8moe_fp8_tensor* x, const fp8moe_plan* plan, const fp8moe_tensor* probs,
-    const fp8moe_fp8_tensor* y, const fp8moe_tensor* permuted_probs, void* stream);
-/* permuted_dprobs and dprobs: both or neither. */
+                                              const fp8moe_tensor* row_probs, void* stream);
+FP8MOE_C_API fp8moe_status fp8moe_permute_pad_fp8(const fp8moe_fp8_tensor* x,
+                                                  const fp8moe_plan* plan,
+                                                  const fp8moe_tensor* probs,
+                                                  const fp8moe_fp8_tensor* y,
+                                                  const fp8moe_tensor* row_probs, void* stream);
+/* row_dprobs and dprobs: both or neither. */
 FP8MOE_C_API fp8moe_status fp8moe_permute_pad_backward(const fp8moe_tensor* dy,
                                                        const fp8moe_plan* plan,
-                                                       const fp8moe_tensor* permuted_dprobs,
+                                                       const fp8moe_tensor* row_dprobs,
                                                        const fp8moe_tensor* dx,
                                                        const fp8moe_tensor* dprobs, void* stream);
 /* probs: optional. */
@@ -196,16 +198,16 @@ FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const 
 
 /* ---- activation ---- */
 
-/* plan, probs, z_q: optional. */
-FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* plan,
-                                                  const fp8moe_tensor* probs, float clamp,
-                                                  const fp8moe_fp8_tensor* h,
-                                                  const fp8moe_fp8_tensor* z_q,
-                                                  fp8moe_scale_rule rule, void* stream);
-/* One of z and z_q is NULL; plan, probs, dprobs, dz_columns, h_columns: optional. */
-FP8MOE_C_API fp8moe_status fp8moe_swiglu_quantize_backward(
-    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_fp8_tensor* z_q,
-    const fp8moe_plan* plan, const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
+/* plan, probs, z_q: optional. limit: as in ops.h, INFINITY for none. */
+FP8MOE_C_API fp8moe_status fp8moe_act_quantize(const fp8moe_tensor* z, const fp8moe_plan* plan,
+                                               const fp8moe_tensor* probs, float limit,
+                                               const fp8moe_fp8_tensor* h,
+                                               const fp8moe_fp8_tensor* z_q, fp8moe_scale_rule rule,
+                                               void* stream);
+/* plan, probs, dprobs, dz_columns, h_columns: optional. */
+FP8MOE_C_API fp8moe_status fp8moe_act_quantize_backward(
+    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_plan* plan,
+    const fp8moe_tensor* probs, float limit, const fp8moe_fp8_tensor* dz,
     const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
     const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule rule, void* stream);
 

@@ -6,7 +6,7 @@
 // shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
 // (InvalidArgument). Codes, high-precision data and plans start at a multiple of 16 bytes. On the
 // CPU, memory that runs out inside a parallel region ends the process: some ops hold a few rows a
-// thread there. What lies in a plan's slab is trusted on CUDA, where nobody on the host can read
+// thread there. What lies in a plan's buffer is trusted on CUDA, where nobody on the host can read
 // it; the CPU checks it (InvalidArgument) before it indexes by it. Letters: plan.h.
 // docs/numerics.md states what each op guarantees bit by bit.
 #pragma once
@@ -60,19 +60,19 @@ FP8MOE_API void plan_from_counts(const Tensor& tokens_per_expert, const RoutingP
 // x [T, C] f32/f16/bf16 or FP8 (x_scale in row or gemm layout); y [R, C] likewise (y_scale too).
 // Rows of an FP8 x, and its scales in row layout, may lie row_stride apart: multiples of 16 bytes
 // (4 for scales), at least a row.
-// probs [T, S] f32 -> permuted_probs [R] f32, both or neither.
+// probs [T, S] f32 -> row_probs [R] f32, both or neither.
 // zero_unweighted: a row whose prob is 0 is written as padding is, data and scale zero.
 FP8MOE_API void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                            const Tensor& y, const Tensor& permuted_probs,
-                            bool zero_unweighted = false, Stream stream = {});
+                            const Tensor& y, const Tensor& row_probs, bool zero_unweighted = false,
+                            Stream stream = {});
 FP8MOE_API void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                            const Fp8Tensor& y, const Tensor& permuted_probs,
+                            const Fp8Tensor& y, const Tensor& row_probs,
                             bool zero_unweighted = false, Stream stream = {});
 
 // dx[t] = sum over slots ascending of dy[row_of[t,s]] (f32, rounded once); dprobs[t,s] is
-// permuted_dprobs[row_of[t,s]], 0 for a dropped slot. dy [R, C], dx [T, C].
+// row_dprobs[row_of[t,s]], 0 for a dropped slot. dy [R, C], dx [T, C].
 FP8MOE_API void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan,
-                                     const Tensor& permuted_dprobs, const Tensor& dx,
+                                     const Tensor& row_dprobs, const Tensor& dx,
                                      const Tensor& dprobs, Stream stream = {});
 
 // out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
@@ -165,22 +165,21 @@ enum CodeCount : int {
 // ---- activation ---------------------------------------------------------------------------------
 
 // h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.
-// clamp > 0: gate at most clamp, up within [-clamp, clamp]; 0: none. `plan` may be undefined: all R
-// rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional z_q [R, 2I] =
-// Q(z), the FP8 pre-activation.
-FP8MOE_API void swiglu_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
-                                float clamp, const Fp8Tensor& h, const Fp8Tensor& z_q,
-                                ScaleRule rule, Stream stream = {});
+// limit > 0: gate at most limit, up within [-limit, limit]; infinity: none. `plan` may be
+// undefined: all R rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional
+// z_q [R, 2I] = Q(z), the FP8 pre-activation.
+FP8MOE_API void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
+                             float limit, const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule,
+                             Stream stream = {});
 
-// The gradient: dh [R, I] f32/f16/bf16, z as given forward, or its FP8 form (z_q, z then undefined;
-// it is dequantized to bf16 first). dz [R, 2I] = Q([dgate | dup]); dprobs [R] f32 = sum of
-// silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8, dz_columns
-// [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
-FP8MOE_API void swiglu_quantize_backward(const Tensor& dh, const Tensor& z, const Fp8Tensor& z_q,
-                                         const RoutingPlan& plan, const Tensor& probs, float clamp,
-                                         const Fp8Tensor& dz, const Tensor& dprobs,
-                                         const Fp8Tensor& dz_columns, const Fp8Tensor& h_columns,
-                                         ScaleRule rule, Stream stream = {});
+// The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
+// [R] f32 = sum of silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8,
+// dz_columns [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
+FP8MOE_API void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
+                                      const Tensor& probs, float limit, const Fp8Tensor& dz,
+                                      const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                                      const Fp8Tensor& h_columns, ScaleRule rule,
+                                      Stream stream = {});
 
 // ---- grouped GEMM -------------------------------------------------------------------------------
 

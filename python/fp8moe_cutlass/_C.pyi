@@ -1,6 +1,6 @@
 from typing import Any
 
-import fp8moe_cutlass.typing
+import fp8moe_cutlass
 
 
 class DeviceUnavailable(RuntimeError):
@@ -29,9 +29,9 @@ def route(topk_idx: fp8moe_cutlass.typing.ArrayArg | None, routing_map: fp8moe_c
 
 def plan_from_counts(tokens_per_expert: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int) -> None: ...
 
-def permute_pad(x: fp8moe_cutlass.typing.ArrayArg, x_scale: fp8moe_cutlass.typing.ArrayArg | None, x_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, y: fp8moe_cutlass.typing.ArrayArg, y_scale: fp8moe_cutlass.typing.ArrayArg | None, y_layout: str, permuted_probs: fp8moe_cutlass.typing.ArrayArg | None, zero_unweighted: bool) -> None: ...
+def permute_pad(x: fp8moe_cutlass.typing.ArrayArg, x_scale: fp8moe_cutlass.typing.ArrayArg | None, x_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, y: fp8moe_cutlass.typing.ArrayArg, y_scale: fp8moe_cutlass.typing.ArrayArg | None, y_layout: str, row_probs: fp8moe_cutlass.typing.ArrayArg | None, zero_unweighted: bool) -> None: ...
 
-def permute_pad_backward(dy: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, permuted_dprobs: fp8moe_cutlass.typing.ArrayArg | None, dx: fp8moe_cutlass.typing.ArrayArg, dprobs: fp8moe_cutlass.typing.ArrayArg | None) -> None: ...
+def permute_pad_backward(dy: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, row_dprobs: fp8moe_cutlass.typing.ArrayArg | None, dx: fp8moe_cutlass.typing.ArrayArg, dprobs: fp8moe_cutlass.typing.ArrayArg | None) -> None: ...
 
 def unpermute_unpad(y: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, out: fp8moe_cutlass.typing.ArrayArg) -> None: ...
 
@@ -52,9 +52,9 @@ def permute_transpose_fp8(q: fp8moe_cutlass.typing.ArrayArg, q_scale: fp8moe_cut
 
 def count_codes(q: fp8moe_cutlass.typing.ArrayArg, q_scale: fp8moe_cutlass.typing.ArrayArg, q_layout: str, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, columns: fp8moe_cutlass.typing.ArrayArg | None, columns_scale: fp8moe_cutlass.typing.ArrayArg | None, columns_layout: str, stride: int, counts: fp8moe_cutlass.typing.ArrayArg) -> None: ...
 
-def swiglu_quantize(z: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, clamp: float, h: fp8moe_cutlass.typing.ArrayArg, h_scale: fp8moe_cutlass.typing.ArrayArg, h_layout: str, z_q: fp8moe_cutlass.typing.ArrayArg | None, z_q_scale: fp8moe_cutlass.typing.ArrayArg | None, z_q_layout: str, pow2: bool, eps: float) -> None: ...
+def act_quantize(z: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, limit: float, h: fp8moe_cutlass.typing.ArrayArg, h_scale: fp8moe_cutlass.typing.ArrayArg, h_layout: str, z_q: fp8moe_cutlass.typing.ArrayArg | None, z_q_scale: fp8moe_cutlass.typing.ArrayArg | None, z_q_layout: str, pow2: bool, eps: float) -> None: ...
 
-def swiglu_quantize_backward(dh: fp8moe_cutlass.typing.ArrayArg, z: fp8moe_cutlass.typing.ArrayArg | None, z_q: fp8moe_cutlass.typing.ArrayArg | None, z_q_scale: fp8moe_cutlass.typing.ArrayArg | None, z_q_layout: str, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, clamp: float, dz: fp8moe_cutlass.typing.ArrayArg, dz_scale: fp8moe_cutlass.typing.ArrayArg, dz_layout: str, dprobs: fp8moe_cutlass.typing.ArrayArg | None, dz_columns: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_layout: str, h_columns: fp8moe_cutlass.typing.ArrayArg | None, h_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, h_columns_layout: str, pow2: bool, eps: float) -> None: ...
+def act_quantize_backward(dh: fp8moe_cutlass.typing.ArrayArg, z: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg | None, tokens: int, slots: int, experts: int, align: int, capacity: int, probs: fp8moe_cutlass.typing.ArrayArg | None, limit: float, dz: fp8moe_cutlass.typing.ArrayArg, dz_scale: fp8moe_cutlass.typing.ArrayArg, dz_layout: str, dprobs: fp8moe_cutlass.typing.ArrayArg | None, dz_columns: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, dz_columns_layout: str, h_columns: fp8moe_cutlass.typing.ArrayArg | None, h_columns_scale: fp8moe_cutlass.typing.ArrayArg | None, h_columns_layout: str, pow2: bool, eps: float) -> None: ...
 
 def grouped_gemm(a: fp8moe_cutlass.typing.ArrayArg, a_scale: fp8moe_cutlass.typing.ArrayArg, w: fp8moe_cutlass.typing.ArrayArg, w_scale: fp8moe_cutlass.typing.ArrayArg, plan: fp8moe_cutlass.typing.ArrayArg, tokens: int, slots: int, experts: int, align: int, capacity: int, d: fp8moe_cutlass.typing.ArrayArg) -> None: ...
 
@@ -82,7 +82,7 @@ def set_stream(handle: int) -> int:
     Sets this thread's stream for arrays whose framework names none; returns the one before.
     """
 
-def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int) -> dict[str, Any]:
+def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> dict[str, Any]:
     """
     The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.
     """

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -79,6 +79,15 @@ def doctor(
         typer.Option(metavar="M,N,K,E", help="The GEMM kernels of M rows by weight [E, N, K]."),
     ] = None,
     sms: Annotated[int | None, typer.Option(help="SMs, where no GPU is here to ask.")] = None,
+    wgrad_dtype: Annotated[
+        str, typer.Option(help="Of --explain: what wgrad writes, bfloat16 or float32 (main_grad).")
+    ] = "bfloat16",
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Of --explain: wgrad adds to what is there.")
+    ] = False,
+    columns: Annotated[
+        str, typer.Option(help="Of --explain: wgrad's operands, block (128x128) or column (1x128).")
+    ] = "block",
 ) -> None:
     """What was built, what is here, and what would run where."""
     from .doctor import explain as explained
@@ -86,7 +95,10 @@ def doctor(
 
     console = Console()
     tick = "✓" if console.encoding.startswith("utf") else "+"
-    sections = report() if explain is None else dict([explained(explain, sms)])
+    if explain is None:
+        sections = report()
+    else:
+        sections = dict([explained(explain, sms, wgrad_dtype, accumulate, columns)])
     for title, findings in sections.items():
         console.print(f"\n[bold]{title}[/]")
         for f in findings:
@@ -118,153 +130,131 @@ def verify(device: Device = "cpu", seed: Seed = 0) -> None:
 
 # ---- bench --------------------------------------------------------------------------------------
 
+bench = typer.Typer(
+    help="Time the operators, the layer, the GEMMs or the exchange between ranks.",
+    no_args_is_help=True,
+)
+app.add_typer(bench, name="bench")
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes: does everything run?")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the record to this file.")]
 
-@app.command()
-def bench(
+
+@bench.command("ops")
+def bench_ops(
     device: Device = "cpu",
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    layer: Annotated[
-        bool, typer.Option(help="The whole expert block, forward and backward, not the ops.")
-    ] = False,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="FP8 beside bf16 over tokens, width and experts.")
-    ] = False,
-    gemm: Annotated[
-        bool,
-        typer.Option(
-            "--gemm",
-            help="The grouped GEMMs of models beside DeepGEMM and torch; --op is fprop, dgrad, "
-            "wgrad.",
-        ),
-    ] = False,
-    accuracy: Annotated[
-        bool, typer.Option("--accuracy", help="The GEMMs' error beside that of others.")
-    ] = False,
-    budget: Annotated[
-        float | None, typer.Option(help="Seconds --sweep (90) or --gemm (480) may take.")
+    op: Annotated[
+        list[str] | None, typer.Option(help="Only this operator; may be repeated.")
     ] = None,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="What the expert block holds, by arithmetic (on CUDA by the allocator too).",
-        ),
-    ] = False,
-    ep: Annotated[
-        int | None,
-        typer.Option("--ep", help="The exchange and the layer of so many processes (or GPUs)."),
-    ] = None,
-    soak: Annotated[
-        int | None, typer.Option(help="With --ep: steps of unequal batches, beside one process.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="With --ep: a step's trace (JSON), and its picture.")
-    ] = None,
-    quick: Annotated[bool, typer.Option(help="One tiny shape an op: does it all run?")] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures; --sweep adds to what it has.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the share of the limit.")] = None,
+    quick: Quick = False,
+    json_path: Json = None,
 ) -> None:
-    """Time every operator beside its limit (a copy, dense arithmetic) and its peers."""
+    """Each operator beside its limit: a copy of the same bytes or, for a GEMM, dense arithmetic."""
     place = device_of(device)
-    from .bench import (
-        gemm_accuracy,
-        gemm_report,
-        layer_report,
-        memory_report,
-        report,
-        run,
-        sweep_report,
-    )
-    from .bench.gemm import run_gemm
+    from .bench.ops import run_ops
+
+    timed(json_path, lambda show: run_ops(place, op, quick, show))
+
+
+@bench.command("layer")
+def bench_layer(
+    device: Device = "cpu",
+    quick: Quick = False,
+    json_path: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the steps as bars.")] = None,
+) -> None:
+    """A training step of one MoE layer, weights quantized in each step or reused, beside bf16."""
+    place = device_of(device)
     from .bench.layer import run_layer
-    from .bench.sweep import run_sweep
+    from .bench.layer_plot import plot as draw
+
+    if plot is not None:
+        check_written(plot)
+        check_drawn(plot)
+    record = timed(json_path, lambda show: run_layer(place, quick, show))
+    if plot is not None:
+        draw(record, plot)
+        print(f"wrote {plot}")
+
+
+@bench.command("gemm")
+def bench_gemm(
+    device: Device = "cpu",
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds after which no further case begins.")
+    ] = 480.0,
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """The grouped GEMMs of model layers (on the CPU: tiny ones), beside torch's in bf16."""
+    place = device_of(device)
+    from .bench.gemm import run_gemm
+
+    record = timed(json_path, lambda show: run_gemm(place, quick, budget, show))
+    for case in record["left_out"]:
+        print(f"left out for lack of time: {case}")
+
+
+@bench.command("ep")
+def bench_ep(
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU per process.")] = "cpu",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes; default: one per GPU, or 2 on the CPU.")
+    ] = None,
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Expert parallelism: dispatch, combine and a step of the layer between processes."""
+    place = device_of(device)
+    import torch
+
+    from .bench.ep import run_ep
     from .launch import processes
 
-    if layer + sweep + memory + accuracy + (gemm or bool(op)) + (ep is not None) > 1:
-        raise ValueError(
-            "--op (and --gemm), --layer, --sweep, --memory, --accuracy and --ep exclude each other"
-        )
-    if budget is not None and not (sweep or gemm):
-        raise ValueError(f"--budget needs --sweep or --gemm; got {budget}")
-    if budget is not None and not budget >= 1:
-        raise ValueError(f"--budget must be at least 1 second; got {budget}")
-    if ep is None and (soak or trace):
-        raise ValueError("--soak and --trace need --ep")
-    if soak is not None and trace is not None:
-        raise ValueError("--soak and --trace exclude each other")
-    if soak is not None and soak < 20:
-        raise ValueError(f"--soak must be at least 20 steps; got {soak}")
-    if trace is not None and trace.suffix == ".png":
-        raise ValueError(f"--trace must not end in .png, where its picture goes; got {trace}")
-    check_written(json_path, plot, trace)
-    if plot is not None:
-        if memory or accuracy or gemm or trace is not None:
-            raise ValueError(f"--memory, --accuracy, --gemm and --trace take no --plot; got {plot}")
-        check_drawn(plot)
-    done = rows_of_sweep(json_path) if sweep and json_path is not None else []
+    check_written(json_path)  # before this process becomes several
+    with processes(ranks or (torch.cuda.device_count() if device == "cuda" else 2), place) as mine:
+        timed(json_path, lambda show: run_ep(mine, quick, show), int(os.environ["RANK"]) == 0)
+
+
+def timed(
+    json_path: Path | None,
+    run: Callable[[Callable[[Any], None]], dict[str, Any]],
+    first: bool = True,
+) -> dict[str, Any]:
+    """The record of `run`, which is given what shows a row. Prints and writes it, if this process
+    is the first one."""
+    from .bench.tables import COLUMNS, environment_text, lines, title
+
+    check_written(json_path)
     console = console_for_tables()
-    view: Any
-    with processes(ep, place) as place, console.status("timing") as status:
+    with console.status("timing") if first else nullcontext() as status:
 
         def show(row: dict[str, Any]) -> None:
-            model, variant = row.get("model"), row.get("variant")
-            words = (row["op"], model, variant, report.shape_text(row["shape"]))
-            name = " ".join(filter(None, words))
-            status.update(name)
-            if not console.is_terminal and row.get("ms"):  # what a log has of a run that is killed
-                peers = [f", {peer} {ms:.3f}" for peer, ms in row.get("peers", {}).items() if ms]
-                print(f"{name}: {row['ms']:.3f} ms{''.join(peers)}", flush=True)
+            if status is not None:
+                status.update(title(row))
+            if not console.is_terminal and row["ms"]:  # a log keeps what a killed run has done
+                print(f"{title(row)}: {row['ms']:.3f} ms", flush=True)
 
-        if ep is not None:
-            from .bench.ep_modes import run_mode
-
-            view, record = run_mode(place, quick, soak, trace, show)
-            if view is None:  # not the first rank
-                return
-        elif layer:
-            view, record = layer_report, run_layer(place, quick, show)
-        elif memory:
-            view, record = memory_report, memory_report.run_memory(place, quick, show)
-        elif sweep:
-            view, record = sweep_report, run_sweep(place, budget or 90.0, done, show)
-        elif accuracy:
-            view, record = gemm_accuracy, gemm_accuracy.run_accuracy(place, quick, show)
-        elif gemm:
-            view, record = gemm_report, run_gemm(place, op, quick, budget or 480.0, show)
-        else:
-            view, record = report, run(place, op, quick, show)
-    table = Table(*view.COLUMNS)
-    for row in record["results"]:
-        for line in view.lines(row):
+        record = run(show)
+    if first:
+        table = Table(*COLUMNS)
+        for line in lines(record):
             table.add_row(*line)
-    console.print(report.environment_text(record))
-    console.print(table)
-    if gemm:
-        console.print("\n".join(gemm_report.summary(record)))
-    if json_path is not None:
-        json_path.write_text(json.dumps(record, indent=1) + "\n")
-        console.print(f"wrote {json_path}")
-    if plot is not None:
-        view.plot(record, plot)
-        console.print(f"wrote {plot}")
-    if soak and not record["results"][0]["passed"]:
-        raise typer.Exit(1)
+        console.print(environment_text(record))
+        console.print(table)
+        if json_path is not None:
+            json_path.write_text(json.dumps(record, indent=1) + "\n")
+            console.print(f"wrote {json_path}")
+    return record
 
 
-def check_written(*paths: Path | None) -> None:
-    """ValueError where a file could not be written: before minutes of timing, not after."""
-    for path in paths:
-        if path is None:
-            continue
-        if not path.parent.is_dir() or path.is_dir():
-            raise ValueError(
-                "--json, --plot and --trace need a folder that exists, and a file in it; "
-                f"got {path}"
-            )
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"--json, --plot and --trace must be writable; got {path}")
+def check_written(path: Path | None) -> None:
+    """ValueError where the file could not be written: before minutes of timing, not after."""
+    if path is None:
+        return
+    if not path.parent.is_dir() or path.is_dir():
+        raise ValueError(f"an output needs a folder that exists, and a file in it; got {path}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"an output must be writable; got {path}")
 
 
 def check_drawn(path: Path) -> None:
@@ -274,20 +264,6 @@ def check_drawn(path: Path) -> None:
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
         raise ValueError(f"--plot must end in one of .{', .'.join(known)}; got {path}")
-
-
-def rows_of_sweep(path: Path) -> list[dict[str, Any]]:
-    """What --sweep adds to: the rows of the sweep there, if anything is."""
-    if not path.exists():
-        return []
-    try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
-        fits = all(row["op"] == "sweep" for row in rows)
-    except (ValueError, TypeError, KeyError):
-        fits = False
-    if not fits:
-        raise ValueError(f"--json of --sweep must be new or what a sweep wrote; got {path}")
-    return rows
 
 
 # ---- train --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fp8moe_cutlass import _C
 
@@ -147,10 +148,18 @@ def sm_count() -> int:
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
-def explain(sizes: str, sms: int | None) -> tuple[str, list[Finding]]:
+def explain(
+    sizes: str,
+    sms: int | None,
+    wgrad_dtype: str = "bfloat16",
+    accumulate: bool = False,
+    columns: str = "block",
+) -> tuple[str, list[Finding]]:
     """What the grouped GEMMs of "M,N,K,E" run on CUDA: a title, and a finding for each product.
 
     M rows of all E experts, weight [E, N, K]. sms: of the GPU; None asks the one that is here.
+    fprop and dgrad write bfloat16; wgrad writes `wgrad_dtype` ("float32" for a float32 main_grad),
+    or adds to it (`accumulate`), from operands scaled as Fp8Recipe.columns says.
     """
     try:
         m, n, k, experts = (int(part) for part in sizes.split(","))
@@ -161,16 +170,23 @@ def explain(sizes: str, sms: int | None) -> tuple[str, list[Finding]]:
         raise ValueError(f"--explain and --sms must be below 2^63; got {sizes} and {sms}")
     found = []
     for name in ("fprop", "dgrad", "wgrad"):
-        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms)
+        options: tuple[Any, ...] = (wgrad_dtype, accumulate, columns) if name == "wgrad" else ()
+        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms, *options)
         tile_m, tile_n = c["tile"]
         found.append(
             Finding(
                 name,
                 f"tile {tile_m}x{tile_n}, {c['stages']} stages "
-                f"({c['shared_bytes'] / 1024:.0f} KB), bands of {c['band']} rows of tiles, "
-                f"{'taken as CTAs come free' if c['taken'] else 'dealt in turn'}; "
+                f"({c['shared_bytes'] / 1024:.0f} KB), "
+                f"raster groups of {c['raster_group']} rows of tiles, "
+                f"{'dynamic' if c['dynamic'] else 'static'} schedule; "
                 f"{c['tiles']} tiles = {c['waves']:.2f} waves ({100 * c['idle']:.1f}% idle), "
                 f"{100 * c['waste']:.1f}% of the arithmetic wasted",
             )
         )
-    return f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs", found
+    operands = "128x128" if columns == "block" else "1x128"
+    return (
+        f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs; "
+        f"wgrad {'adds to' if accumulate else 'writes'} {wgrad_dtype}, operands scaled {operands}",
+        found,
+    )

@@ -15,21 +15,24 @@ TIMEOUT = datetime.timedelta(minutes=5)
 
 
 @contextmanager
-def processes(count: int | None, device: torch.device) -> Iterator[torch.device]:
+def processes(
+    count: int | None, device: torch.device, program: tuple[str, ...] = ("-m", "fp8moe_cutlass")
+) -> Iterator[torch.device]:
     """For a scope this is one of `count` processes, and yields its device. None: nothing happens.
 
-    GPUs talk by NCCL, hosts by gloo; an exchange that takes five minutes is an error.
+    program: what Python runs with this command line's arguments, in each process. GPUs talk by
+    NCCL, hosts by gloo; an exchange that takes five minutes is an error.
     """
     if count is None:
         yield device
         return
-    _become(count)
+    _become(count, program)
     cuda = device.type == "cuda"
     if cuda:
         local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
             raise ValueError(
-                f"--ep takes a GPU for each process of this machine; got {local + 1} or more, "
+                f"each process needs a GPU of this machine; got {local + 1} or more processes, "
                 f"and {torch.cuda.device_count()} GPUs"
             )
         device = torch.device("cuda", local)
@@ -39,18 +42,18 @@ def processes(count: int | None, device: torch.device) -> Iterator[torch.device]
     dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
 
-def _become(count: int) -> None:
+def _become(count: int, program: tuple[str, ...]) -> None:
     """Under torchrun: check that it started as many. Else become torchrun, with this command line
     as what it runs, on this machine."""
     if count < 1:
-        raise ValueError(f"--ep must be at least 1; got {count}")
+        raise ValueError(f"the number of processes must be at least 1; got {count}")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no name to resolve
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "fp8moe_cutlass", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, *torchrun, *program, *sys.argv[1:]])
     if int(os.environ["WORLD_SIZE"]) != count:
         raise ValueError(
-            f"--ep must be the number of processes torchrun started, {os.environ['WORLD_SIZE']}; "
+            f"the number of processes must be what torchrun started, {os.environ['WORLD_SIZE']}; "
             f"got {count}"
         )

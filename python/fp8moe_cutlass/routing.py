@@ -20,13 +20,13 @@ _STATUS = (
 class RoutingPlan:
     """A routing of T tokens x S slots to E experts; built by `ops.route` or `from_counts`.
 
-    One int32 slab on the device (include/fp8moe/plan.h has its layout) and the sizes that are known
-    on the host, so nothing here waits for the device but `check`. Letters: A = capacity, R = rows,
+    One int32 buffer on the device (include/fp8moe/plan.h has its layout) and the sizes known on
+    the host, so nothing here waits for the device but `check`. Letters: A = capacity, R = rows,
     Kcap = columns. Rows are expert-major, within an expert in token order, then slot order; each
     expert's rows start at a multiple of `align`. Rows at or past row_offsets[E] are unspecified.
     """
 
-    slab: Array
+    buffer: Array
     tokens: int
     slots: int
     experts: int
@@ -45,7 +45,7 @@ class RoutingPlan:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """(tokens, slots, experts, align, capacity), as the flat ops take them after the slab."""
+        """(tokens, slots, experts, align, capacity), as the flat ops take them after the buffer."""
         return (self.tokens, self.slots, self.experts, self.align, self.capacity)
 
     @property
@@ -59,19 +59,19 @@ class RoutingPlan:
         return rows_bound(self.capacity, self.experts, TILE)
 
     @property
-    def slab_size(self) -> int:
-        """Words of the slab."""
-        return slab_words(*self.sizes)
+    def buffer_size(self) -> int:
+        """Words of the buffer."""
+        return buffer_words(*self.sizes)
 
     @property
     def device(self) -> Any:
         """The framework's device object; "cpu" for arrays that have none."""
-        return getattr(self.slab, "device", "cpu")
+        return getattr(self.buffer, "device", "cpu")
 
     @property
     def status(self) -> Array:
         """[8] counters, all zero for a clean plan: overflow, bad expert ids, bad scales."""
-        return self.slab[:STATUS_WORDS]
+        return self.buffer[:STATUS_WORDS]
 
     @property
     def tokens_per_expert(self) -> Array:
@@ -121,7 +121,7 @@ class RoutingPlan:
 
     def to(self, *args: Any, **kwargs: Any) -> RoutingPlan:
         """Moved to another device (torch)."""
-        return RoutingPlan(self.slab.to(*args, **kwargs), *self.sizes)
+        return RoutingPlan(self.buffer.to(*args, **kwargs), *self.sizes)
 
     @property
     def _token_of_row_at(self) -> int:
@@ -132,7 +132,7 @@ class RoutingPlan:
         return self._token_of_row_at + 2 * pad4(self.rows)
 
     def _words(self, at: int, count: int) -> Array:
-        return self.slab[at : at + count]
+        return self.buffer[at : at + count]
 
     def __repr__(self) -> str:
         return (
@@ -148,20 +148,20 @@ def rows_bound(capacity: int, experts: int, align: int) -> int:
 
 
 def words_before_rows(experts: int) -> int:
-    """Words of a plan's slab before its first row's: status, counts, both offsets."""
+    """Words of a plan's buffer before its first row's: status, counts, both offsets."""
     return STATUS_WORDS + pad4(experts) + 2 * pad4(experts + 1)
 
 
-def slab_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
-    """Words of a plan's slab: those before rows, two a row, row_of, four a 128 columns."""
+def buffer_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
+    """Words of a plan's buffer: those before rows, two a row, row_of, four a 128 columns."""
     rows, columns = rows_bound(capacity, experts, align), rows_bound(capacity, experts, TILE)
     words = words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
     return words + 4 * (columns // TILE)
 
 
-def empty_plan(slab_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
-    """A plan of these sizes whose slab is what `slab_of(words)` returns. Sizes of which no plan can
-    be get no words, and the op they are given to says what is wrong with them."""
+def empty_plan(buffer_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
+    """A plan of these sizes whose buffer is what `buffer_of(words)` returns. Impossible sizes
+    get no words, and the op they are given to says what is wrong with them."""
     _, _, experts, align, capacity = sizes
     possible = experts > 0 and align > 0 and capacity >= 0
-    return RoutingPlan(slab_of(slab_words(*sizes) if possible else 0), *sizes)
+    return RoutingPlan(buffer_of(buffer_words(*sizes) if possible else 0), *sizes)

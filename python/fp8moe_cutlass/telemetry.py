@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd import bf16, fp8
+from fp8moe_cutlass.autograd import bf16, fp8, quantize_weights
 from fp8moe_cutlass.autograd.experts import quantize
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.ops.count_codes import COUNTS
@@ -207,12 +207,11 @@ def snr(
     def keep(name: str, value: Any, plan: RoutingPlan, source: Any) -> None:
         seen[name] = value
 
-    layer.quantize_weights()
     probs = topk_weights.float().contiguous()
     plan = ops.route(layer.num_experts, topk_idx=topk_idx.contiguous())
     x_q = quantize(x, recipe)
     dout_q = quantize(dout, recipe, recipe.grad_dtype)
-    weights = layer.fp8_weights()
+    weights = quantize_weights(layer.gate_up_proj, layer.down_proj, recipe)
     _, saved = fp8.forward(x_q, probs, plan, weights, recipe, keep="bf16", observe=keep)
     grads = fp8.backward(dout_q, saved, plan, weights, recipe, observe=keep)
     assert grads.gate_up is not None

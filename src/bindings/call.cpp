@@ -155,10 +155,10 @@ DType Call::format(const char* fp8_dtype) const {
 }
 
 template <bool kWritable>
-RoutingPlan Call::plan(const ArrayArg<kWritable>& slab, PlanSizes sizes) {
+RoutingPlan Call::plan(const ArrayArg<kWritable>& buffer, PlanSizes sizes) {
   RoutingPlan plan;
-  if (!slab.given) return plan;
-  plan.slab = tensor(slab, "plan");
+  if (!buffer.given) return plan;
+  plan.buffer = tensor(buffer, "plan");
   plan.tokens = sizes.tokens;
   plan.slots = sizes.slots;
   plan.experts = sizes.experts;

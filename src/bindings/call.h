@@ -34,7 +34,7 @@ class Call {
   DType format(const char* fp8_dtype) const;
 
   template <bool kWritable>
-  RoutingPlan plan(const ArrayArg<kWritable>& slab, PlanSizes sizes);
+  RoutingPlan plan(const ArrayArg<kWritable>& buffer, PlanSizes sizes);
 
   // function(arguments..., stream) without the GIL.
   template <typename Function, typename... Arguments>

@@ -385,9 +385,9 @@ nb::object empty_plan(nb::handle like, nb::tuple sizes) {
       align > kTile || capacity > kMost)
     return nb::none();
   const RoutingPlan plan{{}, tokens, slots, experts, align, capacity};
-  const nb::object slab = allocate(function, {{plan.slab_size()}, 1}, torch->dtypes["int32"]);
-  if (!slab.is_valid()) return nb::none();
-  PyObject* values[] = {slab.ptr(),     sizes[0].ptr(), sizes[1].ptr(),
+  const nb::object buffer = allocate(function, {{plan.buffer_size()}, 1}, torch->dtypes["int32"]);
+  if (!buffer.is_valid()) return nb::none();
+  PyObject* values[] = {buffer.ptr(),   sizes[0].ptr(), sizes[1].ptr(),
                         sizes[2].ptr(), sizes[3].ptr(), sizes[4].ptr()};
   return torch->plan.instance(values);
 }

@@ -18,7 +18,7 @@ void attach_torch(nanobind::dict objects);
 // where a forward-mode gradient is taken, or one of the `arrays` requires grad, it calls `watched`
 // instead, with the tuple, which does all that by itself. Bit i of `arrays` and `written`: flat
 // argument i. kinds, a character an argument: '3' an Fp8Tensor's data, scale and layout, '2' the
-// first two of them (of another array: itself, and none), 'p' a RoutingPlan's slab and sizes, '.'
+// first two of them (of another array: itself, and none), 'p' a RoutingPlan's buffer and sizes, '.'
 // itself. Subclasses, uint8 codes and other frameworks' arrays are taken apart in Python.
 nanobind::object eager(nanobind::object direct, nanobind::object watched, const char* kinds,
                        uint64_t arrays, uint64_t written);
@@ -33,7 +33,7 @@ nanobind::object empty(nanobind::handle like, nanobind::handle shape, nanobind::
 nanobind::object empty_fp8(nanobind::handle like, nanobind::handle shape, nanobind::handle layout,
                            nanobind::handle fp8_dtype, nanobind::handle pow2);
 
-// The same for a RoutingPlan, of whose slab nothing is written; None for sizes no plan can have,
+// The same for a RoutingPlan, of whose buffer nothing is written; None for sizes no plan can have,
 // too.
 nanobind::object empty_plan(nanobind::handle like, nanobind::tuple sizes);
 

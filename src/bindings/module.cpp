@@ -1,10 +1,12 @@
 // The extension _C: one m.def an op, arguments as in fp8moe/ops.h, flattened.
 //
 // An Fp8Tensor argument `q` is `q`, `q_scale` and, where more than one is legal, `q_layout` ("row",
-// "gemm" or "block"); a RoutingPlan is `plan` (its slab) and its five sizes, zero without a plan.
+// "gemm" or "block"); a RoutingPlan is `plan` (its buffer) and its five sizes, zero without a plan.
 // None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -90,7 +92,7 @@ void bind_movement(nb::module_& m) {
   m.def(
       "permute_pad",
       [](In x, In x_scale, Layout x_layout, In plan, PLAN_SIZES, In probs, Out y, Out y_scale,
-         Layout y_layout, Out permuted_probs, bool zero_unweighted) {
+         Layout y_layout, Out row_probs, bool zero_unweighted) {
         Call op("permute_pad");
         if (x_scale.given || y_scale.given) {
           using F = void (*)(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
@@ -98,29 +100,29 @@ void bind_movement(nb::module_& m) {
           op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x", true),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
                  op.tensor(probs, "probs"), op.fp8(y, y_scale, y_layout, "y"),
-                 op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
+                 op.tensor(row_probs, "row_probs"), zero_unweighted);
         } else {
           using F = void (*)(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
                              const Tensor&, bool, Stream);
           op.run(static_cast<F>(permute_pad), op.tensor(x, "x"),
                  op.plan(plan, {tokens, slots, experts, align, capacity}),
-                 op.tensor(probs, "probs"), op.tensor(y, "y"),
-                 op.tensor(permuted_probs, "permuted_probs"), zero_unweighted);
+                 op.tensor(probs, "probs"), op.tensor(y, "y"), op.tensor(row_probs, "row_probs"),
+                 zero_unweighted);
         }
       },
       "x"_a, "x_scale"_a.none(), "x_layout"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "y"_a,
-      "y_scale"_a.none(), "y_layout"_a, "permuted_probs"_a.none(), "zero_unweighted"_a);
+      "y_scale"_a.none(), "y_layout"_a, "row_probs"_a.none(), "zero_unweighted"_a);
 
   m.def(
       "permute_pad_backward",
-      [](In dy, In plan, PLAN_SIZES, In permuted_dprobs, Out dx, Out dprobs) {
+      [](In dy, In plan, PLAN_SIZES, In row_dprobs, Out dx, Out dprobs) {
         Call op("permute_pad_backward");
         op.run(permute_pad_backward, op.tensor(dy, "dy"),
                op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.tensor(permuted_dprobs, "permuted_dprobs"), op.tensor(dx, "dx"),
+               op.tensor(row_dprobs, "row_dprobs"), op.tensor(dx, "dx"),
                op.tensor(dprobs, "dprobs"));
       },
-      "dy"_a, "plan"_a, PLAN_NAMES, "permuted_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
+      "dy"_a, "plan"_a, PLAN_NAMES, "row_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
 
   m.def(
       "unpermute_unpad",
@@ -228,37 +230,36 @@ void bind_transposes(nb::module_& m) {
 
 void bind_activation(nb::module_& m) {
   m.def(
-      "swiglu_quantize",
-      [](In z, In plan, PLAN_SIZES, In probs, double clamp, Out h, Out h_scale, Layout h_layout,
+      "act_quantize",
+      [](In z, In plan, PLAN_SIZES, In probs, double limit, Out h, Out h_scale, Layout h_layout,
          Out z_q, Out z_q_scale, Layout z_q_layout, bool pow2, double eps) {
-        Call op("swiglu_quantize");
-        op.run(swiglu_quantize, op.tensor(z, "z"),
+        Call op("act_quantize");
+        op.run(act_quantize, op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               static_cast<float>(clamp), op.fp8(h, h_scale, h_layout, "h"),
+               static_cast<float>(limit), op.fp8(h, h_scale, h_layout, "h"),
                op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), rule(pow2, eps));
       },
-      "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "clamp"_a, "h"_a, "h_scale"_a,
+      "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "limit"_a, "h"_a, "h_scale"_a,
       "h_layout"_a, "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
 
   m.def(
-      "swiglu_quantize_backward",
-      [](In dh, In z, In z_q, In z_q_scale, Layout z_q_layout, In plan, PLAN_SIZES, In probs,
-         double clamp, Out dz, Out dz_scale, Layout dz_layout, Out dprobs, Out dz_columns,
-         Out dz_columns_scale, Layout dz_columns_layout, Out h_columns, Out h_columns_scale,
-         Layout h_columns_layout, bool pow2, double eps) {
-        Call op("swiglu_quantize_backward");
-        op.run(swiglu_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
-               op.fp8(z_q, z_q_scale, z_q_layout, "z_q"),
+      "act_quantize_backward",
+      [](In dh, In z, In plan, PLAN_SIZES, In probs, double limit, Out dz, Out dz_scale,
+         Layout dz_layout, Out dprobs, Out dz_columns, Out dz_columns_scale,
+         Layout dz_columns_layout, Out h_columns, Out h_columns_scale, Layout h_columns_layout,
+         bool pow2, double eps) {
+        Call op("act_quantize_backward");
+        op.run(act_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
                op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               static_cast<float>(clamp), op.fp8(dz, dz_scale, dz_layout, "dz"),
+               static_cast<float>(limit), op.fp8(dz, dz_scale, dz_layout, "dz"),
                op.tensor(dprobs, "dprobs"),
                op.fp8(dz_columns, dz_columns_scale, dz_columns_layout, "dz_columns"),
                op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"), rule(pow2, eps));
       },
-      "dh"_a, "z"_a.none(), "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "plan"_a.none(),
-      PLAN_NAMES, "probs"_a.none(), "clamp"_a, "dz"_a, "dz_scale"_a, "dz_layout"_a,
-      "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(), "dz_columns_layout"_a,
-      "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a, "pow2"_a, "eps"_a);
+      "dh"_a, "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "limit"_a, "dz"_a, "dz_scale"_a,
+      "dz_layout"_a, "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(),
+      "dz_columns_layout"_a, "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a,
+      "pow2"_a, "eps"_a);
 }
 
 void bind_gemm(nb::module_& m) {
@@ -320,28 +321,44 @@ NB_MODULE(_C, m) {
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
   m.def(
       "explain_grouped_gemm",
-      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count) {
-        const std::string_view name = gemm;
-        if (name != "fprop" && name != "dgrad" && name != "wgrad")
-          throw InvalidArgument("[explain_grouped_gemm] gemm must be fprop, dgrad or wgrad; got " +
-                                std::string(name));
-        const GemmChoice c = explain_grouped_gemm(name == "fprop"   ? GemmPass::fprop
-                                                  : name == "dgrad" ? GemmPass::dgrad
-                                                                    : GemmPass::wgrad,
-                                                  m, n, k, experts, sm_count);
+      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
+         const char* out_dtype, bool accumulate, const char* columns) {
+        // The place of `given` among the words.
+        const auto word = [](const char* what, std::string_view given,
+                             std::initializer_list<std::string_view> words) {
+          const auto at = std::find(words.begin(), words.end(), given);
+          if (at != words.end()) return at - words.begin();
+          std::string text = std::string("[explain_grouped_gemm] ") + what + " must be ";
+          for (std::string_view w : words)
+            text.append(w).append(w == words.end()[-1] ? "" : " or ");
+          throw InvalidArgument(text + "; got " + std::string(given));
+        };
+        const GemmChoice c = explain_grouped_gemm(
+            {.pass = static_cast<GemmPass>(word("gemm", gemm, {"fprop", "dgrad", "wgrad"})),
+             .m = m,
+             .n = n,
+             .k = k,
+             .experts = experts,
+             .sm_count = sm_count,
+             .out =
+                 word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
+             .accumulate = accumulate,
+             .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
+                                                                      : ScaleLayout::block});
         nb::typed<nb::dict, nb::str, nb::any> d;
         d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
         d["stages"] = c.stages;
         d["shared_bytes"] = c.shared_bytes;
-        d["band"] = c.band;
-        d["taken"] = c.taken;
+        d["raster_group"] = c.raster_group;
+        d["dynamic"] = c.dynamic;
         d["tiles"] = c.tiles;
         d["waves"] = c.waves;
         d["idle"] = c.idle;
         d["waste"] = c.waste;
         return d;
       },
-      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a,
+      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, "out_dtype"_a = "bfloat16",
+      "accumulate"_a = false, "columns"_a = "block",
       "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
   m.def("build_info", [] {
     const BuildInfo info = build_info();

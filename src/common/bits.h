@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/hd.h"
+#include "common/host_device.h"
 
 namespace fp8moe {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "common/hd.h"
+#include "common/host_device.h"
 
 namespace fp8moe {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "common/bits.h"
-#include "common/hd.h"
+#include "common/host_device.h"
 
 namespace fp8moe {
 

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "common/bits.h"
-#include "common/hd.h"
+#include "common/host_device.h"
 
 namespace fp8moe {
 
@@ -42,15 +42,15 @@ FP8MOE_HD float pinned_sigmoid(float x) {
 }
 
 struct SwigluInput {
-  float gate;      // after the clamp
-  float up;        // after the clamp
-  bool gate_open;  // the clamp lets the gradient through
+  float gate;      // after the limit
+  float up;        // after the limit
+  bool gate_open;  // the limit lets the gradient through
   bool up_open;
 };
 
-// clamp > 0: gate <= clamp, |up| <= clamp; NaN passes. Without branches, so that a loop vectorizes.
-FP8MOE_HD SwigluInput clamp_swiglu(float gate, float up, float clamp) {
-  const float bound = clamp > 0.0f ? clamp : bit_cast<float>(0x7F800000u);
+// limit > 0: gate <= limit, |up| <= limit; NaN passes. Without branches, so that a loop vectorizes.
+FP8MOE_HD SwigluInput clamp_swiglu(float gate, float up, float limit) {
+  const float bound = limit > 0.0f ? limit : bit_cast<float>(0x7F800000u);
   const bool gate_open = !(gate > bound);
   const bool up_open = !(up > bound) & !(up < -bound);
   return {gate_open ? gate : bound,

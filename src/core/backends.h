@@ -1,21 +1,12 @@
 // The two backends behind the door: the same functions, arguments already checked.
 #pragma once
 
-#include "fp8moe/ops.h"
-
-namespace fp8moe::cpu {
-#include "core/backend_ops.inc"
-}  // namespace fp8moe::cpu
-
-#if FP8MOE_HAS_CUDA
-namespace fp8moe::cuda {
-#include "core/backend_ops.inc"
-// Refuses a machine without driver or GPU, and a GPU that is not compute capability 9.0.
-void require_device(Device device, const char* op);
-}  // namespace fp8moe::cuda
+#include "cpu/ops.h"
+#include "cuda/ops.h"
 
 // FP8MOE_DISPATCH("op", device, op(arguments)): returns what the backend of `device` returns. The
 // last statement of an op.
+#if FP8MOE_HAS_CUDA
 #define FP8MOE_DISPATCH(op, device, ...)    \
   do {                                      \
     if ((device).type == DeviceType::cpu) { \

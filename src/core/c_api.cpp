@@ -4,7 +4,7 @@
 #include <new>
 #include <string>
 
-#include "core/check.h"
+#include "common/check.h"
 #include "fp8moe/ops.h"
 
 namespace fp8moe {
@@ -105,7 +105,7 @@ RoutingPlan sizes(const fp8moe_plan& c) {
 RoutingPlan plan(const fp8moe_plan* c) {
   if (c == nullptr) return {};
   RoutingPlan plan = sizes(*c);
-  plan.slab = tensor(&c->slab);
+  plan.buffer = tensor(&c->buffer);
   return plan;
 }
 
@@ -145,7 +145,7 @@ fp8moe_build_info fp8moe_get_build_info(void) {
 
 int64_t fp8moe_plan_rows(const fp8moe_plan* p) { return size(p, &RoutingPlan::rows); }
 int64_t fp8moe_plan_columns(const fp8moe_plan* p) { return size(p, &RoutingPlan::columns); }
-int64_t fp8moe_plan_slab_size(const fp8moe_plan* p) { return size(p, &RoutingPlan::slab_size); }
+int64_t fp8moe_plan_buffer_size(const fp8moe_plan* p) { return size(p, &RoutingPlan::buffer_size); }
 int64_t fp8moe_plan_tokens_per_expert_at(const fp8moe_plan* p) {
   return size(p, &RoutingPlan::tokens_per_expert_at);
 }
@@ -201,27 +201,25 @@ fp8moe_status fp8moe_plan_from_counts(const fp8moe_tensor* tokens_per_expert, co
 
 fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* p,
                                  const fp8moe_tensor* probs, const fp8moe_tensor* y,
-                                 const fp8moe_tensor* permuted_probs, void* stream) {
+                                 const fp8moe_tensor* row_probs, void* stream) {
   return guarded([&] {
-    permute_pad(tensor(x), plan(p), tensor(probs), tensor(y), tensor(permuted_probs), false,
-                {stream});
+    permute_pad(tensor(x), plan(p), tensor(probs), tensor(y), tensor(row_probs), false, {stream});
   });
 }
 
 fp8moe_status fp8moe_permute_pad_fp8(const fp8moe_fp8_tensor* x, const fp8moe_plan* p,
                                      const fp8moe_tensor* probs, const fp8moe_fp8_tensor* y,
-                                     const fp8moe_tensor* permuted_probs, void* stream) {
+                                     const fp8moe_tensor* row_probs, void* stream) {
   return guarded([&] {
-    permute_pad(fp8(x), plan(p), tensor(probs), fp8(y), tensor(permuted_probs), false, {stream});
+    permute_pad(fp8(x), plan(p), tensor(probs), fp8(y), tensor(row_probs), false, {stream});
   });
 }
 
 fp8moe_status fp8moe_permute_pad_backward(const fp8moe_tensor* dy, const fp8moe_plan* p,
-                                          const fp8moe_tensor* permuted_dprobs,
-                                          const fp8moe_tensor* dx, const fp8moe_tensor* dprobs,
-                                          void* stream) {
+                                          const fp8moe_tensor* row_dprobs, const fp8moe_tensor* dx,
+                                          const fp8moe_tensor* dprobs, void* stream) {
   return guarded([&] {
-    permute_pad_backward(tensor(dy), plan(p), tensor(permuted_dprobs), tensor(dx), tensor(dprobs),
+    permute_pad_backward(tensor(dy), plan(p), tensor(row_dprobs), tensor(dx), tensor(dprobs),
                          {stream});
   });
 }
@@ -306,24 +304,25 @@ fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* 
       [&] { count_codes(fp8(q), plan(p), fp8(columns), stride, tensor(counts), {stream}); });
 }
 
-fp8moe_status fp8moe_swiglu_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
-                                     const fp8moe_tensor* probs, float clamp,
-                                     const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* z_q,
-                                     fp8moe_scale_rule r, void* stream) {
+fp8moe_status fp8moe_act_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
+                                  const fp8moe_tensor* probs, float limit,
+                                  const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* z_q,
+                                  fp8moe_scale_rule r, void* stream) {
   return guarded([&] {
-    swiglu_quantize(tensor(z), plan(p), tensor(probs), clamp, fp8(h), fp8(z_q), rule(r), {stream});
+    act_quantize(tensor(z), plan(p), tensor(probs), limit, fp8(h), fp8(z_q), rule(r), {stream});
   });
 }
 
-fp8moe_status fp8moe_swiglu_quantize_backward(
-    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_fp8_tensor* z_q,
-    const fp8moe_plan* p, const fp8moe_tensor* probs, float clamp, const fp8moe_fp8_tensor* dz,
-    const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
-    const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule r, void* stream) {
+fp8moe_status fp8moe_act_quantize_backward(const fp8moe_tensor* dh, const fp8moe_tensor* z,
+                                           const fp8moe_plan* p, const fp8moe_tensor* probs,
+                                           float limit, const fp8moe_fp8_tensor* dz,
+                                           const fp8moe_tensor* dprobs,
+                                           const fp8moe_fp8_tensor* dz_columns,
+                                           const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule r,
+                                           void* stream) {
   return guarded([&] {
-    swiglu_quantize_backward(tensor(dh), tensor(z), fp8(z_q), plan(p), tensor(probs), clamp,
-                             fp8(dz), tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r),
-                             {stream});
+    act_quantize_backward(tensor(dh), tensor(z), plan(p), tensor(probs), limit, fp8(dz),
+                          tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r), {stream});
   });
 }
 

@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -24,7 +24,7 @@ void count_codes(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& c
   FP8MOE_CHECK(stride >= 1, "[count_codes] stride must be at least 1; got ", stride);
   check.tensor(counts, "counts", {kCodeCounts});
   check.dtype(counts, "counts", {DType::i64});
-  check.disjoint({{counts, "counts"}}, {{q, "q"}, {columns, "columns"}, {plan.slab, "plan"}});
+  check.disjoint({{counts, "counts"}}, {{q, "q"}, {columns, "columns"}, {plan.buffer, "plan"}});
   if (q.data.numel() == 0) return;
   FP8MOE_DISPATCH("count_codes", q.data.device,
                   count_codes(q, plan, columns, stride, counts, stream));

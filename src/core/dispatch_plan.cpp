@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -16,15 +16,15 @@ void check_ranks(const Checker& check, const RoutingPlan& plan) {
 }  // namespace
 
 int64_t dispatch_plan_workspace(const RoutingPlan& plan) {
-  check_ranks(Checker("dispatch_plan", plan.slab.device), plan);
-  FP8MOE_DISPATCH("dispatch_plan", plan.slab.device, dispatch_plan_workspace(plan));
+  check_ranks(Checker("dispatch_plan", plan.buffer.device), plan);
+  FP8MOE_DISPATCH("dispatch_plan", plan.buffer.device, dispatch_plan_workspace(plan));
 }
 
 void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
                    const RoutingPlan& plan, const Tensor& counts, const Tensor& workspace,
                    Stream stream) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
-  const Checker check("dispatch_plan", plan.slab.device);
+  const Checker check("dispatch_plan", plan.buffer.device);
   check_ranks(check, plan);
   check.ndim(topk_idx, "topk_idx", 2);
   check.tensor(topk_idx, "topk_idx", {plan.tokens, topk_idx.shape[1]});
@@ -41,9 +41,9 @@ void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
   check.tensor(counts, "counts", {plan.experts, 2});
   check.dtype(counts, "counts", {DType::i32});
   check.workspace(workspace, dispatch_plan_workspace(plan));
-  check.disjoint({{plan.slab, "plan"}, {counts, "counts"}, {workspace, "workspace"}},
+  check.disjoint({{plan.buffer, "plan"}, {counts, "counts"}, {workspace, "workspace"}},
                  {{topk_idx, "topk_idx"}});
-  FP8MOE_DISPATCH("dispatch_plan", plan.slab.device,
+  FP8MOE_DISPATCH("dispatch_plan", plan.buffer.device,
                   dispatch_plan(topk_idx, num_experts, segment, plan, counts, workspace, stream));
 }
 

@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -20,7 +20,7 @@ void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& pla
   check.tensor(d, "d", {rows, n});
   check.dtype(d, "d", {DType::bf16, DType::f32});
   check.aligned(d, "d");
-  check.disjoint({{d, "d"}}, {{a, "a"}, {w, "w"}, {plan.slab, "plan"}});
+  check.disjoint({{d, "d"}}, {{a, "a"}, {w, "w"}, {plan.buffer, "plan"}});
   if (d.numel() == 0) return;
   FP8MOE_DISPATCH("grouped_gemm", a.data.device, grouped_gemm(a, w, plan, d, stream));
 }

@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -23,7 +23,7 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   check.tensor(dw, "dw", {plan.experts, n, k});
   check.dtype(dw, "dw", {DType::f32, DType::bf16});
   check.aligned(dw, "dw");
-  check.disjoint({{dw, "dw"}}, {{dy_t, "dy_t"}, {x_t, "x_t"}, {plan.slab, "plan"}});
+  check.disjoint({{dw, "dw"}}, {{dy_t, "dy_t"}, {x_t, "x_t"}, {plan.buffer, "plan"}});
   if (dw.numel() == 0) return;
   FP8MOE_DISPATCH("grouped_gemm_wgrad", dy_t.data.device,
                   grouped_gemm_wgrad(dy_t, x_t, plan, dw, accumulate, stream));

@@ -1,11 +1,11 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
-void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& permuted_dprobs,
+void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& row_dprobs,
                           const Tensor& dx, const Tensor& dprobs, Stream stream) {
-  const Checker check("permute_pad_backward", plan.slab.device);
+  const Checker check("permute_pad_backward", plan.buffer.device);
   check.plan(plan);
   check.ndim(dy, "dy", 2);
   const int64_t c = dy.shape[1];
@@ -16,20 +16,20 @@ void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tenso
   check.dtype(dx, "dx", {dy.dtype});
   check.aligned(dy, "dy");
   check.aligned(dx, "dx");
-  FP8MOE_CHECK(permuted_dprobs.defined() == dprobs.defined(),
-               "[permute_pad_backward] permuted_dprobs and dprobs are given together; got only ",
-               dprobs.defined() ? "dprobs" : "permuted_dprobs");
+  FP8MOE_CHECK(row_dprobs.defined() == dprobs.defined(),
+               "[permute_pad_backward] row_dprobs and dprobs are given together; got only ",
+               dprobs.defined() ? "dprobs" : "row_dprobs");
   if (dprobs.defined()) {
-    check.tensor(permuted_dprobs, "permuted_dprobs", {plan.rows()});
-    check.dtype(permuted_dprobs, "permuted_dprobs", {DType::f32});
+    check.tensor(row_dprobs, "row_dprobs", {plan.rows()});
+    check.dtype(row_dprobs, "row_dprobs", {DType::f32});
     check.tensor(dprobs, "dprobs", {plan.tokens, plan.slots});
     check.dtype(dprobs, "dprobs", {DType::f32});
   }
   check.disjoint({{dx, "dx"}, {dprobs, "dprobs"}},
-                 {{dy, "dy"}, {permuted_dprobs, "permuted_dprobs"}, {plan.slab, "plan"}});
+                 {{dy, "dy"}, {row_dprobs, "row_dprobs"}, {plan.buffer, "plan"}});
   if (plan.tokens == 0) return;
-  FP8MOE_DISPATCH("permute_pad_backward", plan.slab.device,
-                  permute_pad_backward(dy, plan, permuted_dprobs, dx, dprobs, stream));
+  FP8MOE_DISPATCH("permute_pad_backward", plan.buffer.device,
+                  permute_pad_backward(dy, plan, row_dprobs, dx, dprobs, stream));
 }
 
 }  // namespace fp8moe

@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -13,7 +13,7 @@ void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp
   check.multiple(c, "q.shape[1]", 16);
   check.columns(columns, "columns", c, plan);
   check.dtype(columns.data, "columns (the format of q)", {q.data.dtype});
-  check.disjoint({{columns, "columns"}, {plan.slab, "plan"}}, {{q, "q"}});  // plan: status
+  check.disjoint({{columns, "columns"}, {plan.buffer, "plan"}}, {{q, "q"}});  // plan: status
   if (columns.data.numel() == 0) return;
   FP8MOE_DISPATCH("permute_transpose_fp8", q.data.device,
                   permute_transpose_fp8(q, plan, columns, stream));

@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -40,7 +40,7 @@ void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
   check.aligned(packed, "packed");
   check.rule(rule);
   check.disjoint({{packed, "packed"}},
-                 {{x, "x"}, {topk_idx, "topk_idx"}, {probs, "probs"}, {plan.slab, "plan"}});
+                 {{x, "x"}, {topk_idx, "topk_idx"}, {probs, "probs"}, {plan.buffer, "plan"}});
   if (packed.numel() == 0) return;
   FP8MOE_DISPATCH("quantize_pack", x.device,
                   quantize_pack(x, topk_idx, probs, num_experts, plan, packed, fp8, rule, stream));

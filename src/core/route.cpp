@@ -1,17 +1,17 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
 int64_t route_workspace(const RoutingPlan& plan) {
-  const Checker check("route", plan.slab.device);
+  const Checker check("route", plan.buffer.device);
   check.plan(plan);
-  FP8MOE_DISPATCH("route", plan.slab.device, route_workspace(plan));
+  FP8MOE_DISPATCH("route", plan.buffer.device, route_workspace(plan));
 }
 
 void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
            const Tensor& workspace, Stream stream) {
-  const Checker check("route", plan.slab.device);
+  const Checker check("route", plan.buffer.device);
   check.plan(plan);
   FP8MOE_CHECK(topk_idx.defined() != routing_map.defined(),
                "[route] exactly one of topk_idx and routing_map is given; got ",
@@ -26,9 +26,10 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
     check.dtype(routing_map, "routing_map", {DType::boolean, DType::u8, DType::i32, DType::i64});
   }
   check.workspace(workspace, route_workspace(plan));
-  check.disjoint({{plan.slab, "plan"}, {workspace, "workspace"}},
+  check.disjoint({{plan.buffer, "plan"}, {workspace, "workspace"}},
                  {{topk_idx, "topk_idx"}, {routing_map, "routing_map"}});
-  FP8MOE_DISPATCH("route", plan.slab.device, route(topk_idx, routing_map, plan, workspace, stream));
+  FP8MOE_DISPATCH("route", plan.buffer.device,
+                  route(topk_idx, routing_map, plan, workspace, stream));
 }
 
 }  // namespace fp8moe

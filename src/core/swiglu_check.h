@@ -1,14 +1,16 @@
-// The checks swiglu_quantize and its backward share.
+// The checks act_quantize and its backward share.
 #pragma once
 
+#include <cmath>
+
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
 // [rows, width] of z = [gate | up], the plan if any, probs [rows] if any.
 inline void check_swiglu(const Checker& check, int64_t rows, int64_t width, const RoutingPlan& plan,
-                         const Tensor& probs, float clamp) {
+                         const Tensor& probs, float limit) {
   FP8MOE_CHECK(width % 32 == 0, "[", check.op(),
                "] z.shape[1] must be twice a multiple of 16; got ", width);
   if (plan.defined()) {
@@ -20,8 +22,11 @@ inline void check_swiglu(const Checker& check, int64_t rows, int64_t width, cons
     check.tensor(probs, "probs", {rows});
     check.dtype(probs, "probs", {DType::f32});
   }
-  FP8MOE_CHECK(clamp >= 0.0f, "[", check.op(), "] clamp must be positive, or 0 for none; got ",
-               clamp);
+  FP8MOE_CHECK(limit > 0.0f, "[", check.op(), "] limit must be positive, infinity for none; got ",
+               limit);
 }
+
+// As the backends have it: 0 stands for no limit.
+inline float backend_limit(float limit) { return std::isinf(limit) ? 0.0f : limit; }
 
 }  // namespace fp8moe

@@ -1,5 +1,5 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
@@ -14,7 +14,7 @@ void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor&
   check.columns(columns, "columns", c, plan);
   check.dtype(columns.data, "columns (the format of q)", {q.data.dtype});
   check.rule(rule);
-  check.disjoint({{columns, "columns"}, {plan.slab, "plan"}}, {{q, "q"}});  // plan: status
+  check.disjoint({{columns, "columns"}, {plan.buffer, "plan"}}, {{q, "q"}});  // plan: status
   if (q.data.numel() == 0) return;
   FP8MOE_DISPATCH("transpose_fp8", q.data.device,
                   transpose_fp8(q, plan, columns, requantize, rule, stream));

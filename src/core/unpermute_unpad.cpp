@@ -1,11 +1,11 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
 void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
                      const Tensor& out, Stream stream) {
-  const Checker check("unpermute_unpad", plan.slab.device);
+  const Checker check("unpermute_unpad", plan.buffer.device);
   check.plan(plan);
   check.ndim(y, "y", 2);
   const int64_t c = y.shape[1];
@@ -20,9 +20,9 @@ void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& pro
     check.tensor(probs, "probs", {plan.tokens, plan.slots});
     check.dtype(probs, "probs", {DType::f32});
   }
-  check.disjoint({{out, "out"}}, {{y, "y"}, {probs, "probs"}, {plan.slab, "plan"}});
+  check.disjoint({{out, "out"}}, {{y, "y"}, {probs, "probs"}, {plan.buffer, "plan"}});
   if (plan.tokens == 0) return;
-  FP8MOE_DISPATCH("unpermute_unpad", plan.slab.device,
+  FP8MOE_DISPATCH("unpermute_unpad", plan.buffer.device,
                   unpermute_unpad(y, plan, probs, out, stream));
 }
 

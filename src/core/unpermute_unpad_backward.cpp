@@ -1,12 +1,12 @@
+#include "common/check.h"
 #include "core/backends.h"
-#include "core/check.h"
 
 namespace fp8moe {
 
 void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
                               const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
                               Stream stream) {
-  const Checker check("unpermute_unpad_backward", plan.slab.device);
+  const Checker check("unpermute_unpad_backward", plan.buffer.device);
   check.plan(plan);
   check.ndim(dout, "dout", 2);
   const int64_t c = dout.shape[1];
@@ -31,9 +31,9 @@ void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const
     check.dtype(dprobs, "dprobs", {DType::f32});
   }
   check.disjoint({{dy, "dy"}, {dprobs, "dprobs"}},
-                 {{dout, "dout"}, {y, "y"}, {probs, "probs"}, {plan.slab, "plan"}});
+                 {{dout, "dout"}, {y, "y"}, {probs, "probs"}, {plan.buffer, "plan"}});
   if (plan.tokens == 0) return;
-  FP8MOE_DISPATCH("unpermute_unpad_backward", plan.slab.device,
+  FP8MOE_DISPATCH("unpermute_unpad_backward", plan.buffer.device,
                   unpermute_unpad_backward(dout, plan, y, probs, dy, dprobs, stream));
 }
 

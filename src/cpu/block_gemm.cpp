@@ -9,9 +9,9 @@
 #include <cstring>
 #include <memory>
 
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
 #include "cpu/gemm_tile.h"
+#include "cpu/multiversion.h"
 
 namespace fp8moe::cpu {
 namespace {

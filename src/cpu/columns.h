@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/lines.h"
 #include "cpu/plan_check.h"
 #include "cpu/tile.h"
+#include "cpu/transpose_band.h"
 #include "fp8moe/plan.h"
 
 namespace fp8moe::cpu {

@@ -1,11 +1,11 @@
 // What quantization and the FP8-domain transpose lost, counted over every stride-th row.
 #include <algorithm>
 
+#include "common/dispatch.h"
 #include "common/fp8.h"
 #include "common/scale.h"
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 #include "cpu/row_scales.h"
 

@@ -1,7 +1,7 @@
 // x = decode(q) * scale_inv in f32, rounded to x's dtype; q [M, K], or [E, M, K] in block layout.
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 #include "cpu/tile.h"
 
 namespace fp8moe::cpu {

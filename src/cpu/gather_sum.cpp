@@ -3,8 +3,8 @@
 #include <cmath>
 #include <vector>
 
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
+#include "cpu/multiversion.h"
 
 namespace fp8moe::cpu {
 

@@ -1,6 +1,6 @@
 // d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
-#include "core/backends.h"
 #include "cpu/block_gemm.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {

@@ -1,6 +1,6 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
-#include "core/backends.h"
 #include "cpu/block_gemm.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {

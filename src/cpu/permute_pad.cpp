@@ -1,7 +1,7 @@
 // permute_pad: rows, scales and probs of tokens to the rows of the plan; padding rows are zero.
 #include <cstring>
 
-#include "core/backends.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 #include "cpu/row_scales.h"
 
@@ -14,7 +14,7 @@ constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layou
 }  // namespace
 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted, Stream) {
+                 const Fp8Tensor& y, const Tensor& row_probs, bool zero_unweighted, Stream) {
   check_rows("permute_pad", plan);
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
   const int64_t from_stride = x.data.stride() * size_of(x.data.dtype);
@@ -33,7 +33,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
       if (probs.defined()) {
         const float prob =
             token < 0 ? 0.0f : probs.as<const float>()[token * plan.slots + slot_of_row[row]];
-        permuted_probs.as<float>()[row] = prob;
+        row_probs.as<float>()[row] = prob;
         if (zero_unweighted && prob == 0.0f) token = -1;
       }
       if (token < 0) {

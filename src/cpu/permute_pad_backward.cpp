@@ -1,6 +1,6 @@
 // permute_pad_backward: each token's rows summed, the gradient of its probs gathered.
-#include "core/backends.h"
 #include "cpu/gather_sum.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {
@@ -11,7 +11,7 @@ constexpr int64_t kSerial = 1 << 14;  // fewer probs than this are not worth wak
 
 }  // namespace
 
-void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& permuted_dprobs,
+void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& row_dprobs,
                           const Tensor& dx, const Tensor& dprobs, Stream) {
   check_row_of("permute_pad_backward", plan);
   gather_sum(dy, plan, {}, dx);
@@ -20,7 +20,7 @@ void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tenso
   const int64_t assignments = plan.tokens * plan.slots;
 #pragma omp parallel for schedule(static) if (assignments > kSerial)
   for (int64_t i = 0; i < assignments; ++i)
-    dprobs.as<float>()[i] = row_of[i] < 0 ? 0.0f : permuted_dprobs.as<const float>()[row_of[i]];
+    dprobs.as<float>()[i] = row_of[i] < 0 ? 0.0f : row_dprobs.as<const float>()[row_of[i]];
 }
 
 }  // namespace fp8moe::cpu

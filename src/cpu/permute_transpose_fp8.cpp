@@ -1,5 +1,5 @@
 // columns = transpose_fp8(permute_pad(q)): the tokens are gathered on the way.
-#include "core/backends.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 #include "cpu/shift_columns.h"
 

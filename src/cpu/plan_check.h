@@ -1,9 +1,9 @@
-// What the CPU backend reads from a plan's slab is checked before it is used as an index: a slab
-// that was never filled, or was filled for other sizes, is an error and not a wild access.
+// What the CPU backend reads from a plan's buffer is checked before it is used as an index: a
+// buffer that was never filled, or was filled for other sizes, is an error and not a wild access.
 #pragma once
 
-#include "core/check.h"
-#include "cpu/clones.h"
+#include "common/check.h"
+#include "cpu/multiversion.h"
 #include "fp8moe/plan.h"
 
 namespace fp8moe::cpu {

@@ -1,8 +1,8 @@
 // plan_from_counts: the rows of each group, in their order, are the rows of its expert.
 #include <vector>
 
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
+#include "cpu/ops.h"
 #include "cpu/plan_layout.h"
 
 namespace fp8moe::cpu {

@@ -11,7 +11,7 @@ namespace fp8moe::cpu {
 // col_blocks, from the sections before it.
 inline void lay_out_blocks(const RoutingPlan& plan) {
   int32_t* block = plan.col_blocks();
-  int32_t* const end = plan.slab.as<int32_t>() + plan.slab_size();
+  int32_t* const end = plan.buffer.as<int32_t>() + plan.buffer_size();
   const auto put = [&](int32_t row, int32_t tokens, int32_t rows, int32_t expert) {
     for (int32_t word : {row, tokens, rows, expert}) *block++ = word;
   };

@@ -1,7 +1,7 @@
 // q = Q(x): x [M, K], one scale per tile of 1x128.
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 #include "cpu/tile.h"
 
 namespace fp8moe::cpu {

@@ -2,10 +2,10 @@
 // differs between them is which experts are local.
 #include <cstring>
 
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "core/wire.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
+#include "common/wire.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 #include "cpu/tile.h"
 

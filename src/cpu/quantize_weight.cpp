@@ -1,8 +1,8 @@
 // q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3; q_t [E, K, N] holds the same codes transposed.
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 
 namespace fp8moe::cpu {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
+#include "cpu/ops.h"
 #include "cpu/plan_layout.h"
 
 namespace fp8moe::cpu {

@@ -4,9 +4,9 @@
 
 #include <omp.h>
 
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
 #include "cpu/row_scales.h"
 #include "cpu/shift_line.h"
 

@@ -1,12 +1,12 @@
-// The row kernels of swiglu_quantize and its backward, on f32 rows, and where their results go.
+// The row kernels of act_quantize and its backward, on f32 rows, and where their results go.
 #pragma once
 
 #include <cstring>
 
+#include "common/dispatch.h"
 #include "common/swiglu.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
 #include "cpu/row_scales.h"
 #include "cpu/tile.h"
 
@@ -26,9 +26,9 @@ FP8MOE_CLONES void quantize_row(const T* x, int64_t n, ScaleRule rule, uint8_t* 
 }
 
 // h = silu(gate) up prob; z = [gate | up]
-FP8MOE_CLONES void swiglu_row(const float* z, int64_t inner, float prob, float clamp, float* h) {
+FP8MOE_CLONES void swiglu_row(const float* z, int64_t inner, float prob, float limit, float* h) {
   for (int64_t i = 0; i < inner; ++i) {
-    const SwigluInput in = clamp_swiglu(z[i], z[inner + i], clamp);
+    const SwigluInput in = clamp_swiglu(z[i], z[inner + i], limit);
     h[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
   }
 }

@@ -1,9 +1,9 @@
 // columns = the rows of q transposed expert by expert: codes shifted to one scale a tile, or, under
 // requantize, dequantized to f32 and quantized again along the tokens.
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "common/dispatch.h"
 #include "cpu/columns.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 #include "cpu/row_scales.h"
 #include "cpu/shift_columns.h"
 

@@ -1,8 +1,8 @@
 // unpack: ids and probs of received rows; codes and scales stay where they are.
 #include <cstring>
 
-#include "core/backends.h"
-#include "core/wire.h"
+#include "common/wire.h"
+#include "cpu/ops.h"
 
 namespace fp8moe::cpu {
 

@@ -1,5 +1,5 @@
-#include "core/backends.h"
 #include "cpu/gather_sum.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {

@@ -1,10 +1,10 @@
 // unpermute_unpad_backward: dy[row] = prob * dout[t], dprobs[t,s] = <y[row], dout[t]>.
 #include <cstring>
 
+#include "common/dispatch.h"
 #include "common/reduce.h"
-#include "core/backends.h"
-#include "core/dispatch.h"
-#include "cpu/clones.h"
+#include "cpu/multiversion.h"
+#include "cpu/ops.h"
 #include "cpu/plan_check.h"
 
 namespace fp8moe::cpu {

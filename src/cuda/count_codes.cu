@@ -3,12 +3,12 @@
 // a block.
 #include <algorithm>
 
+#include "common/dispatch.h"
 #include "common/fp8.h"
 #include "common/scale.h"
-#include "core/backends.h"
-#include "core/dispatch.h"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/plan.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -1,8 +1,8 @@
 // x = decode(q) * scale_inv in f32, rounded to x's dtype: 8 codes of 4 rows a thread.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/memory.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -4,9 +4,9 @@
 //   rows.
 // Both take 128 tokens at a time as a bit a token and rank: a token that names a rank twice sets
 // one bit, and the bits below a token's are the tokens of the rank that come before it.
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/device/plan_layout.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -231,7 +231,7 @@ void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
                    Stream stream) {
   FP8MOE_CHECK(plan.experts <= kMaxRanks, "[dispatch_plan] on CUDA there are at most ", kMaxRanks,
                " ranks; got ", plan.experts);
-  const DeviceGuard guard(plan.slab.device);
+  const DeviceGuard guard(plan.buffer.device);
   const Chunks chunks(plan.tokens);
   const int64_t ranks = plan.experts, slots = topk_idx.shape[1];
   const Params params{.ids = topk_idx.data,

@@ -2,7 +2,7 @@
 // flight.
 #include "cuda/gather_sum.h"
 
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/slots.cuh"
@@ -15,12 +15,12 @@ constexpr int kThreads = 128;
 constexpr int kBatch = 8;  // rows in flight
 
 struct Params {
-  const char* y;                 // [R, C]
-  char* out;                     // [T, C]
-  const int32_t* row_of;         // [T, S]
-  const float* probs;            // [T, S] or null
-  const float* permuted_dprobs;  // [R] or null
-  float* dprobs;                 // [T, S]
+  const char* y;            // [R, C]
+  char* out;                // [T, C]
+  const int32_t* row_of;    // [T, S]
+  const float* probs;       // [T, S] or null
+  const float* row_dprobs;  // [R] or null
+  float* dprobs;            // [T, S]
   int slots;
   int vectors;  // 16 bytes each, in a row
   uint64_t read_policy;
@@ -60,22 +60,21 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Par
   if (p.dprobs != nullptr)
     for (int s = threadIdx.x; s < p.slots; s += kThreads) {
       const int row = row_of[s];
-      p.dprobs[token * p.slots + s] = row < 0 ? 0.0f : p.permuted_dprobs[row];
+      p.dprobs[token * p.slots + s] = row < 0 ? 0.0f : p.row_dprobs[row];
     }
 }
 
 }  // namespace
 
 void gather_sum(const char* op, const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
-                const Tensor& out, const Tensor& permuted_dprobs, const Tensor& dprobs,
-                Stream stream) {
+                const Tensor& out, const Tensor& row_dprobs, const Tensor& dprobs, Stream stream) {
   if (plan.tokens == 0) return;
   const DeviceGuard guard(out.device);
   const Params params{.y = y.as<const char>(),
                       .out = out.as<char>(),
                       .row_of = plan.row_of(),
                       .probs = probs.as<const float>(),
-                      .permuted_dprobs = permuted_dprobs.as<const float>(),
+                      .row_dprobs = row_dprobs.as<const float>(),
                       .dprobs = dprobs.as<float>(),
                       .slots = static_cast<int>(plan.slots),
                       .vectors = static_cast<int>(out.shape[1] * size_of(out.dtype) / 16),

@@ -1,7 +1,7 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
-#include "core/backends.h"
 #include "cuda/gemm/launch.h"
 #include "cuda/gemm/problem.h"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -18,10 +18,10 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
   const bool block = dy_t.layout == ScaleLayout::block;
   const int64_t k_blocks = plan.columns() / gemm::kBlockK;
   const gemm::Config config =
-      gemm::tokens_config(block ? gemm::Kind::tokens_block : gemm::Kind::tokens_column, dw.shape[1],
-                          dw.shape[2], k_blocks, plan.experts, bf16, accumulate);
-  gemm::Params params = gemm::tokens_problem(dy_t, x_t, plan, dw, accumulate, config);
-  if (gemm::takes_tiles(k_blocks, plan.experts, accumulate && !bf16)) {
+      gemm::wgrad_config(block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128, dw.shape[1],
+                         dw.shape[2], k_blocks, plan.experts, bf16, accumulate);
+  gemm::Params params = gemm::wgrad_problem(dy_t, x_t, plan, dw, accumulate, config);
+  if (gemm::dynamic_schedule(k_blocks, plan.experts, accumulate && !bf16)) {
     static LaunchNumbers numbers(gemm::kQueues);
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }
@@ -29,9 +29,9 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
     gemm::launch<kKind>(dy_t.data.dtype, params, config, device, stream_of(stream));
   };
   if (block)
-    run.operator()<gemm::Kind::tokens_block>();
+    run.operator()<gemm::Kind::wgrad_128x128>();
   else
-    run.operator()<gemm::Kind::tokens_column>();
+    run.operator()<gemm::Kind::wgrad_1x128>();
 }
 
 }  // namespace fp8moe::cuda

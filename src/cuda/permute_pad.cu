@@ -8,11 +8,11 @@
 //
 // One block an SM, of as many warps as have room for their tokens in shared memory: all shares of
 // the work, tokens and rows, are dealt out beforehand and equal but for one.
-#include "core/backends.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/plan.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -46,8 +46,8 @@ struct Params {
   char* y;         // [R, C]
   Scales x_scale;  // of FP8 data
   Scales y_scale;
-  const float* probs;     // [T, S] or null
-  float* permuted_probs;  // [R]
+  const float* probs;  // [T, S] or null
+  float* row_probs;    // [R]
   PlanView plan;
   int64_t tokens;
   int slots;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) permute(const __grid_consta
       }
       first += 4 * kBatch;
     } while (kWide > 0 && first - part * kWide < p.x_scale.tiles);
-    if (p.probs != nullptr && row.inside && part == 0) p.permuted_probs[row.at] = row.prob;
+    if (p.probs != nullptr && row.inside && part == 0) p.row_probs[row.at] = row.prob;
   }
 
   unsigned fetched = 0;
@@ -261,11 +261,10 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) permute(const __grid_consta
 }  // namespace
 
 void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& permuted_probs, bool zero_unweighted,
-                 Stream stream) {
+                 const Fp8Tensor& y, const Tensor& row_probs, bool zero_unweighted, Stream stream) {
   const DeviceGuard guard(y.data.device);
   if (plan.tokens == 0) {  // what rows there are (of segments) are padding
-    for (const Tensor& t : {y.data, y.scale_inv, permuted_probs}) write_zeros(t, stream);
+    for (const Tensor& t : {y.data, y.scale_inv, row_probs}) write_zeros(t, stream);
     return;
   }
   const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
@@ -289,7 +288,7 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
                       .x_scale = scales_of(x),
                       .y_scale = scales_of(y),
                       .probs = probs.as<const float>(),
-                      .permuted_probs = permuted_probs.as<float>(),
+                      .row_probs = row_probs.as<float>(),
                       .plan = view_of(plan),
                       .tokens = plan.tokens,
                       .slots = static_cast<int>(plan.slots),

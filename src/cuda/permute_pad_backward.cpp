@@ -1,11 +1,11 @@
-#include "core/backends.h"
 #include "cuda/gather_sum.h"
+#include "cuda/ops.h"
 
 namespace fp8moe::cuda {
 
-void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& permuted_dprobs,
+void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& row_dprobs,
                           const Tensor& dx, const Tensor& dprobs, Stream stream) {
-  gather_sum("permute_pad_backward", dy, plan, {}, dx, permuted_dprobs, dprobs, stream);
+  gather_sum("permute_pad_backward", dy, plan, {}, dx, row_dprobs, dprobs, stream);
 }
 
 }  // namespace fp8moe::cuda

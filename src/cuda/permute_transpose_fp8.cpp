@@ -1,5 +1,5 @@
 // columns = transpose_fp8(permute_pad(q)): the tokens are gathered on the way.
-#include "core/backends.h"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 #include "cuda/shift_columns.h"
 

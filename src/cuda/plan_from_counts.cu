@@ -1,7 +1,7 @@
 // plan_from_counts: every block lays the experts out, then finds the expert of its packed rows.
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/device/plan_layout.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kLayoutThreads)
 void plan_from_counts(const Tensor& tokens_per_expert, const RoutingPlan& plan, Stream stream) {
   FP8MOE_CHECK(plan.experts <= kMaxExperts, "[plan_from_counts] on CUDA a plan has at most ",
                kMaxExperts, " experts; got ", plan.experts);
-  const DeviceGuard guard(plan.slab.device);
+  const DeviceGuard guard(plan.buffer.device);
   const auto blocks =
       static_cast<unsigned>(std::max<int64_t>(1, cdiv(plan.capacity, kLayoutThreads)));
   const auto run = [&](auto kernel, auto* counts) {

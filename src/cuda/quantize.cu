@@ -1,8 +1,8 @@
 // q = Q(x), x [M, K], by 1x128 tiles: 16 lanes a tile, 8 values a lane, 4 rows a warp in flight.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -34,7 +34,7 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
   const int column = 128 * tile + 8 * lane;
   const bool inside = column < p.k;
 
-  Eight<T> x[kRows];
+  Vec8<T> x[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     x[j].clear();

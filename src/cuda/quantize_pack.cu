@@ -2,13 +2,13 @@
 // into shared memory, as the row of the wire is, and from there one copy a rank brings codes and
 // scales to their rows; the few vectors behind them, which differ between ranks, are stored by the
 // thread of the rank.
-#include "core/backends.h"
-#include "core/check.h"
-#include "core/dispatch.h"
-#include "core/wire.h"
+#include "common/check.h"
+#include "common/dispatch.h"
+#include "common/wire.h"
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token
   const int warp = threadIdx.x / 32, half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
   const int step = static_cast<int>(blockDim.x) / 32 * kWarpTiles<T>;
   for (int first = warp * kWarpTiles<T>; first < p.tiles; first += step) {
-    Eight<T> x[kInFlight<T>];
+    Vec8<T> x[kInFlight<T>];
 #pragma unroll
     for (int j = 0; j < kInFlight<T>; ++j) {
       const int column = 128 * (first + 2 * j + half) + 8 * lane;

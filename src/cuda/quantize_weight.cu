@@ -1,10 +1,10 @@
 // q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3, and q_t, the same codes transposed: one block
 // per tile, w read once and kept packed in registers.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/eight.cuh"
 #include "cuda/device/tile.cuh"
 #include "cuda/device/transposed_codes.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -42,7 +42,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
   const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
   const int64_t base = expert * p.n * p.k;
 
-  Eight<T> x[2][4];
+  Vec8<T> x[2][4];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll

@@ -8,10 +8,10 @@
 // Key: the expert, -1 for none, E for an id that names no expert.
 #include <type_traits>
 
-#include "core/backends.h"
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/device/plan_layout.cuh"
 #include "cuda/device/slots.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
@@ -283,7 +283,7 @@ void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan&
            const Tensor& workspace, Stream stream) {
   FP8MOE_CHECK(plan.experts <= kMaxExperts, "[route] on CUDA a plan has at most ", kMaxExperts,
                " experts; got ", plan.experts);
-  const DeviceGuard guard(plan.slab.device);
+  const DeviceGuard guard(plan.buffer.device);
   const Chunks chunks(plan);
   const int keys = static_cast<int>(plan.experts) + 1;
   const Params params{.from = topk_idx.defined() ? topk_idx.data : routing_map.data,

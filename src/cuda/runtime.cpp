@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "core/backends.h"
+#include "cuda/ops.h"
 
 static_assert(CUTLASS_MAJOR > 4 || (CUTLASS_MAJOR == 4 && CUTLASS_MINOR >= 2),
               "the grouped GEMMs need CUTLASS 4.2 or newer");

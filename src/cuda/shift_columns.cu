@@ -3,7 +3,7 @@
 // tile.
 #include "cuda/shift_columns.h"
 
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/shift_blocks.cuh"
 #include "cuda/device/shift_channels.cuh"
 #include "cuda/runtime.h"

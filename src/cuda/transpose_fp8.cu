@@ -1,15 +1,15 @@
 // columns = the rows of q transposed expert by expert: codes shifted to one scale a tile, or, under
 // requantize, dequantized to f32 and quantized again along the tokens.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/swiglu.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 #include "cuda/shift_columns.h"
 
 namespace fp8moe::cuda {
 namespace {
 
-// Eight dequantized values.
+// Vec8 dequantized values.
 template <typename F>
 struct DequantizedSource {
   RowsOut q;
@@ -31,9 +31,9 @@ void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor&
   const DeviceGuard guard(q.data.device);
   if (!requantize) return shift_columns("transpose_fp8", q, plan, false, columns, stream);
   dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    quantize_from<F>("transpose_fp8", DequantizedSource<F>{rows_out(q)}, plan, q.data.shape[0],
-                     q.data.shape[1], {}, columns, {rule.pow2, rule.eps, kMaxFloat},
-                     stream_of(stream));
+    quantize_columns_from<F>("transpose_fp8", DequantizedSource<F>{rows_out(q)}, plan,
+                             q.data.shape[0], q.data.shape[1], {}, columns,
+                             {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
   });
 }
 

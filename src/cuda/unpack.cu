@@ -1,6 +1,6 @@
 // unpack: a thread an id and a prob.
-#include "core/backends.h"
-#include "core/wire.h"
+#include "common/wire.h"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -1,5 +1,5 @@
-#include "core/backends.h"
 #include "cuda/gather_sum.h"
+#include "cuda/ops.h"
 
 namespace fp8moe::cuda {
 

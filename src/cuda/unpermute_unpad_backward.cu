@@ -1,12 +1,12 @@
 // unpermute_unpad_backward with probs: a block a token, a warp a row of it: dy = prob * dout, and
 // the dot <y[row], dout[t]> in the order of common/reduce.h. Further blocks zero the padding rows.
-#include "core/backends.h"
-#include "core/dispatch.h"
+#include "common/dispatch.h"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/memory.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/slots.cuh"
 #include "cuda/device/zero_padding.cuh"
+#include "cuda/ops.h"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {

@@ -184,7 +184,7 @@ inline void fill_random(const OwnedFp8& q, Random& random) {
 
 struct OwnedPlan {
   RoutingPlan plan;
-  Owned slab;
+  Owned buffer;
   operator const RoutingPlan&() const { return plan; }
   const RoutingPlan* operator->() const { return &plan; }
 };
@@ -197,8 +197,8 @@ inline OwnedPlan empty_plan(int64_t tokens, int64_t slots, int64_t experts, int6
   p.plan.experts = experts;
   p.plan.align = align;
   p.plan.capacity = capacity;
-  p.slab = Owned(DType::i32, {p.plan.slab_size()});
-  p.plan.slab = p.slab;
+  p.buffer = Owned(DType::i32, {p.plan.buffer_size()});
+  p.plan.buffer = p.buffer;
   return p;
 }
 

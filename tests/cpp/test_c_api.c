@@ -32,9 +32,9 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   int32_t counts[kRanks * 2], local[kTo2 * kSlots];
   for (int i = 0; i < kTokens * kSlots; ++i) probs[i] = (float)i;
   fp8moe_plan plan = {{0}, kTokens, kRanks, kRanks, 1, kTokens * kSlots};
-  const int64_t size = fp8moe_plan_slab_size(&plan);
-  int32_t* slab = malloc((size_t)size * sizeof(int32_t));
-  plan.slab = tensor(slab, FP8MOE_I32, 1, size, 0, 0);
+  const int64_t size = fp8moe_plan_buffer_size(&plan);
+  int32_t* buffer = malloc((size_t)size * sizeof(int32_t));
+  plan.buffer = tensor(buffer, FP8MOE_I32, 1, size, 0, 0);
   const fp8moe_tensor it = tensor(ids, FP8MOE_I32, 2, kTokens, kSlots, 0);
   const fp8moe_tensor ct = tensor(counts, FP8MOE_I32, 2, kRanks, 2, 0);
   int64_t bytes = -1;
@@ -51,7 +51,7 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   CHECK(fp8moe_quantize_pack(&xt, &it, &pt, kRanks, &plan, &wire, 99, rule, NULL) ==
         FP8MOE_INVALID_ARGUMENT);
 
-  uint8_t* rank_2 = packed + slab[fp8moe_plan_row_offsets_at(&plan) + 2] * kRow;
+  uint8_t* rank_2 = packed + buffer[fp8moe_plan_row_offsets_at(&plan) + 2] * kRow;
   const fp8moe_tensor arrived = tensor(rank_2, FP8MOE_U8, 2, kTo2, kRow, 0);
   const fp8moe_tensor lt = tensor(local, FP8MOE_I32, 2, kTo2, kSlots, 0);
   const fp8moe_tensor wt = tensor(weights, FP8MOE_F32, 2, kTo2, kSlots, 0);
@@ -69,9 +69,9 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   from.scale_inv.row_stride = kRow / 4;
   int32_t here[kTo2] = {0, 0, 0, 0};
   fp8moe_plan one = {{0}, kTo2, 1, 1, 1, kTo2};
-  const int64_t words = fp8moe_plan_slab_size(&one);
-  int32_t* one_slab = malloc((size_t)words * sizeof(int32_t));
-  one.slab = tensor(one_slab, FP8MOE_I32, 1, words, 0, 0);
+  const int64_t words = fp8moe_plan_buffer_size(&one);
+  int32_t* one_buffer = malloc((size_t)words * sizeof(int32_t));
+  one.buffer = tensor(one_buffer, FP8MOE_I32, 1, words, 0, 0);
   const fp8moe_tensor ht = tensor(here, FP8MOE_I32, 2, kTo2, 1, 0);
   CHECK(fp8moe_route(&ht, NULL, &one, NULL, NULL) == FP8MOE_OK);
   CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_OK);
@@ -81,8 +81,8 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   CHECK(strstr(fp8moe_last_error(), "2^63 bytes") != NULL);
   from.data.row_stride = -16;
   CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
-  free(one_slab);
-  free(slab);
+  free(one_buffer);
+  free(buffer);
 }
 
 int main(void) {
@@ -98,11 +98,11 @@ int main(void) {
   CHECK(strcmp(fp8moe_last_error(), "") == 0);
   CHECK(fp8moe_plan_rows(&plan) == kRows);
   CHECK(fp8moe_plan_columns(&plan) == 3 * 128);
-  const int64_t size = fp8moe_plan_slab_size(&plan);
+  const int64_t size = fp8moe_plan_buffer_size(&plan);
   CHECK(fp8moe_plan_row_of_at(&plan) < size);
   CHECK(fp8moe_plan_col_blocks_at(&plan) == size - 3 * 4);
-  int32_t* slab = malloc((size_t)size * sizeof(int32_t));
-  plan.slab = tensor(slab, FP8MOE_I32, 1, size, 0, 0);
+  int32_t* buffer = malloc((size_t)size * sizeof(int32_t));
+  plan.buffer = tensor(buffer, FP8MOE_I32, 1, size, 0, 0);
 
   int64_t bytes = -1;
   CHECK(fp8moe_route_workspace(&plan, &bytes) == FP8MOE_OK && bytes >= 0);
@@ -110,7 +110,7 @@ int main(void) {
   const fp8moe_tensor topk = tensor(ids, FP8MOE_I32, 2, kTokens, kSlots, 0);
   const fp8moe_tensor workspace = tensor(scratch, FP8MOE_U8, 1, bytes, 0, 0);
   CHECK(fp8moe_route(&topk, NULL, &plan, &workspace, NULL) == FP8MOE_OK);
-  const int32_t* offsets = slab + fp8moe_plan_row_offsets_at(&plan);
+  const int32_t* offsets = buffer + fp8moe_plan_row_offsets_at(&plan);
   CHECK(offsets[0] == 0 && offsets[1] == 4 && offsets[2] == 4 && offsets[3] == 8);
 
   uint8_t x_codes[kTokens * kK], a_codes[kRows * kK], w_codes[kExperts * kN * kK];
@@ -130,7 +130,7 @@ int main(void) {
   CHECK(fp8moe_permute_pad_fp8(&xq, &plan, NULL, &aq, NULL, NULL) == FP8MOE_OK);
   CHECK(fp8moe_quantize_weight(&wt, &wq, NULL, rule, NULL) == FP8MOE_OK);
   CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &dt, NULL) == FP8MOE_OK);
-  const int32_t* row_of = slab + fp8moe_plan_row_of_at(&plan);
+  const int32_t* row_of = buffer + fp8moe_plan_row_of_at(&plan);
   for (int i = 0; i < kTokens * kSlots; ++i) {
     CHECK((row_of[i] < 0) == (expert_of[i] < 0));
     for (int n = 0; n < kN && row_of[i] >= 0; ++n) {
@@ -166,7 +166,7 @@ int main(void) {
   CHECK(fp8moe_plan_rows(NULL) == -1);
   fp8moe_plan huge = plan;
   huge.capacity = INT64_MAX;
-  CHECK(fp8moe_plan_slab_size(&huge) == -1 && strstr(fp8moe_last_error(), "2^31") != NULL);
+  CHECK(fp8moe_plan_buffer_size(&huge) == -1 && strstr(fp8moe_last_error(), "2^31") != NULL);
   plan.align = 0;
   CHECK(fp8moe_plan_rows(&plan) == -1 && strstr(fp8moe_last_error(), "align") != NULL);
   CHECK(fp8moe_packed_row_bytes(-1, 8) == -1 && fp8moe_packed_row_bytes(128, -1) == -1);
@@ -176,6 +176,6 @@ int main(void) {
 
   CHECK(strcmp(fp8moe_get_build_info().version, "") != 0);
   free(scratch);
-  free(slab);
+  free(buffer);
   return 0;
 }

@@ -205,7 +205,7 @@ void refusals() {
   const Problem p{4, 2, 2, 3, 0, {0, 5, -1, 2, 3, 3, 1, 4}};
   const Dispatched d = dispatched(p, false);
   const RoutingPlan& plan = d.plan;
-  const std::vector<uint8_t> slab = d.plan.slab.copy();
+  const std::vector<uint8_t> buffer = d.plan.buffer.copy();
   const Tensor none;
   for (const int bad : {6, -2, 0x7FFFFFFF})
     CHECK_INVALID(
@@ -218,7 +218,7 @@ void refusals() {
   CHECK_INVALID("counts must be", dispatch_plan(ids, 6, 0, plan, ids, none));
   CHECK_INVALID("slots == experts",
                 dispatch_plan(ids, 6, 0, empty_plan(4, 1, 2, 1, 8), d.counts, none));
-  CHECK(d.plan.slab.copy() == slab);
+  CHECK(d.plan.buffer.copy() == buffer);
 
   const Owned x(DType::f32, {4, 32}), probs(DType::f32, {4, 2});
   const Owned packed(DType::u8, {8, packed_row_bytes(32, 2)});

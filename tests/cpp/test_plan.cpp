@@ -8,7 +8,7 @@ using namespace fp8moe::test;
 
 namespace {
 
-// Compares every section of the slab; returns nothing but a passed test.
+// Compares every section of the buffer; returns nothing but a passed test.
 void expect_plan(const OwnedPlan& p, const std::vector<int>& topk) {
   const RoutingPlan& plan = p;
   std::vector<int> token_of_row(plan.rows(), -1), slot_of_row(plan.rows(), -1);
@@ -83,7 +83,7 @@ void counted_plans() {
 
 void bad_arguments() {
   const OwnedPlan plan = empty_plan(2, 2, 3, 1, 4);
-  const std::vector<uint8_t> before = plan.slab.copy();
+  const std::vector<uint8_t> before = plan.buffer.copy();
   const Owned good = int32s({2, 2}, {0, 1, 2, -1});
   CHECK_INVALID("[route]", run_route(plan, int32s({2, 2}, {0, 1, 3, 0}), {}));
   CHECK_INVALID("[route]", run_route(plan, int32s({2, 2}, {0, -2, 1, 0}), {}));
@@ -91,7 +91,7 @@ void bad_arguments() {
   CHECK_INVALID("[route]", run_route(plan, Owned(DType::f32, {2, 2}), {}));
   CHECK_INVALID("[route]", run_route(plan, {}, {}));
   CHECK_INVALID("[route]", run_route(plan, good, Owned(DType::boolean, {2, 3})));
-  CHECK(plan.slab.copy() == before);
+  CHECK(plan.buffer.copy() == before);
   for (int64_t align : {0, 2, 64}) {
     RoutingPlan odd = plan;
     odd.align = align;

@@ -1,5 +1,5 @@
 // The order of the grouped GEMM's tiles: every element of D in one tile of one CTA, and CTAs in
-// step: each has as many tiles as any other, or one fewer. Thin tiles are the last of their CTAs,
+// step: each has as many tiles as any other, or one fewer. split tiles are the last of their CTAs,
 // where what is left for a last wave is little. Tiles that are taken as CTAs come free are taken
 // once, too, and the queue is as it was.
 #include "cuda/gemm/schedule.h"
@@ -19,7 +19,7 @@ using fp8moe::cuda::LaunchNumbers;
 
 namespace {
 
-constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::rows
+constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::fprop
 int thin_low = 0, thin_flank = 0, thin_whole = 0, thin_tall = 0;  // met
 
 // Walks all CTAs. d_row [E+1]: where the experts' rows of D begin. uncut: the tiles, where the last
@@ -32,37 +32,38 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
   for (int cta = 0; cta < ctas; ++cta) {
     Schedule<kKind, TileM, TileN> schedule(sizes, sizes.row_offsets, cta, ctas, uncut);
     int tiles = 0, last = 0;
-    bool thin = false;
+    bool split = false;
     for (Tile tile; schedule.next(tile);) {
       CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
       last = tile.expert;
-      CHECK(!thin);
-      thin = tile.thin();
-      if (kKind == Kind::rows) {
+      CHECK(!split);
+      split = tile.split();
+      if (kKind == Kind::fprop) {
         const bool cut = uncut != kUncounted && tiles == uncut / ctas && 3 * (uncut % ctas) <= ctas;
-        CHECK(thin == cut && tile.boxes == (cut ? kThinBoxes : (TileM + TileN) / kBox));
+        CHECK(split == cut && tile.boxes == (cut ? kSplitBoxes : (TileM + TileN) / kBox));
       }
-      const int width = kKind == Kind::rows ? kBox * (tile.boxes - tile.boxes_a) : TileN;
-      CHECK(tile.column % (tile.flank() ? TileN : width) == 0);
+      const int width = kKind == Kind::fprop ? kBox * (tile.boxes - tile.boxes_a) : TileN;
+      CHECK(tile.column % (tile.tail_n() ? TileN : width) == 0);
       const int end = std::min(sizes.n, tile.column + width);
-      CHECK(tile.column < end && (!tile.flank() || end == sizes.n));
-      const bool third = thin && TileM == kTallM && tile.rows > kBox;  // of a tall tile, or more
-      CHECK(!tile.low() || tile.rows <= kBox || third);
-      if (kKind == Kind::rows && !thin)
-        CHECK(tile.low() == (TileM + TileN == 5 * kBox && tile.rows <= kBox));
-      if (thin)
-        ++(third                           ? thin_tall
-           : tile.low()                    ? thin_low
-           : sizes.flank && end == sizes.n ? thin_flank
-                                           : thin_whole);
+      CHECK(tile.column < end && (!tile.tail_n() || end == sizes.n));
+      const bool third =
+          split && TileM == kTileM192 && tile.rows > kBox;  // of a 192x128 tile, or more
+      CHECK(!tile.tail_m() || tile.rows <= kBox || third);
+      if (kKind == Kind::fprop && !split)
+        CHECK(tile.tail_m() == (TileM + TileN == 5 * kBox && tile.rows <= kBox));
+      if (split)
+        ++(third                            ? thin_tall
+           : tile.tail_m()                  ? thin_low
+           : sizes.tail_n && end == sizes.n ? thin_flank
+                                            : thin_whole);
       const int rows = std::min(kBox * tile.boxes_a, tile.rows);
-      const int first = kKind == Kind::rows ? tile.row : d_row[tile.expert] + tile.row;
+      const int first = kKind == Kind::fprop ? tile.row : d_row[tile.expert] + tile.row;
       CHECK(rows > 0 && first >= d_row[tile.expert] && first + rows <= d_row[tile.expert + 1]);
       for (int r = first; r < first + rows; ++r)
         for (int c = tile.column; c < end; c += 16)
           ++seen[(static_cast<size_t>(r) * sizes.n + c) / 16];
       ++tiles;
-      if (kKind == Kind::rows) {
+      if (kKind == Kind::fprop) {
         CHECK(tile.k_first == 0 && tile.k_blocks == kBlocks);
       } else {
         CHECK(tile.k_first == sizes.col_offsets[tile.expert] / kBlockK);
@@ -78,7 +79,7 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
 
 // Tiles taken from a queue (produce.cuh), by CTAs that come free in any order.
 template <Kind kKind, int TileM, int TileN>
-void take(const Sizes& sizes, int ctas, std::mt19937& random) {
+void claim_next_tile(const Sizes& sizes, int ctas, std::mt19937& random) {
   std::vector<Schedule<kKind, TileM, TileN>> schedules;
   for (int cta = 0; cta < ctas; ++cta) schedules.emplace_back(sizes, nullptr, cta, ctas);
   std::vector<std::array<int, 3>> dealt, taken;
@@ -94,7 +95,7 @@ void take(const Sizes& sizes, int ctas, std::mt19937& random) {
     if (schedules[one].next(tile)) {
       taken.push_back({tile.expert, tile.row, tile.column});
       CHECK(taken.size() <= dealt.size());  // else it might never end
-      schedules[one].skip(ctas + queue);
+      schedules[one].jump_to(ctas + queue);
       if (++queue == all.count()) queue = 0;
     } else {
       one = running.back();
@@ -125,16 +126,16 @@ void rows(const std::vector<int>& counts, int n, int ctas) {
   sizes.experts = static_cast<int>(counts.size());
   sizes.n = n;
   sizes.k_blocks = kBlocks;
-  sizes.band = rows_band(TileN, n, ctas);
-  sizes.flank = has_flank(TileN, n, 256, 1);
-  walk<Kind::rows, TileM, TileN>(sizes, ctas, offsets);
-  if (!has_low(TileM, TileN)) return;  // no thin tiles
-  using Schedule = Schedule<Kind::rows, TileM, TileN>;
+  sizes.raster_group = fprop_raster_group(TileN, n, ctas);
+  sizes.tail_n = has_tail_n(TileN, n, 256, 1);
+  walk<Kind::fprop, TileM, TileN>(sizes, ctas, offsets);
+  if (!has_tail_m(TileM, TileN)) return;  // no split tiles
+  using Schedule = Schedule<Kind::fprop, TileM, TileN>;
   const int uncut = Schedule::count(sizes, offsets.data(), 0, 1);
   int shared = 0;
   for (int lane = 0; lane < 32; ++lane) shared += Schedule::count(sizes, offsets.data(), lane, 32);
   CHECK(shared == uncut);
-  walk<Kind::rows, TileM, TileN>(sizes, ctas, offsets, uncut);
+  walk<Kind::fprop, TileM, TileN>(sizes, ctas, offsets, uncut);
 }
 
 template <int TileM, int TileN>
@@ -150,9 +151,9 @@ void tokens(const std::vector<int>& counts, int m, int n, int ctas, std::mt19937
   sizes.experts = static_cast<int>(counts.size());
   sizes.m = m;
   sizes.n = n;
-  sizes.band = 2;
-  walk<Kind::tokens_block, TileM, TileN>(sizes, ctas, d_row);
-  take<Kind::tokens_block, TileM, TileN>(sizes, ctas, random);
+  sizes.raster_group = 2;
+  walk<Kind::wgrad_128x128, TileM, TileN>(sizes, ctas, d_row);
+  claim_next_tile<Kind::wgrad_128x128, TileM, TileN>(sizes, ctas, random);
 }
 
 // Which tiles wgrad takes of dw [m, n], by the K-blocks of an expert.
@@ -161,11 +162,12 @@ void wgrad_tiles() {
   const auto is = [&](Kind kind, int64_t m, int64_t n, double each, bool bf16, bool add, int tile_m,
                       int tile_n) {
     const auto k_blocks = static_cast<int64_t>(each * experts);
-    const Config config = tokens_config(kind, m, n, k_blocks, experts, bf16, add);
+    const Config config = wgrad_config(kind, m, n, k_blocks, experts, bf16, add);
     return config.tile_m == tile_m && config.tile_n == tile_n;
   };
-  constexpr Kind kBlock = Kind::tokens_block, kColumn = Kind::tokens_column;
-  // Tall where f32 sums outside of dw are fewer so, not in short tiles, nor in long ones added to.
+  constexpr Kind kBlock = Kind::wgrad_128x128, kColumn = Kind::wgrad_1x128;
+  // 192x128 where f32 sums outside of dw are fewer so, not in short tiles, nor in long ones added
+  // to.
   CHECK(is(kBlock, 7168, 2048, 8, false, false, 192, 128));
   CHECK(is(kBlock, 7168, 2048, 8, false, true, 192, 128));
   CHECK(is(kBlock, 7168, 2048, 32, false, false, 192, 128));
@@ -186,13 +188,13 @@ void wgrad_tiles() {
 // Which tiles fprop takes of [rows, n].
 void fprop_tiles() {
   const auto tile = [](int64_t n, int64_t rows, int64_t k_blocks, int64_t experts, bool bf16) {
-    const Config config = rows_config(n, rows, k_blocks, experts, bf16, 132);
-    CHECK(!config.thin || has_low(config.tile_m, config.tile_n));
-    return std::array<int, 3>{config.tile_m, config.tile_n, config.thin};
+    const Config config = fprop_config(n, rows, k_blocks, experts, bf16, 132);
+    CHECK(!config.split || has_tail_m(config.tile_m, config.tile_n));
+    return std::array<int, 3>{config.tile_m, config.tile_n, config.split};
   };
   using Expected = std::array<int, 3>;
-  // Tall where experts have rows enough, the sooner the longer tiles are, or where 192 columns hold
-  // more outside of D (in flank tiles they do not), and not where they hold less.
+  // 192x128 where experts have rows enough, the sooner the longer tiles are, or where 192 columns
+  // hold more outside of D (in tail tiles in N they do not), and not where they hold less.
   CHECK((tile(4096, 32768, 56, 8, true) == Expected{192, 128, false}));
   CHECK((tile(128, 1 << 20, 56, 8, true) == Expected{192, 128, false}));
   CHECK((tile(4096, 3000 * 64, 31, 64, true) == Expected{192, 128, false}));
@@ -235,17 +237,17 @@ int main() {
       for (int ctas : {1, 3, 20, 132}) {
         rows<kTileM, 128>(counts, n, ctas);
         rows<kTileM, 192>(counts, n, ctas);
-        rows<kTallM, 128>(counts, n, ctas);
+        rows<kTileM192, 128>(counts, n, ctas);
         tokens<kTileM, 128>(counts, 272, n, ctas, random);
         tokens<kTileM, 192>(counts, 272, n, ctas, random);
-        tokens<kTallM, 128>(counts, 272, n, ctas, random);
+        tokens<kTileM192, 128>(counts, 272, n, ctas, random);
       }
     for (int experts : {2, 9, 40}) {
       std::vector<int> counts(experts);
       for (int& count : counts) count = static_cast<int>(random() % 400);
       rows<kTileM, 128>(counts, n, 132);
       rows<kTileM, 192>(counts, n, 132);
-      rows<kTallM, 128>(counts, n, 132);
+      rows<kTileM192, 128>(counts, n, 132);
     }
   }
   CHECK(thin_low > 0 && thin_flank > 0 && thin_whole > 0 && thin_tall > 0);

@@ -1,4 +1,5 @@
-// swiglu_quantize and its backward against the formula in double: every value within one code.
+// act_quantize and its backward against the formula in double: every value within one code.
+#include <limits>
 #include <optional>
 
 #include "check.h"
@@ -17,11 +18,12 @@ struct Element {
   double h, dgate, dup, dprob;
 };
 
-Element reference(double gate, double up, double prob, double dh, float clamp) {
-  const bool gate_open = clamp <= 0 || gate <= clamp,
-             up_open = clamp <= 0 || std::fabs(up) <= clamp;
-  if (!gate_open) gate = clamp;
-  if (!up_open) up = up > 0 ? clamp : -clamp;
+constexpr float kNoLimit = std::numeric_limits<float>::infinity();
+
+Element reference(double gate, double up, double prob, double dh, float limit) {
+  const bool gate_open = gate <= limit, up_open = std::fabs(up) <= limit;
+  if (!gate_open) gate = limit;
+  if (!up_open) up = up > 0 ? limit : -limit;
   const double sigmoid = 1.0 / (1.0 + std::exp(-gate));
   const double silu = gate * sigmoid;
   return {silu * up * prob,
@@ -30,7 +32,7 @@ Element reference(double gate, double up, double prob, double dh, float clamp) {
 }
 
 void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t inner,
-            int64_t align, DType dtype, float clamp, bool weighted, ScaleLayout columns) {
+            int64_t align, DType dtype, float limit, bool weighted, ScaleLayout columns) {
   Random random(31);
   OwnedPlan plan;
   if (counts) plan = from_counts(*counts, rows, align);
@@ -50,9 +52,9 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
   const OwnedFp8 dz(DType::e4m3, r, 2 * inner, ScaleLayout::gemm);
   const Owned dprobs(DType::f32, {r});
   const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
-  swiglu_quantize(z, plan, given, clamp, h, z_q, rule);
-  swiglu_quantize_backward(dh, z, {}, plan, given, clamp, dz, weighted ? dprobs.view : Tensor{},
-                           optional(dz_t), optional(h_t), rule);
+  act_quantize(z, plan, given, limit, h, z_q, rule);
+  act_quantize_backward(dh, z, plan, given, limit, dz, weighted ? dprobs.view : Tensor{},
+                        optional(dz_t), optional(h_t), rule);
 
   const std::vector<int> one = {static_cast<int>(r)};
   const std::vector<int>& groups = counts ? *counts : one;
@@ -63,7 +65,7 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
       for (int64_t j = 0; j < inner; ++j) {
         const double gate = z.at(row * 2 * inner + j), up = z.at(row * 2 * inner + inner + j);
         const Element x =
-            reference(gate, up, weighted ? probs.at(row) : 1.0, dh.at(row * inner + j), clamp);
+            reference(gate, up, weighted ? probs.at(row) : 1.0, dh.at(row * inner + j), limit);
         expect_close(h.at(row, j), x.h, h.scale_at(row, j));
         expect_close(z_q.at(row, j), gate, z_q.scale_at(row, j));
         expect_close(z_q.at(row, inner + j), up, z_q.scale_at(row, inner + j));
@@ -86,25 +88,35 @@ void bad_arguments() {
   const OwnedFp8 h(DType::e4m3, 3, 32, ScaleLayout::gemm),
       dz(DType::e4m3, 3, 64, ScaleLayout::gemm);
   const OwnedFp8 h_t(DType::e4m3, 32, 128, ScaleLayout::block);
+  const OwnedPlan plan = from_counts({3}, 3, 1);
   const std::vector<uint8_t> before = h.data.copy();
   const ScaleRule rule;
-  CHECK_INVALID("[swiglu_quantize]",
-                swiglu_quantize(Owned(DType::bf16, {3, 48}), {}, {}, 0, h, {}, rule));
-  CHECK_INVALID("[swiglu_quantize]",
-                swiglu_quantize(z, {}, Owned(DType::f32, {4}), 0, h, {}, rule));
-  CHECK_INVALID("[swiglu_quantize]", swiglu_quantize(z, {}, {}, 0, {}, {}, rule));
-  CHECK_INVALID("[swiglu_quantize_backward] h_columns needs a plan",
-                swiglu_quantize_backward(dh, z, {}, {}, {}, 0, dz, {}, {}, h_t, rule));
+  CHECK_INVALID("[act_quantize]",
+                act_quantize(Owned(DType::bf16, {3, 48}), {}, {}, kNoLimit, h, {}, rule));
+  CHECK_INVALID("[act_quantize]",
+                act_quantize(z, {}, Owned(DType::f32, {4}), kNoLimit, h, {}, rule));
+  CHECK_INVALID("[act_quantize]", act_quantize(z, {}, {}, kNoLimit, {}, {}, rule));
+  CHECK_INVALID("[act_quantize] limit must be positive", act_quantize(z, {}, {}, 0, h, {}, rule));
+  CHECK_INVALID("[act_quantize_backward] h_columns needs a plan",
+                act_quantize_backward(dh, z, {}, {}, kNoLimit, dz, {}, {}, h_t, rule));
   const OwnedFp8 e5m2(DType::e5m2, 3, 32, ScaleLayout::gemm);
-  CHECK_INVALID("[swiglu_quantize] h must be float8_e4m3fn",
-                swiglu_quantize(z, {}, {}, 0, e5m2, {}, rule));
-  const OwnedFp8 z_e5m2(DType::e5m2, 3, 64, ScaleLayout::gemm);
-  CHECK_INVALID("[swiglu_quantize_backward] z_q must be float8_e4m3fn",
-                swiglu_quantize_backward(dh, {}, z_e5m2, {}, {}, 0, dz, {}, {}, {}, rule));
-  CHECK_INVALID("[swiglu_quantize_backward]",
-                swiglu_quantize_backward(dh, {}, {}, {}, {}, 0, dz, {}, {}, {}, rule));
-  CHECK_INVALID("[swiglu_quantize_backward]",
-                swiglu_quantize_backward(z, z, {}, {}, {}, 0, dz, {}, {}, {}, rule));
+  CHECK_INVALID("[act_quantize] h must be float8_e4m3fn",
+                act_quantize(z, {}, {}, kNoLimit, e5m2, {}, rule));
+  CHECK_INVALID(
+      "[act_quantize] z_q must be float8_e4m3fn",
+      act_quantize(z, {}, {}, kNoLimit, h, OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row), rule));
+  CHECK_INVALID(
+      "[act_quantize_backward] dz_columns (the format of dz) must be",
+      act_quantize_backward(dh, z, plan, {}, kNoLimit, dz, {},
+                            OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block), {}, rule));
+  CHECK_INVALID(
+      "[act_quantize_backward] dz_columns and h_columns must have one scale layout",
+      act_quantize_backward(dh, z, plan, {}, kNoLimit, dz, {},
+                            OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm), h_t, rule));
+  CHECK_INVALID("[act_quantize_backward]",
+                act_quantize_backward(dh, {}, {}, {}, kNoLimit, dz, {}, {}, {}, rule));
+  CHECK_INVALID("[act_quantize_backward]",
+                act_quantize_backward(z, z, {}, {}, kNoLimit, dz, {}, {}, {}, rule));
   CHECK(h.data.copy() == before);
 }
 
@@ -113,12 +125,12 @@ void bad_arguments() {
 int main() {
   const std::vector<int> counts = {5, 0, 130, 1};
   for (ScaleLayout columns : {ScaleLayout::block, ScaleLayout::gemm}) {
-    swiglu(counts, 140, 144, 1, DType::bf16, 0.0f, true, columns);
+    swiglu(counts, 140, 144, 1, DType::bf16, kNoLimit, true, columns);
     swiglu(counts, 140, 128, 16, DType::f32, 0.7f, true, columns);
-    swiglu({{0, 0}}, 0, 32, 1, DType::bf16, 0.0f, true, columns);
-    swiglu({{0, 40}}, 40, 272, 128, DType::f16, 0.0f, false, columns);
+    swiglu({{0, 0}}, 0, 32, 1, DType::bf16, kNoLimit, true, columns);
+    swiglu({{0, 40}}, 40, 272, 128, DType::f16, kNoLimit, false, columns);
   }
-  swiglu(std::nullopt, 7, 48, 1, DType::bf16, 0.0f, true, ScaleLayout::block);
-  swiglu(std::nullopt, 0, 48, 1, DType::bf16, 0.0f, false, ScaleLayout::block);
+  swiglu(std::nullopt, 7, 48, 1, DType::bf16, kNoLimit, true, ScaleLayout::block);
+  swiglu(std::nullopt, 0, 48, 1, DType::bf16, kNoLimit, false, ScaleLayout::block);
   bad_arguments();
 }

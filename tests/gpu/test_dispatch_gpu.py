@@ -15,7 +15,7 @@ Planned = tuple[RoutingPlan, Tensor]
 
 
 def assert_same_plan(expected: Planned, got: Planned) -> None:
-    """All of the slab that is defined, and the counts."""
+    """All of the buffer that is defined, and the counts."""
     plan, on_gpu = expected[0], got[0].to("cpu")
     sections = ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of", "col_blocks")
     for name in sections:
@@ -27,14 +27,14 @@ def assert_same_plan(expected: Planned, got: Planned) -> None:
 
 
 def on_gpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> Planned:
-    """dispatch_plan on CUDA over a poisoned slab; sizes: (tokens, capacity), or what follows."""
+    """dispatch_plan on CUDA over a poisoned buffer; sizes: (tokens, capacity), or what follows."""
     tokens, slots = ids.shape
     capacity = segment * ranks if segment else tokens * min(slots, ranks)
     whole = (tokens, ranks, ranks, 1, sizes[0] if sizes else capacity)
-    words = RoutingPlan(None, *whole).slab_size
+    words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(poison(torch.empty(words, dtype=torch.int32, device="cuda")), *whole)
     counts = poison(torch.empty(ranks, 2, dtype=torch.int32, device="cuda"))
-    torch.ops.fp8moe.dispatch_plan(ids.cuda(), experts, segment, plan.slab, *whole, counts)
+    torch.ops.fp8moe.dispatch_plan(ids.cuda(), experts, segment, plan.buffer, *whole, counts)
     return plan, counts
 
 
@@ -42,10 +42,10 @@ def on_cpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     tokens, slots = ids.shape
     capacity = segment * ranks if segment else tokens * min(slots, ranks)
     whole = (tokens, ranks, ranks, 1, sizes[0] if sizes else capacity)
-    words = RoutingPlan(None, *whole).slab_size
+    words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(torch.empty(words, dtype=torch.int32), *whole)
     counts = torch.empty(ranks, 2, dtype=torch.int32)
-    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, plan.slab, *whole, counts)
+    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, plan.buffer, *whole, counts)
     return plan, counts
 
 

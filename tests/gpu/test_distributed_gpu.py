@@ -71,7 +71,6 @@ def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.de
     x = torch.randn(200, HIDDEN, device=device).bfloat16().requires_grad_()
 
     def step() -> None:
-        layer.quantize_weights()
         out = layer(x)
         out.backward(torch.ones_like(out))
 
@@ -93,10 +92,9 @@ def test_one_graph_for_every_routing(world: Any, recipe: Any, device: torch.devi
     leaves = (x, probs, *layer.parameters())
 
     def run() -> Any:
-        out = layer(x, idx, probs, is_first_microbatch=False)
+        out = layer(x, idx, probs)
         return out, torch.autograd.grad(out, leaves, p.dout)
 
-    layer.quantize_weights()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

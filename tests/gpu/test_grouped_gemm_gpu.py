@@ -435,7 +435,7 @@ def test_one_graph_serves_other_routings() -> None:
         other = RoutingPlan.from_counts(
             torch.tensor(routed, dtype=torch.int32, device="cuda"), capacity=256
         )
-        plan.slab.copy_(other.slab)
+        plan.buffer.copy_(other.buffer)
         d.fill_(float("nan")), dw.fill_(float("nan"))
         graph.replay()
         expected = ops.grouped_gemm(a, w, other, out=poisoned(256, 144, dtype=d.dtype))

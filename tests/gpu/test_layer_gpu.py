@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.bench.kernels import PREFIX, kernels_of, spans, trace
-from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
+from kernel_trace import PREFIX, kernels_of, spans, trace
 from moe_problem import Problem, assert_same, problem
 from reference import Result, relative_error
 from test_layer import RECIPES, SINGLE, check, routings
@@ -27,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "column": {"recipe": Fp8Recipe(columns="column")},
     "recompute": {"recompute": "expert"},
     "fp8_z": {"save_preactivation": "fp8"},
-    "remade": {"transposed_weights": "remade"},
+    "transposes_recomputed": {"transposed_weights": "recompute"},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2_grads": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
 }
@@ -45,10 +47,8 @@ def on(device: torch.device, *sizes: int, **options: Any) -> Problem:
 
 
 def layer_of(p: Problem, **options: Any) -> MoEExperts:
-    """A layer on the problem's device whose FP8 weights are ready."""
-    layer = p.experts(device=p.x.device, **options)
-    layer.quantize_weights()
-    return layer
+    """A layer on the problem's device."""
+    return p.experts(device=p.x.device, **options)
 
 
 def step(layer: Any, p: Problem, params: tuple[Tensor, ...]) -> Result:
@@ -165,11 +165,11 @@ def test_bad_expert_ids_are_dropped(device: torch.device) -> None:
 # ---- what is launched ---------------------------------------------------------------------------
 
 FORWARD = [
-    *("route", "quantize", "permute_pad", "grouped_gemm", "swiglu_quantize", "grouped_gemm"),
-    "unpermute_unpad",
+    *("route", "quantize_weight", "quantize_weight", "quantize", "permute_pad", "grouped_gemm"),
+    *("act_quantize", "grouped_gemm", "unpermute_unpad"),
 ]
 BACKWARD = [
-    *("quantize", "permute_pad", "grouped_gemm", "swiglu_quantize_backward", "grouped_gemm"),
+    *("quantize", "permute_pad", "grouped_gemm", "act_quantize_backward", "grouped_gemm"),
     *("permute_pad_backward", "permute_transpose_fp8", "grouped_gemm_wgrad"),
     *("permute_transpose_fp8", "grouped_gemm_wgrad"),
 ]
@@ -223,7 +223,7 @@ def test_no_host_sync(name: str, device: torch.device) -> None:
     p.run(layer)
     with no_sync():
         p.run(layer)
-        layer.quantize_weights()
+        p.run(layer, weights=layer.quantize_weights())
         with torch.no_grad():
             layer(p.x, p.topk_idx, p.probs)
 
@@ -305,13 +305,166 @@ def test_newer_weights_reach_the_graph(device: torch.device) -> None:
     layer = layer_of(p)
     captured = Captured(layer, p)
     before = captured(p).out.clone()
-    with torch.no_grad():
-        for w in layer.parameters():
-            w.mul_(1.25)
-    layer.quantize_weights()
+    scale(layer)
     after = captured(p)
     assert not torch.equal(after.out, before)
     assert_same(after, step(layer, p, tuple(layer.parameters())))
+
+
+@torch.no_grad()
+def scale(layer: MoEExperts) -> None:
+    for w in layer.parameters():
+        w.mul_(1.25)
+
+
+def test_a_graph_over_weights_that_are_updated_in_place(device: torch.device) -> None:
+    p = on(device, 384, 2, 4)
+    layer = layer_of(p)
+    weights = layer.quantize_weights()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        layer(p.x, p.topk_idx, p.probs, weights=weights)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = layer(p.x, p.topk_idx, p.probs, weights=weights)
+    for _ in range(3):
+        scale(layer)
+        weights.update_(layer)
+        graph.replay()
+        with torch.no_grad():
+            assert torch.equal(out, layer(p.x, p.topk_idx, p.probs))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", ["default", "transposes_recomputed"])
+def test_captured_steps_train_as_eager_ones(name: str, inside: bool, device: torch.device) -> None:
+    """The optimizer's step in the graph, or between its replays."""
+    p = on(device, 384, 2, 4, dtype=torch.float32)
+    trained = []
+    for captured in (False, True):
+        layer = layer_of(p, **OPTIONS[name])
+        adamw = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True, capturable=True)
+        x = p.x.clone().requires_grad_()
+
+        def forward_backward(layer: MoEExperts = layer, x: Tensor = x) -> None:
+            layer(x, p.topk_idx, p.probs).backward(p.dout)
+
+        def run(adamw: Any = adamw, backward: Any = forward_backward) -> None:
+            adamw.zero_grad(set_to_none=False)
+            backward()
+            if inside:
+                adamw.step()
+
+        start = copy.deepcopy(layer.state_dict())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+                adamw.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        layer.load_state_dict(start)
+        for state in adamw.state.values():
+            for value in state.values():
+                value.zero_()
+        step = run
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            step = graph.replay
+        for _ in range(10):
+            step()
+            if not inside:
+                adamw.step()
+        trained.append([w.detach().clone() for w in layer.parameters()])
+    for eager, replayed, start_ in zip(*trained, start.values(), strict=True):
+        assert not torch.equal(eager, start_)
+        assert torch.equal(eager, replayed)
+
+
+# ---- streams ------------------------------------------------------------------------------------
+
+
+def other_stream() -> torch.cuda.Stream:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+@pytest.mark.parametrize("how", ["each forward", "weights", "reuse"])
+def test_two_streams_right_after_a_change(how: str, device: torch.device) -> None:
+    """Faults 31: one is late with making what the other is to read."""
+    p, q = on(device, 64, 2, 4), on(device, 64, 2, 4, seed=1)
+    layer = layer_of(p)
+    with torch.no_grad():
+        layer(p.x, p.topk_idx, p.probs)
+    for _ in range(10):
+        scale(layer)
+        streams = other_stream(), other_stream()
+        outs = []
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            weights = None
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(20_000_000)
+                if how == "reuse":
+                    stack.enter_context(reuse_fp8_weights(layer))
+                elif how == "weights":
+                    weights = layer.quantize_weights()
+            for stream, problem_ in zip(streams, (p, q), strict=True):
+                with torch.cuda.stream(stream):
+                    args = problem_.x, problem_.topk_idx, problem_.probs
+                    outs.append(layer(*args, weights=weights))
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            assert torch.equal(outs[0], layer(p.x, p.topk_idx, p.probs))
+            assert torch.equal(outs[1], layer(q.x, q.topk_idx, q.probs))
+
+
+def test_main_grad_is_ordered_as_grad_is(device: torch.device) -> None:
+    """Faults 34: read on the default stream right after backward(), the forward having run on
+    another, with no gradient that autograd itself would order."""
+    p = on(device, 512, 2, 4)
+    layer = layer_of(p)
+    for w in layer.parameters():
+        w.main_grad = torch.zeros(w.shape, device=device)
+    p.run(layer)
+    torch.cuda.synchronize()
+    want = [w.main_grad.clone() for w in layer.parameters()]
+    for w in layer.parameters():
+        w.main_grad.zero_()
+    stream = other_stream()
+    with torch.cuda.stream(stream):
+        out = layer(p.x, p.topk_idx, p.probs)
+        torch.cuda._sleep(50_000_000)
+    out.backward(p.dout)
+    got = [w.main_grad.clone() for w in layer.parameters()]
+    torch.cuda.synchronize()
+    for g, w in zip(got, want, strict=True):
+        assert w.any()
+        assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_backward_dw_on_another_stream(main_grad: bool, device: torch.device) -> None:
+    """Faults 33: behind other work, while the default stream goes on and takes memory."""
+    p = on(device, 512, 2, 4)
+    want = p.run(layer_of(p))
+    layer = layer_of(p, delay_wgrad=True)
+    if main_grad:
+        for w in layer.parameters():
+            w.main_grad = torch.zeros(w.shape, device=device)
+    p.run(layer)
+    stream = torch.cuda.Stream()  # which waits for nothing
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        layer.backward_dw()
+    poison = [torch.full((1 << n,), float("nan"), device=device) for n in range(10, 24)]
+    torch.cuda.synchronize()
+    del poison
+    for w, exact in zip(layer.parameters(), (want.dgate_up, want.ddown), strict=True):
+        assert torch.equal(w.main_grad.bfloat16() if main_grad else w.grad, exact)
 
 
 def test_a_graph_accumulates_into_main_grad(device: torch.device) -> None:
@@ -344,7 +497,7 @@ def test_a_graph_accumulates_into_main_grad(device: torch.device) -> None:
 
 
 def test_weights_and_deferred_wgrads_in_the_graph(device: torch.device) -> None:
-    """quantize_weights, forward, backward and backward_dw captured; replayed after the parameters
+    """Forward, which quantizes, backward and backward_dw captured; replayed after the parameters
     changed, it gives what eager does with the new ones."""
     p = on(device, 384, 2, 4)
     layer = layer_of(p, delay_wgrad=True)
@@ -353,7 +506,6 @@ def test_weights_and_deferred_wgrads_in_the_graph(device: torch.device) -> None:
     def run() -> None:
         for leaf in (x, *layer.parameters()):
             leaf.grad = None
-        layer.quantize_weights()
         layer(x, p.topk_idx, p.probs).backward(p.dout)
         layer.backward_dw()
 
@@ -430,7 +582,7 @@ def test_main_grad_holds_the_sum(name: str, dtype: torch.dtype, device: torch.de
     for w in layer.parameters():
         w.main_grad = torch.full(w.shape, 7.0, dtype=dtype, device=device)  # to be overwritten
     for n, b in enumerate(batches):
-        b.run(layer, is_first_microbatch=n == 0)
+        b.run(layer, overwrite_main_grad=n == 0)
     assert [w.grad for w in layer.parameters()] == [None, None]
     # Of float32 parameters the gradients are float32: what main_grad has to add up.
     exact = [b.run(layer_of(b, dtype=torch.float32, **OPTIONS[name])) for b in batches]
@@ -458,10 +610,11 @@ def test_deferred_wgrad_equals_immediate(main_grad: bool, device: torch.device) 
             for w in layer.parameters():
                 w.main_grad = torch.full(w.shape, 7.0, device=device)
         for n, b in enumerate(batches):
-            b.run(layer, is_first_microbatch=n == 0)
+            before = [w.grad for w in layer.parameters()]
+            b.run(layer, overwrite_main_grad=n == 0)
             if delay:
-                assert all(w.grad is None for w in layer.parameters())
-        layer.backward_dw()
+                assert all(w.grad is g for w, g in zip(layer.parameters(), before, strict=True))
+            layer.backward_dw()
         grads.append([w.main_grad if main_grad else w.grad for w in layer.parameters()])
     for now, later in zip(*grads, strict=True):
         assert torch.equal(now, later)
@@ -478,7 +631,7 @@ def requested_bytes() -> int:
 @pytest.mark.parametrize("name", ["default", "recompute", "fp8_z"])
 def test_saved_for_backward_by_the_allocator(name: str, device: torch.device) -> None:
     """What a forward leaves allocated is what the arithmetic says, and the output."""
-    from fp8moe_cutlass.bench.memory import saved_bytes
+    from layer_memory import saved_bytes
 
     t, s, e, h, i = 2048, 4, 8, 1024, 512
     p = on(device, t, s, e, h, i)
@@ -489,4 +642,8 @@ def test_saved_for_backward_by_the_allocator(name: str, device: torch.device) ->
     out = layer(x, p.topk_idx, p.probs)
     kept = requested_bytes() - before - out.nbytes
     keep = {"default": "bf16", "recompute": "none", "fp8_z": "fp8"}[name]
-    assert kept == saved_bytes(t, s, e, h, i, keep=keep)
+    gate_up = e * (2 * i * h + 4 * (2 * i // 128) * (h // 128))  # codes and scales
+    codes = gate_up + e * (h * i + 4 * (h // 128) * (i // 128))  # as dgrad reads both
+    if name == "recompute":  # and gate_up as fprop reads it
+        codes += gate_up
+    assert kept == saved_bytes(t, s, e, h, i, keep=keep) + codes

@@ -24,11 +24,11 @@ def assert_same_plan(expected: RoutingPlan, got: RoutingPlan) -> None:
 
 
 def check(experts: int, **given: object) -> None:
-    """route on both devices, twice on CUDA, over poisoned slabs."""
+    """route on both devices, twice on CUDA, over poisoned buffers."""
     expected = ops.route(experts, **given)
     on_gpu = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in given.items()}
     for _ in range(2):
-        out = RoutingPlan(poison(torch.empty_like(expected.slab, device="cuda")), *expected.sizes)
+        out = RoutingPlan(poison(torch.empty_like(expected.buffer, device="cuda")), *expected.sizes)
         assert_same_plan(expected, ops.route(experts, **on_gpu, out=out))
 
 

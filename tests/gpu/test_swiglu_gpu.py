@@ -1,4 +1,4 @@
-"""swiglu_quantize and its backward: CUDA against the CPU backend, bit for bit."""
+"""act_quantize and its backward: CUDA against the CPU backend, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_without_plan(rows, intermediate, dtype, scale, fp8_dtype):
     z = awkward(rows, 2 * intermediate, dtype=dtype)
     dh = awkward(rows, intermediate, dtype=dtype)
     probs = torch.rand(rows)
-    check(ops.swiglu_quantize, z, scale=scale)
-    check(ops.swiglu_quantize, z, probs=probs, clamp=1.5, scale=scale)
+    check(ops.act_quantize, z, scale=scale)
+    check(ops.act_quantize, z, probs=probs, limit=1.5, scale=scale)
     options = {"scale": scale, "fp8_dtype": fp8_dtype}
-    check(ops.swiglu_quantize_backward, dh, z, **options)
-    check(ops.swiglu_quantize_backward, dh, z, probs=probs, clamp=1.5, **options)
+    check(ops.act_quantize_backward, dh, z, **options)
+    check(ops.act_quantize_backward, dh, z, probs=probs, limit=1.5, **options)
 
 
 @pytest.mark.parametrize("columns", [None, "block", "column"])
@@ -53,9 +53,9 @@ def test_with_plan(kind, align, columns):
     _, plan = plan_of(kind, tokens=150, experts=5, slots=3, align=align)
     for intermediate in (128, 208, 384):
         z, dh, probs = inputs(plan, intermediate)
-        check(ops.swiglu_quantize, z, probs=probs, plan=plan)
+        check(ops.act_quantize, z, probs=probs, plan=plan)
         options = {"probs": probs, "columns": columns, "plan": plan}
-        check(ops.swiglu_quantize_backward, dh, z, **options)
+        check(ops.act_quantize_backward, dh, z, **options)
 
 
 @pytest.mark.parametrize("columns", [None, "block", "column"])
@@ -67,9 +67,9 @@ def test_scale_layouts_and_saved_z(fp8_dtype, columns):
         z, dh, probs = inputs(plan, intermediate)
         for layout in ("row", "gemm"):
             options = {"save_z": True, "scale_layout": layout}
-            check(ops.swiglu_quantize, z, probs=probs, plan=plan, **options)
+            check(ops.act_quantize, z, probs=probs, plan=plan, **options)
         options = {"probs": probs, "columns": columns, "plan": plan, "fp8_dtype": fp8_dtype}
-        check(ops.swiglu_quantize_backward, dh, ops.quantize(z), **options)
+        check(ops.act_quantize_backward, dh, ops.dequantize(ops.quantize(z)), **options)
 
 
 def test_every_bf16_sigmoid():
@@ -80,21 +80,21 @@ def test_every_bf16_sigmoid():
     z[:, 3] = gates
     dh = torch.zeros(rows, intermediate, dtype=torch.bfloat16)
     dh[:, 3] = 1.0
-    check(ops.swiglu_quantize_backward, dh, z, probs=torch.ones(rows))
-    check(ops.swiglu_quantize, z)
+    check(ops.act_quantize_backward, dh, z, probs=torch.ones(rows))
+    check(ops.act_quantize, z)
 
 
-@pytest.mark.parametrize("clamp", [0.0, 1.3])
+@pytest.mark.parametrize("limit", [None, 1.3])
 @pytest.mark.parametrize("columns", [None, "block", "column"])
-def test_every_gate_of_whole_tiles(columns, clamp):
+def test_every_gate_of_whole_tiles(columns, limit):
     """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
     plan = RoutingPlan.from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
     dh = torch.ones(512, 128, dtype=torch.bfloat16)
-    check(ops.swiglu_quantize, z, plan=plan, clamp=clamp)
-    options = {"plan": plan, "clamp": clamp, "columns": columns}
-    check(ops.swiglu_quantize_backward, dh, z, probs=torch.rand(512), **options)
+    check(ops.act_quantize, z, plan=plan, limit=limit)
+    options = {"plan": plan, "limit": limit, "columns": columns}
+    check(ops.act_quantize_backward, dh, z, probs=torch.rand(512), **options)
 
 
 @pytest.mark.parametrize("columns", ["block", "column"])
@@ -105,8 +105,8 @@ def test_many_tiles(intermediate, columns):
     counts = torch.tensor([2500, 0, 3100, 1, 1903], dtype=torch.int32)
     plan = RoutingPlan.from_counts(counts, capacity=7600, align=16)
     z, dh, probs = inputs(plan, intermediate)
-    check(ops.swiglu_quantize, z, probs=probs, plan=plan)
-    check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
+    check(ops.act_quantize, z, probs=probs, plan=plan)
+    check(ops.act_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
 @pytest.mark.parametrize("columns", ["block", "column"])
@@ -115,19 +115,19 @@ def test_shares_of_several_blocks_of_tokens(columns):
     counts = torch.tensor([4100, 0, 13000, 77, 15000], dtype=torch.int32)
     plan = RoutingPlan.from_counts(counts, capacity=32300, align=16)
     z, dh, probs = inputs(plan, 896)
-    check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
+    check(ops.act_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
-@pytest.mark.parametrize("clamp", [0.0, 1.3])
+@pytest.mark.parametrize("limit", [None, 1.3])
 @pytest.mark.parametrize("columns", ["block", "column"])
 @pytest.mark.parametrize("intermediate", [6144, 48256])
-def test_large_intermediate(intermediate, columns, clamp):
+def test_large_intermediate(intermediate, columns, limit):
     """Backward: sums of dprob apart, and sums that go through many SMs."""
     counts = torch.tensor([3, 0, 17], dtype=torch.int32)
     plan = RoutingPlan.from_counts(counts, capacity=32, align=1)
     z, dh, probs = inputs(plan, intermediate)
-    options = {"probs": probs, "columns": columns, "plan": plan, "clamp": clamp}
-    check(ops.swiglu_quantize_backward, dh, z, **options)
+    options = {"probs": probs, "columns": columns, "plan": plan, "limit": limit}
+    check(ops.act_quantize_backward, dh, z, **options)
 
 
 @pytest.mark.parametrize("columns", ["block", "column"])
@@ -138,7 +138,7 @@ def test_dprobs_on_several_streams_and_in_graphs_at_once(columns):
     z, dh, probs = (t.cuda() for t in inputs(plan, 1664))
 
     def dprobs_of():
-        return ops.swiglu_quantize_backward(dh, z, probs=probs, columns=columns, plan=plan)[-1]
+        return ops.act_quantize_backward(dh, z, probs=probs, columns=columns, plan=plan)[-1]
 
     expected = dprobs_of()
     *streams, capturing = (torch.cuda.Stream() for _ in range(4))
@@ -171,17 +171,17 @@ plan = RoutingPlan.from_counts(counts, capacity=2401)
 z = torch.randn(2401, 2048, device="cuda").bfloat16()
 dh, probs = z[:, :1024].contiguous(), torch.rand(2401, device="cuda")
 options = {"probs": probs, "columns": "block", "plan": plan}
-out = ops.swiglu_quantize_backward(dh, z, **options)
+out = ops.act_quantize_backward(dh, z, **options)
 expected = out[-1].clone()
 for launches in (8191, 1):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
-            ops.swiglu_quantize_backward(dh, z, **options, out=out)
+            ops.act_quantize_backward(dh, z, **options, out=out)
     out[-1].fill_(float("nan"))
     graph.replay()
     assert torch.equal(out[-1], expected), launches
-ops.swiglu_quantize_backward(dh, z, **options, out=out)
+ops.act_quantize_backward(dh, z, **options, out=out)
 assert torch.equal(out[-1], expected)
 """
 
@@ -201,8 +201,8 @@ def test_infinities_and_nans():
         z[10 + i, :: 7 + i] = value.to(torch.bfloat16)
     dh = awkward(200, 256)
     dh[5, 5] = float("nan")
-    check(ops.swiglu_quantize, z)
-    check(ops.swiglu_quantize_backward, dh, z, probs=torch.rand(200))
+    check(ops.act_quantize, z)
+    check(ops.act_quantize_backward, dh, z, probs=torch.rand(200))
 
 
 @pytest.mark.parametrize("columns", [None, "block"])
@@ -211,8 +211,8 @@ def test_empty(columns):
         idx = torch.full((tokens, 2), -1)
         plan = ops.route(4, topk_idx=idx)
         z, dh, probs = inputs(plan, 128)
-        check(ops.swiglu_quantize, z, probs=probs, plan=plan)
-        check(ops.swiglu_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
+        check(ops.act_quantize, z, probs=probs, plan=plan)
+        check(ops.act_quantize_backward, dh, z, probs=probs, columns=columns, plan=plan)
 
 
 @pytest.mark.slow
@@ -223,10 +223,10 @@ def test_more_than_two_billion_elements(device):
     dh = torch.zeros(rows, intermediate, dtype=torch.bfloat16, device=device)
     z[-256:] = torch.randn(256, 2 * intermediate, device=device)
     dh[-256:] = torch.randn(256, intermediate, device=device)
-    h = ops.swiglu_quantize(z, scale_layout="row")
-    small = ops.swiglu_quantize(z[-256:].clone(), scale_layout="row")
+    h = ops.act_quantize(z, scale_layout="row")
+    small = ops.act_quantize(z[-256:].clone(), scale_layout="row")
     assert torch.equal(h.data[-256:].view(torch.uint8), small.data.view(torch.uint8))
     assert torch.equal(h.scale_inv[-256:], small.scale_inv)
-    dz, _ = ops.swiglu_quantize_backward(dh, z)
-    small, _ = ops.swiglu_quantize_backward(dh[-256:].clone(), z[-256:].clone())
+    dz, _ = ops.act_quantize_backward(dh, z)
+    small, _ = ops.act_quantize_backward(dh[-256:].clone(), z[-256:].clone())
     assert torch.equal(dz.data[-256:].view(torch.uint8), small.data.view(torch.uint8))

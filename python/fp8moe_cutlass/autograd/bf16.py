@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.compiled import compiled
-from fp8moe_cutlass.autograd.weight_grad import Gradients
+from fp8moe_cutlass.autograd.weight_grad import Gradients, Wgrad
 
 
 class Groups(NamedTuple):
@@ -96,7 +96,12 @@ def backward(
         return _deliver(grouped_mm(dy.t(), h, groups.offsets), out, accumulate)
 
     dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of) if need_dx else None
-    return Gradients(dx, dprobs, gate_up_wgrad, down_wgrad)
+    return Gradients(
+        dx,
+        dprobs,
+        Wgrad(gate_up_wgrad, (dz, x_rows, groups)),
+        Wgrad(down_wgrad, (dy, h, groups)),
+    )
 
 
 def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:

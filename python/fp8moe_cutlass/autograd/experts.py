@@ -1,8 +1,8 @@
 """The expert block as one autograd.Function, in FP8 or in bfloat16.
 
 FP8 tensors are never edges of the autograd graph: x enters in high precision and is quantized
-inside, its gradient leaves in high precision. Everything saved goes through save_for_backward, so
-saved-tensor hooks see it, and a weight copy refreshed between forward and backward is an error.
+inside, its gradient leaves in high precision; so do the weights. Everything saved goes through
+save_for_backward: saved-tensor hooks see it, and what is changed before backward reads it raises.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
-from fp8moe_cutlass.autograd.once import once_differentiable
-from fp8moe_cutlass.autograd.saving import load, save
-from fp8moe_cutlass.autograd.weight_grad import WeightGrad, cast
+from fp8moe_cutlass.autograd.ctx_io import load, save
+from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
+from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast, weight_grads
+from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -26,24 +28,32 @@ def fp8_experts(
     x: Tensor,
     probs: Tensor,
     plan: RoutingPlan,
-    weights: fp8.Fp8Weights,
-    recipe: Fp8Recipe,
+    gate_up: Tensor,
+    down: Tensor,
+    recipe: Fp8Recipe = Fp8Recipe(),  # noqa: B008 (frozen)
     *,
-    gate_up: WeightGrad,
-    down: WeightGrad,
+    weights: Fp8Weights | None = None,
     keep: str = "bf16",
+    transposed_weights: str = "save",
+    grads: WeightGrads | None = None,
     observe: fp8.Observer | None = None,
 ) -> Tensor:
-    """out [T, H] in x's dtype: fp8.forward, differentiable in x [T, H], probs [T, S] f32 and the
-    two parameters of which `weights` are the quantized copies.
+    """out [T, H] in x's dtype: fp8.forward, differentiable in x [T, H], probs [T, S] f32 and two
+    tensors of any origin, gate_up [E, 2I, H] and down [E, H, I].
 
-    keep: the pre-activation is saved in "bf16" or "fp8", or computed again ("none"). observe: is
-    shown what flows, where gradients are needed.
+    weights: the FP8 weights to multiply; None: the two tensors, quantized now. keep: the
+    pre-activation is saved in "bf16" or "fp8", or computed again ("none"). transposed_weights: the
+    codes that dgrad reads are saved ("save"), or the two tensors are, and the codes made from them
+    again ("recompute"). grads: where the gradients of the two go. observe: is shown what flows,
+    where gradients are needed.
     """
-    if not needs_grad(x, probs, gate_up.weight, down.weight):
+    if not needs_grad(x, probs, gate_up, down):
+        weights, _ = fp8.weights_for(gate_up, down, weights, recipe, None)
         return cast(fp8.forward(quantize(x, recipe), probs, plan, weights, recipe)[0], x.dtype)
+    kept = fp8.Kept(keep, transposed_weights == "save", x.requires_grad, gate_up.requires_grad)
+    grads = grads or weight_grads(gate_up, down)
     out: Tensor = _Fp8Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up.weight, down.weight, plan, weights, recipe, gate_up, down, keep, observe
+        x, probs, gate_up, down, plan, weights, recipe, kept, grads, observe
     )
     return out
 
@@ -52,17 +62,18 @@ def bf16_experts(
     x: Tensor,
     probs: Tensor,
     groups: bf16.Groups,
+    gate_up: Tensor,
+    down: Tensor,
     *,
-    gate_up: WeightGrad,
-    down: WeightGrad,
     keep: str = "bf16",
+    grads: WeightGrads | None = None,
 ) -> Tensor:
     """The same in bfloat16: bf16.forward. keep: "bf16" or "none"."""
-    if not needs_grad(x, probs, gate_up.weight, down.weight):
-        w1, w2 = gate_up.weight.bfloat16(), down.weight.bfloat16()
+    if not needs_grad(x, probs, gate_up, down):
+        w1, w2 = gate_up.bfloat16(), down.bfloat16()
         return bf16.forward(x.bfloat16(), probs, groups, w1, w2)[0].to(x.dtype)
     out: Tensor = _Bf16Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up.weight, down.weight, groups, gate_up, down, keep
+        x, probs, gate_up, down, groups, keep, grads or weight_grads(gate_up, down)
     )
     return out
 
@@ -73,36 +84,35 @@ class _Fp8Experts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         probs: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
         plan: RoutingPlan,
-        weights: fp8.Fp8Weights,
+        weights: Fp8Weights | None,
         recipe: Fp8Recipe,
-        gate_up: WeightGrad,
-        down: WeightGrad,
-        keep: str,
+        kept: fp8.Kept,
+        grads: WeightGrads,
         observe: fp8.Observer | None,
     ) -> Tensor:
+        weights, kept = fp8.weights_for(gate_up, down, weights, recipe, kept)  # type: ignore[assignment]
         x_q = quantize(x, recipe)
         if observe is not None:
             observe("x", x_q, plan, x)
-        out, kept = fp8.forward(x_q, probs, plan, weights, recipe, keep=keep, observe=observe)
-        save(ctx, *fp8.to_save(kept, plan, weights))
-        ctx.recipe, ctx.dtype = recipe, x.dtype
-        ctx.gate_up, ctx.down, ctx.observe = gate_up, down, observe
+        out, acts = fp8.forward(x_q, probs, plan, weights, recipe, keep=kept.z, observe=observe)
+        save(ctx, *fp8.to_save(acts, plan, weights, gate_up, down, kept))
+        ctx.recipe, ctx.dtype, ctx.grads, ctx.observe = recipe, x.dtype, grads, observe
         return _returned(out, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
-        kept, plan, weights = fp8.from_saved(load(ctx))
+        saved, plan, weights = fp8.from_saved(load(ctx))
         dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
         if ctx.observe is not None:
             ctx.observe("dout", dout_q, plan, dout)
-        grads = fp8.backward(
+        made = fp8.backward(
             dout_q,
-            kept,
+            saved,
             plan,
             weights,
             ctx.recipe,
@@ -112,10 +122,8 @@ class _Fp8Experts(torch.autograd.Function):
             need_down=need_down,
             observe=ctx.observe,
         )
-        dx = None if grads.dx is None else cast(grads.dx, ctx.dtype)
-        d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
-        d_down = ctx.down.accept(grads.down) if need_down else None
-        return dx, grads.dprobs, d_gate_up, d_down, *(None,) * 7
+        dx = None if made.dx is None else cast(made.dx, ctx.dtype)
+        return dx, made.dprobs, *ctx.grads.accept(made.gate_up, made.down), *(None,) * 6
 
 
 class _Bf16Experts(torch.autograd.Function):
@@ -124,39 +132,39 @@ class _Bf16Experts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         probs: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
         groups: bf16.Groups,
-        gate_up: WeightGrad,
-        down: WeightGrad,
         keep: str,
+        grads: WeightGrads,
     ) -> Tensor:
         x16 = x.bfloat16()
-        out, z = bf16.forward(x16, probs, groups, gate_up_proj.bfloat16(), down_proj.bfloat16())
-        save(ctx, x16, z if keep == "bf16" else None, probs, *groups, gate_up_proj, down_proj)
-        ctx.dtype, ctx.gate_up, ctx.down = x.dtype, gate_up, down
+        out, z = bf16.forward(x16, probs, groups, gate_up.bfloat16(), down.bfloat16())
+        save(ctx, x16, z if keep == "bf16" else None, probs, *groups, gate_up, down)
+        ctx.dtype, ctx.grads = x.dtype, grads
         return _returned(out, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         need_dx, need_dprobs, need_gate_up, need_down, *_ = ctx.needs_input_grad
-        x, z, probs, *groups, gate_up_proj, down_proj = load(ctx)
-        grads = bf16.backward(
+        x, z, probs, *groups, gate_up, down = load(ctx)
+        made = bf16.backward(
             dout.bfloat16(),
             x,
             z,
             probs,
             bf16.Groups(*groups),
-            gate_up_proj.bfloat16(),
-            down_proj.bfloat16(),
+            gate_up.bfloat16(),
+            down.bfloat16(),
             need_dx=need_dx,
         )
-        dx = None if grads.dx is None else grads.dx.to(ctx.dtype)
-        dprobs = grads.dprobs if need_dprobs else None
-        d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
-        d_down = ctx.down.accept(grads.down) if need_down else None
-        return dx, dprobs, d_gate_up, d_down, *(None,) * 4
+        dx = None if made.dx is None else made.dx.to(ctx.dtype)
+        dprobs = made.dprobs if need_dprobs else None
+        weights = ctx.grads.accept(
+            made.gate_up if need_gate_up else None, made.down if need_down else None
+        )
+        return dx, dprobs, *weights, *(None,) * 3
 
 
 def _returned(out: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,12 +184,3 @@ def quantize(t: Tensor, recipe: Fp8Recipe, fp8_dtype: str = "e4m3") -> Fp8Tensor
     """A standalone cast of the block: t [T, H] to row layout."""
     q: Fp8Tensor = ops.quantize(dense(t), fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps)
     return q
-
-
-def dense(t: Tensor) -> Tensor:
-    """t as the operators read it, contiguous and from a multiple of 16 bytes: copied where it is
-    not, such as a view from the middle of a flat buffer."""
-    t = t.contiguous()
-    if torch.compiler.is_compiling():  # dynamo knows neither address nor offset
-        return t
-    return t.clone() if t.storage_offset() * t.element_size() % 16 else t

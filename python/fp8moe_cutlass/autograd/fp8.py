@@ -7,14 +7,20 @@ before `backward`. Everything between stays in FP8 or is quantized by the SwiGLU
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.saving import Saved
+from fp8moe_cutlass.autograd.ctx_io import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients as Gradients
+from fp8moe_cutlass.autograd.weight_grad import Wgrad
+from fp8moe_cutlass.autograd.weights import (
+    Fp8Weights,
+    of_one_forward,
+    quantize_weight,
+    transpose,
+)
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -24,35 +30,70 @@ from fp8moe_cutlass.tensor import Fp8Tensor
 Observer = Callable[[str, Any, RoutingPlan, Any], None]
 
 
-@dataclass(frozen=True)
-class Fp8Weights:
-    """Both projections in 128x128 blocks, and their transposes, which the dgrads read: kept, or the
-    transposed view of the parameter, of which the backward makes them."""
-
-    gate_up: Any  # Fp8Tensor [E, 2I, H]; in the backward None unless z is computed again
-    gate_up_t: Fp8Tensor | Tensor  # [E, H, 2I]
-    down: Any  # Fp8Tensor [E, H, I]; in the backward None
-    down_t: Fp8Tensor | Tensor  # [E, I, H]
-
-
 class Activations(NamedTuple):
-    """What the backward reads of the forward. z None: it is computed again from x."""
+    """What the backward reads of the forward."""
 
-    x: Fp8Tensor  # [T, H], row layout, unpermuted
+    x: Any  # Fp8Tensor [T, H], row layout, unpermuted; saved None where nothing reads it
     row_probs: Tensor  # [R] f32
-    z: Tensor | Fp8Tensor | None  # [R, 2I]
+    z: Tensor | Fp8Tensor | None  # [R, 2I]; None: it is computed again from x
 
 
-def to_save(kept: Activations, plan: RoutingPlan, weights: Fp8Weights) -> tuple[Saved, ...]:
+class BackwardWeights(NamedTuple):
+    """What the backward reads of the weights: codes as fprop has them or the parameter they are
+    made from again, and the transposes; None where the other will do, or nothing reads it."""
+
+    gate_up: Fp8Tensor | Tensor | None
+    down: Fp8Tensor | Tensor | None
+    gate_up_t: Fp8Tensor | None
+    down_t: Fp8Tensor | None
+
+
+class Kept(NamedTuple):
+    """What a forward keeps, for a backward that will be asked for so much."""
+
+    z: str = "bf16"  # or "fp8", or "none": computed again
+    codes: bool = True  # False: the parameters, and codes are made from them again
+    dx: bool = True
+    gate_up: bool = True  # its gradient
+
+
+def weights_for(
+    gate_up: Tensor, down: Tensor, weights: Fp8Weights | None, recipe: Fp8Recipe, kept: Kept | None
+) -> tuple[Fp8Weights, Kept | None]:
+    """The weights a forward multiplies, those given or quantized now, and what it keeps. kept None:
+    there is no backward."""
+    if weights is not None:
+        weights.wait()
+        return weights, kept and kept._replace(codes=True)
+    codes = kept is not None and kept.codes
+    dx = kept is not None and kept.dx
+    return of_one_forward(gate_up, down, recipe, gate_up_t=codes and dx, down_t=codes), kept
+
+
+def to_save(
+    activations: Activations,
+    plan: RoutingPlan,
+    weights: Fp8Weights,
+    gate_up: Tensor,
+    down: Tensor,
+    kept: Kept,
+) -> tuple[Saved, ...]:
     """What `backward` reads of a forward, as saving.save takes it; `from_saved` is the way back."""
-    again = weights.gate_up if kept.z is None else None
-    return (*kept, plan, again, weights.gate_up_t, weights.down_t)
+    again = activations.z is None
+    x = activations.x if again or kept.gate_up else None
+    gate_up_t = weights.gate_up_t if kept.dx else None
+    needs_gate_up = again or (kept.dx and gate_up_t is None)
+    rows = (weights.gate_up, weights.down) if kept.codes else (gate_up, down)
+    return (
+        *(x, activations.row_probs, activations.z, plan),
+        *(rows[0] if needs_gate_up else None, rows[1] if weights.down_t is None else None),
+        *(gate_up_t, weights.down_t),
+    )
 
 
-def from_saved(items: Sequence[Any]) -> tuple[Activations, RoutingPlan, Fp8Weights]:
+def from_saved(items: Sequence[Any]) -> tuple[Activations, RoutingPlan, BackwardWeights]:
     """What saving.load returns of `to_save`."""
-    *kept, plan, gate_up, gate_up_t, down_t = items
-    return Activations(*kept), plan, Fp8Weights(gate_up, gate_up_t, None, down_t)
+    return Activations(*items[:3]), items[3], BackwardWeights(*items[4:])
 
 
 def forward(
@@ -86,7 +127,7 @@ def backward(
     dout: Fp8Tensor,
     saved: Activations,
     plan: RoutingPlan,
-    weights: Fp8Weights,
+    weights: Fp8Weights | BackwardWeights,
     recipe: Fp8Recipe,
     *,
     need_dx: bool = True,
@@ -96,16 +137,18 @@ def backward(
     observe: Observer | None = None,
 ) -> Gradients:
     """The gradients of `forward`, given the quantized gradient of its output, dout [T, H]."""
+    gate_up, down, gate_up_t, down_t = (getattr(weights, name) for name in BackwardWeights._fields)
     dy, _ = ops.permute_pad(dout, plan)
-    dh = ops.grouped_gemm(dy, _transposed(weights.down_t, recipe), plan)
+    dh = ops.grouped_gemm(dy, transpose(down, recipe, dout) if down_t is None else down_t, plan)
     x, z = saved.x, saved.z
     if z is None:
-        z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], weights.gate_up, plan)
+        if isinstance(gate_up, Tensor):
+            gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need_dx, dout=dout)
+        z = ops.grouped_gemm(ops.permute_pad(x, plan)[0], gate_up, plan)
     elif isinstance(z, Fp8Tensor):
-        # To bf16 first, the same bits: CUDA reads bf16 in one pass, an FP8 z in three.
         z = ops.dequantize(z)
 
-    made: Any = ops.swiglu_quantize_backward(
+    made: Any = ops.act_quantize_backward(
         dh,
         z,
         plan,
@@ -141,7 +184,8 @@ def backward(
 
     dx, dprobs = None, None
     if need_dx:
-        dx_rows = ops.grouped_gemm(dz, _transposed(weights.gate_up_t, recipe), plan)
+        gate_up_t = transpose(gate_up, recipe, dout) if gate_up_t is None else gate_up_t
+        dx_rows = ops.grouped_gemm(dz, gate_up_t, plan)
         if observe is not None:
             observe("dx rows", dx_rows, plan, dz)
         dx, dprobs = ops.permute_pad_backward(
@@ -152,8 +196,8 @@ def backward(
     return Gradients(
         dx,
         dprobs,
-        gate_up_wgrad if need_gate_up else None,
-        down_wgrad if need_down else None,
+        Wgrad(gate_up_wgrad, (columns[0], x, plan)) if need_gate_up else None,
+        Wgrad(down_wgrad, (columns[1], dout, plan)) if need_down else None,
     )
 
 
@@ -161,7 +205,7 @@ def _activate(
     z: Tensor, plan: RoutingPlan, row_probs: Tensor, recipe: Fp8Recipe, keep: str
 ) -> tuple[Fp8Tensor, Tensor | Fp8Tensor | None]:
     """h = Q(silu(gate) * up * prob), and z in the form that is kept."""
-    made: Any = ops.swiglu_quantize(
+    made: Any = ops.act_quantize(
         z,
         plan,
         probs=row_probs,
@@ -170,18 +214,6 @@ def _activate(
         eps=recipe.eps,
     )
     return made if keep == "fp8" else (made, z if keep == "bf16" else None)
-
-
-def _transposed(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
-    """The weight a dgrad reads: as kept, or made of the parameter's transposed view."""
-    if isinstance(w, Fp8Tensor):
-        return w
-    return ops.quantize_weight(
-        w.mT.contiguous(),
-        scale=recipe.scale,
-        eps=recipe.eps,
-        only="transpose",
-    )
 
 
 def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.experts import dense
-from fp8moe_cutlass.autograd.once import once_differentiable
+from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import ScaleLayout
@@ -38,11 +38,11 @@ def permute_pad(
             raise ValueError("[permute_pad] an Fp8Tensor has no gradient; got requires_grad=True")
         kind = (scale_layout, x.pow2, x.fp8_dtype)
         data, scale_inv, row_probs = _PermutePadFp8.apply(  # type: ignore[no-untyped-call]
-            x, probs, plan.slab, plan.sizes, scale_layout, zero_unweighted
+            x, probs, plan.buffer, plan.sizes, scale_layout, zero_unweighted
         )
         return Fp8Tensor(data, scale_inv, *kind), row_probs
     y, row_probs = _PermutePad.apply(  # type: ignore[no-untyped-call]
-        x, probs, plan.slab, plan.sizes, zero_unweighted
+        x, probs, plan.buffer, plan.sizes, zero_unweighted
     )
     return y, row_probs
 
@@ -58,7 +58,7 @@ def unpermute_unpad(
     if isinstance(y, Fp8Tensor):
         raise ValueError("[unpermute_unpad] sums high-precision rows; dequantize the Fp8Tensor")
     out: Tensor = _UnpermuteUnpad.apply(  # type: ignore[no-untyped-call]
-        y, probs, plan.slab, plan.sizes, clear
+        y, probs, plan.buffer, plan.sizes, clear
     )
     return out
 
@@ -66,12 +66,12 @@ def unpermute_unpad(
 class _PermutePad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probs: Tensor | None, slab: Tensor, sizes: Sizes, zero: bool
+        ctx: Any, x: Tensor, probs: Tensor | None, buffer: Tensor, sizes: Sizes, zero: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(slab)
+        ctx.save_for_backward(buffer)
         ctx.sizes = sizes
-        return ops.permute_pad(x, RoutingPlan(slab, *sizes), probs, zero_unweighted=zero)
+        return ops.permute_pad(x, RoutingPlan(buffer, *sizes), probs, zero_unweighted=zero)
 
     @staticmethod
     @once_differentiable
@@ -87,15 +87,15 @@ class _PermutePadFp8(torch.autograd.Function):
         ctx: Any,
         x: Fp8Tensor,
         probs: Tensor | None,
-        slab: Tensor,
+        buffer: Tensor,
         sizes: Sizes,
         scale_layout: ScaleLayout,
         zero: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(slab)
+        ctx.save_for_backward(buffer)
         ctx.sizes = sizes
-        plan = RoutingPlan(slab, *sizes)
+        plan = RoutingPlan(buffer, *sizes)
         y, row_probs = ops.permute_pad(
             x, plan, probs, scale_layout=scale_layout, zero_unweighted=zero
         )
@@ -126,19 +126,19 @@ def _backward_of_permute(
 class _UnpermuteUnpad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, probs: Tensor | None, slab: Tensor, sizes: Sizes, clear: bool
+        ctx: Any, y: Tensor, probs: Tensor | None, buffer: Tensor, sizes: Sizes, clear: bool
     ) -> Tensor:
-        ctx.save_for_backward(slab, *([] if probs is None else [y, probs]))
+        ctx.save_for_backward(buffer, *([] if probs is None else [y, probs]))
         ctx.sizes = sizes
         ctx.clear = clear
-        out: Tensor = ops.unpermute_unpad(y, RoutingPlan(slab, *sizes), probs)
+        out: Tensor = ops.unpermute_unpad(y, RoutingPlan(buffer, *sizes), probs)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        slab, *operands = ctx.saved_tensors
-        plan = RoutingPlan(slab, *ctx.sizes)
+        buffer, *operands = ctx.saved_tensors
+        plan = RoutingPlan(buffer, *ctx.sizes)
         dout = dense(dout)
         out = None
         if ctx.clear:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# (out, accumulate, dtype) -> dW [E, N, K]. With `out` the gradient is written (accumulate: added)
-# there; else a new tensor is returned, of `dtype` ("float32" or "bfloat16"; bf16.py's is bfloat16).
-Wgrad = Callable[[Tensor | None, bool, str], Tensor]
+from fp8moe_cutlass.autograd.ctx_io import Saved, flatten
+from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
+
+
+@dataclass(frozen=True)
+class Wgrad:
+    """(out, accumulate, dtype) -> dW [E, N, K]. With `out` the gradient is written (accumulate:
+    added) there; else a new tensor is returned, of `dtype` ("float32" or "bfloat16"; bf16.py's is
+    bfloat16)."""
+
+    run: Callable[[Tensor | None, bool, str], Tensor]
+    operands: tuple[Saved, ...]  # what it reads
+
+    def __call__(self, out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
+        return self.run(out, accumulate, dtype)
 
 
 @dataclass(frozen=True)
@@ -24,36 +37,41 @@ class Gradients:
     down: Wgrad | None
 
 
-@dataclass
-class WgradQueue:
-    """Weight gradients whose backward has run but whose GEMM has not (MoEExperts.backward_dw)."""
+@dataclass(frozen=True)
+class Destination:
+    """Where one forward's gradient of one weight goes.
 
-    pending: list[tuple[WeightGrad, Wgrad]] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Compute every pending gradient, oldest first, into main_grad or .grad. One that raises
-        is still pending, with those behind it."""
-        while self.pending:
-            target, wgrad = self.pending[0]
-            weight, grad = target.weight, target.compute(wgrad)
-            if target.main_grad is None:
-                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-            del self.pending[0], wgrad  # and what it has saved
-
-
-@dataclass
-class WeightGrad:
-    """The destination of one weight's gradient.
-
-    A weight with a `main_grad` (float32 or bfloat16, of the weight's shape) gets its gradient added
-    there, or written when `first_microbatch` is True. As Megatron expects, a weight that has the
-    attribute `grad_added_to_main_grad` gets it set and returns a placeholder of the weight's dtype
-    (zeros if `zero_out_wgrad`), so that hooks on the gradient run; otherwise .grad stays None.
+    A weight with a `main_grad` (float32 or bfloat16, of the weight's shape, at any address) gets
+    its gradient added there, or written where `overwrite`; else it is what .grad adds up, in the
+    weight's grad_dtype.
     """
 
-    weight: Any  # torch.nn.Parameter with Megatron's attributes
-    first_microbatch: bool | None = None
-    queue: WgradQueue | None = None
+    weight: Any  # torch.nn.Parameter with Megatron's attributes, or any tensor
+    dtype: torch.dtype  # of the gradient
+    overwrite: bool = False
+    writes: int = 0  # to main_grad, by backwards that had run at the forward
+
+    def deliver(self, wgrad: Wgrad) -> Tensor | None:
+        """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
+        main_grad = self.main_grad
+        if main_grad is None:
+            exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+            return cast(wgrad(None, False, exact), self.dtype)
+        eager = not torch.compiler.is_compiling()
+        if eager and self.overwrite and _writes(self.weight) != self.writes:
+            raise RuntimeError(
+                "[MoEExperts] overwrite_main_grad=True must be of the backward that runs first; "
+                "got a main_grad that another backward has written since the forward"
+            )
+        into = dense(main_grad)
+        wgrad(into, not self.overwrite, "float32")
+        if into is not main_grad:
+            main_grad.copy_(into)
+        if eager:
+            self.weight._main_grad_writes = _writes(self.weight) + 1
+        if hasattr(self.weight, "grad_added_to_main_grad"):
+            self.weight.grad_added_to_main_grad = True
+        return None
 
     @property
     def main_grad(self) -> Tensor | None:
@@ -69,25 +87,97 @@ class WeightGrad:
             raise ValueError(f"[main_grad] must be float32 or bfloat16; got {main_grad.dtype}")
         return main_grad
 
-    def accept(self, wgrad: Wgrad) -> Tensor | None:
-        """Run or defer `wgrad`; what the backward returns for the weight."""
-        if self.queue is None:
-            return self.compute(wgrad)
-        self.queue.pending.append((self, wgrad))
-        return None
 
-    def compute(self, wgrad: Wgrad) -> Tensor | None:
-        main_grad = self.main_grad
-        if main_grad is None:
-            dtype = self.weight.dtype
-            exact = "bfloat16" if dtype == torch.bfloat16 else "float32"
-            return cast(wgrad(None, False, exact), dtype)
-        wgrad(main_grad, self.first_microbatch is not True, "float32")
-        if not hasattr(self.weight, "grad_added_to_main_grad"):
-            return None
-        self.weight.grad_added_to_main_grad = True
-        zero = getattr(self.weight, "zero_out_wgrad", False)
-        return (torch.zeros_like if zero else torch.empty_like)(self.weight)
+@dataclass(frozen=True)
+class Pending:
+    """A weight gradient whose backward has run but whose GEMM has not."""
+
+    to: Destination
+    wgrad: Wgrad
+    operands: Written | None
+
+    def run(self) -> None:
+        """Into main_grad or .grad, on the current stream."""
+        if self.operands is not None:
+            self.operands.wait(flatten(self.wgrad.operands)[0])
+        weight, grad = self.to.weight, self.to.deliver(self.wgrad)
+        if grad is not None:
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+
+
+@dataclass(frozen=True)
+class WeightGrads:
+    """Where one forward's gradients of both weights go."""
+
+    gate_up: Destination
+    down: Destination
+    pending: list[Pending] | None  # not None: they wait here
+
+    def accept(self, gate_up: Wgrad | None, down: Wgrad | None) -> list[Tensor | None]:
+        """Run or defer both; what the backward returns for the weights.
+
+        As Megatron expects, a weight that has the attribute `grad_added_to_main_grad` gets it set
+        and returns a placeholder, so that hooks on the gradient run; else .grad stays None.
+        """
+        returned: list[Tensor | None] = [None, None]
+        in_place = False
+        for n, (to, wgrad) in enumerate(((self.gate_up, gate_up), (self.down, down))):
+            if wgrad is None:
+                continue
+            if self.pending is not None:
+                self.pending.append(Pending(to, wgrad, written(to.weight.device)))
+                continue
+            returned[n] = grad = to.deliver(wgrad)
+            if grad is None:
+                in_place = True
+                if hasattr(to.weight, "grad_added_to_main_grad"):
+                    returned[n] = placeholder(to.weight, to.dtype)
+        if in_place:
+            order_with_backward(self.gate_up.weight.device)
+        return returned
+
+
+def weight_grads(
+    gate_up: Any, down: Any, overwrite: bool = False, pending: list[Pending] | None = None
+) -> WeightGrads:
+    """Of a forward that runs now."""
+    return WeightGrads(_destination(gate_up, overwrite), _destination(down, overwrite), pending)
+
+
+def _destination(weight: Any, overwrite: bool) -> Destination:
+    dtype: torch.dtype = weight.dtype
+    if isinstance(weight, torch.nn.Parameter) or not torch.compiler.is_compiling():
+        dtype = _grad_dtype(weight)
+    if torch.compiler.is_compiling() and dtype != weight.dtype:
+        raise RuntimeError(
+            f"[MoEExperts] grad_dtype cannot be compiled; got {dtype} of a {weight.dtype} weight"
+        )
+    writes = 0 if torch.compiler.is_compiling() else _writes(weight)
+    return Destination(weight, dtype, overwrite, writes)
+
+
+@torch.compiler.assume_constant_result  # dynamo cannot read the attribute
+def _grad_dtype(weight: Any) -> torch.dtype:
+    named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
+    dtype: torch.dtype = named or weight.dtype
+    return dtype
+
+
+def _writes(weight: Any) -> int:
+    return getattr(weight, "_main_grad_writes", 0)
+
+
+_placeholders: dict[Any, Tensor] = {}
+
+
+def placeholder(weight: Any, dtype: torch.dtype) -> Tensor:
+    """A gradient nobody reads (zeros if weight.zero_out_wgrad), one memory per shape. Detached:
+    autograd takes that as it is, and copies a tensor that others refer to."""
+    key = (weight.shape, dtype, weight.device)
+    if key not in _placeholders:
+        _placeholders[key] = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    held = _placeholders[key]
+    return (held.zero_() if getattr(weight, "zero_out_wgrad", False) else held).detach()
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:

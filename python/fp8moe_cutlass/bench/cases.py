@@ -1,7 +1,7 @@
-"""What is timed of each op: a generator per op that builds random inputs and yields Work.
+"""What `bench ops` times of each operator: a generator that builds random inputs and yields Work.
 
 Work is data: the call, the bytes it must move, the arithmetic it must do, and the inputs by name,
-from which bench/peers.py builds the same work in other libraries.
+from which a reference builds the same work in another library.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass.typing import Columns
 
 from .shapes import Shape
 
 
 @dataclass(frozen=True)
 class Work:
-    """One timed call. bytes: read plus written, each once; flops: 0 for what memory bounds."""
+    """One timed call. bytes: read plus written, each once; flops: 0 where memory is the bound."""
 
     variant: str
     run: Callable[[], object]
@@ -31,12 +32,17 @@ class Work:
 
 
 Case = Callable[[Shape, torch.device], Iterator[Work]]
-CASES: dict[str, Case] = {}
+CASES: dict[str, tuple[str, Case]] = {}  # by operator: the kind of its shapes, and what it runs
 
 
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+def case(kind: str) -> Callable[[Case], Case]:
+    """Register the decorated generator for the operator of its name. kind: see shapes.py."""
+
+    def register(function: Case) -> Case:
+        CASES[function.__name__] = kind, function
+        return function
+
+    return register
 
 
 def size_of(*things: Any) -> int:
@@ -53,11 +59,8 @@ def size_of(*things: Any) -> int:
 
 
 def written(plan: RoutingPlan, *things: Any) -> int:
-    """size_of, without the rows and columns of a plan's outputs that its routing leaves unwritten.
-
-    A plan has room for any routing of its capacity: at align 128 mostly padding that no routing
-    needs. Reads two counts from the device.
-    """
+    """size_of, without the rows and columns that this routing leaves unwritten: a plan has room for
+    any routing of its capacity. Reads two counts from the device."""
     rows, columns = int(plan.row_offsets[-1]), int(plan.col_offsets[-1])
     total = 0
     for thing in things:
@@ -74,36 +77,48 @@ def written(plan: RoutingPlan, *things: Any) -> int:
 
 
 def into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[[], object], Any]:
-    """A call of `op` that reuses its outputs, and those outputs: nothing timed allocates."""
+    """A call of `op` into outputs made beforehand, and those outputs."""
     out = op(*args, **kwargs)
     return (lambda: op(*args, **kwargs, out=out)), out
-
-
-# ---- inputs -------------------------------------------------------------------------------------
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
+def top_k(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random distinct experts [T, S], and probs [T, S]."""
+    probs, experts = torch.rand(shape["T"], shape["E"], device=device).topk(shape["S"], dim=-1)
+    return experts, probs
+
+
 def routing(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Tensor]:
-    """Random distinct experts [T, S], their plan, and probs [T, S]."""
-    scores = torch.rand(shape["T"], shape["E"], device=device)
-    probs, experts = scores.topk(shape["S"], dim=-1)
+    """Random experts, their plan, and probs."""
+    experts, probs = top_k(shape, device)
     return experts, ops.route(shape["E"], topk_idx=experts, align=shape["align"]), probs
 
 
+def dispatch(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Tensor]:
+    """Random experts, their dispatch plan to W ranks, and probs."""
+    experts, probs = top_k(shape, device)
+    return experts, ops.dispatch_plan(experts, shape["E"], shape["W"])[0], probs
+
+
+def transposed(x: Tensor, plan: RoutingPlan, columns: Columns) -> Fp8Tensor:
+    """x [R, C] as an operand of wgrad, by the way the layer takes."""
+    q = ops.quantize(x, scale_layout="gemm")
+    t: Fp8Tensor = ops.transpose_fp8(q, plan, columns=columns)
+    return t
+
+
 def ragged(rows: int, experts: int, device: torch.device) -> RoutingPlan:
-    """A plan of `rows` rows that arrive grouped, group sizes as a random routing gives them."""
+    """A plan of `rows` rows that arrive grouped, in groups as a random routing makes them."""
     experts_of_rows = torch.randint(experts, (rows,))
     counts = torch.bincount(experts_of_rows, minlength=experts).to(device, torch.int32)
     return RoutingPlan.from_counts(counts, capacity=rows)
 
 
-# ---- quantization -------------------------------------------------------------------------------
-
-
-@case
+@case("matrix")
 def quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     x = normal(shape["M"], shape["K"], device=device)
     for layout in ("row", "gemm"):
@@ -111,45 +126,38 @@ def quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
         yield Work(layout, run, size_of(x, q), inputs={"x": x})
 
 
-@case
+@case("weight")
 def quantize_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
     w = normal(shape["E"], shape["N"], shape["K"], device=device)
     run, out = into(ops.quantize_weight, w)
-    yield Work("both copies", run, size_of(w, out), inputs={"w": w})
+    yield Work("both copies", run, size_of(w, out))
 
 
-@case
+@case("matrix")
 def dequantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     q = ops.quantize(normal(shape["M"], shape["K"], device=device))
     run, x = into(ops.dequantize, q)
-    yield Work("row", run, size_of(q, x), inputs={"q": q})
+    yield Work("row", run, size_of(q, x))
 
 
-# ---- routing and movement -----------------------------------------------------------------------
-
-
-@case
+@case("routing")
 def route(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, plan, _ = routing(shape, device)
     run = lambda: ops.route(shape["E"], topk_idx=experts, out=plan)  # noqa: E731
-    yield Work("top-k", run, size_of(experts, plan.slab), inputs={"experts": experts})
+    yield Work("top-k", run, size_of(experts, plan.buffer))
 
 
-@case
+@case("permute")
 def permute_pad(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, probs = routing(shape, device)
     x = normal(shape["T"], shape["H"], device=device)
     for variant, source in (("bf16", x), ("fp8", ops.quantize(x))):
         run, out = into(ops.permute_pad, source, plan, probs=probs)
-        yield Work(
-            variant,
-            run,
-            size_of(source, plan.row_of, probs) + written(plan, out),
-            inputs={"x": source, "plan": plan, "probs": probs},
-        )
+        moved = size_of(source, plan.row_of, probs) + written(plan, out)
+        yield Work(variant, run, moved, inputs={"x": source, "plan": plan})
 
 
-@case
+@case("permute")
 def permute_pad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, probs = routing(shape, device)
     dy = normal(plan.rows, shape["H"], device=device)
@@ -157,64 +165,42 @@ def permute_pad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     run, out = into(ops.permute_pad_backward, dy, plan, dprobs=dprobs)
     rows = probs.numel() * shape["H"] * 2  # of dy, without padding
     moved = rows + size_of(out, plan.row_of) + written(plan, dprobs)
-    yield Work("bf16", run, moved, inputs={"dy": dy, "plan": plan})
+    yield Work("bf16", run, moved)
 
 
-@case
+@case("permute")
 def unpermute_unpad(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, probs = routing(shape, device)
     y = normal(plan.rows, shape["H"], device=device)
     rows = probs.numel() * shape["H"] * 2
     for variant, weights in (("bf16", None), ("bf16, probs", probs)):
         run, out = into(ops.unpermute_unpad, y, plan, probs=weights)
-        yield Work(
-            variant,
-            run,
-            rows + size_of(out, weights, plan.row_of),
-            inputs={"y": y, "plan": plan, "probs": weights, "T": shape["T"]},
-        )
+        inputs = {"y": y, "plan": plan, "probs": weights, "T": shape["T"]}
+        yield Work(variant, run, rows + size_of(out, weights, plan.row_of), inputs=inputs)
 
 
-@case
+@case("permute")
 def unpermute_unpad_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, probs = routing(shape, device)
     dout = normal(shape["T"], shape["H"], device=device)
     y = normal(plan.rows, shape["H"], device=device)
     run, out = into(ops.unpermute_unpad_backward, dout, plan)
     moved = size_of(dout, plan.row_of) + written(plan, out)
-    yield Work("bf16", run, moved, inputs={"dout": dout, "plan": plan})
+    yield Work("bf16", run, moved)
     run, out = into(ops.unpermute_unpad_backward, dout, plan, y=y, probs=probs)
     rows = probs.numel() * shape["H"] * 2
-    yield Work(
-        "bf16, probs",
-        run,
-        rows + size_of(dout, probs, plan.row_of) + written(plan, out),
-        inputs={"dout": dout, "plan": plan, "y": y, "probs": probs},
-    )
-    q = ops.quantize(dout)
-    run, out = into(ops.unpermute_unpad_backward, q, plan)
-    moved = size_of(q, plan.row_of) + written(plan, out)
-    yield Work("fp8", run, moved, inputs={"dout": q, "plan": plan})
+    moved = rows + size_of(dout, probs, plan.row_of) + written(plan, out)
+    yield Work("bf16, probs", run, moved)
 
 
-# ---- between ranks ------------------------------------------------------------------------------
-
-
-def dispatch(shape: Shape, device: torch.device) -> tuple[Tensor, RoutingPlan, Tensor]:
-    """Random distinct experts [T, S], their dispatch plan to W ranks, and probs [T, S]."""
-    scores = torch.rand(shape["T"], shape["E"], device=device)
-    probs, experts = scores.topk(shape["S"], dim=-1)
-    return experts, ops.dispatch_plan(experts, shape["E"], shape["W"])[0], probs
-
-
-@case
+@case("ranks")
 def dispatch_plan(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, *_ = dispatch(shape, device)
     run, out = into(ops.dispatch_plan, experts, shape["E"], shape["W"])
-    yield Work("exact", run, size_of(experts, out[0].slab, out[1]), inputs={"experts": experts})
+    yield Work("exact", run, size_of(experts, out[0].buffer, out[1]))
 
 
-@case
+@case("ranks")
 def quantize_pack(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, plan, probs = dispatch(shape, device)
     x = normal(shape["T"], shape["H"], device=device)
@@ -222,32 +208,29 @@ def quantize_pack(shape: Shape, device: torch.device) -> Iterator[Work]:
     for variant, ids in (("ids and probs", (experts, probs)), ("gradient", ())):
         run, packed = into(ops.quantize_pack, x, plan, *ids, num_experts=shape["E"])
         moved = size_of(x, *ids, plan.row_of) + rows * packed.shape[1]
-        yield Work(variant, run, moved, inputs={"x": x, "plan": plan})
+        yield Work(variant, run, moved)
 
 
-@case
+@case("ranks")
 def unpack(shape: Shape, device: torch.device) -> Iterator[Work]:
     experts, plan, probs = dispatch(shape, device)
     x = normal(shape["T"], shape["H"], device=device)
     packed = ops.quantize_pack(x, plan, experts, probs, num_experts=shape["E"])
     out = ops.unpack(packed, shape["H"], shape["S"])[1:]
     run = lambda: ops.unpack(packed, shape["H"], shape["S"], out=out)  # noqa: E731
-    yield Work("ids and probs", run, 2 * size_of(out), inputs={"packed": packed})
+    yield Work("ids and probs", run, 2 * size_of(out))
 
 
-# ---- transposes and activation ------------------------------------------------------------------
-
-
-@case
+@case("rows")
 def transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     q = ops.quantize(normal(shape["R"], shape["C"], device=device), scale_layout="gemm")
     for columns in ("block", "column"):
         run, out = into(ops.transpose_fp8, q, plan, columns=columns)
-        yield Work(columns, run, written(plan, q, out), inputs={"q": q, "plan": plan})
+        yield Work(columns, run, written(plan, q, out))
 
 
-@case
+@case("layer")
 def permute_transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, _ = routing(shape, device)
     x = normal(shape["T"], shape["H"], device=device)
@@ -256,10 +239,10 @@ def permute_transpose_fp8(shape: Shape, device: torch.device) -> Iterator[Work]:
         for columns in ("block", "column"):
             run, out = into(ops.permute_transpose_fp8, q, plan, columns=columns)
             moved = size_of(q, plan.row_of) + written(plan, out)
-            yield Work(columns + named, run, moved, inputs={"q": q, "plan": plan})
+            yield Work(columns + named, run, moved)
 
 
-@case
+@case("layer")
 def count_codes(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, _ = routing(shape, device)
     q = ops.quantize(normal(shape["T"], shape["H"], device=device))
@@ -268,58 +251,53 @@ def count_codes(shape: Shape, device: torch.device) -> Iterator[Work]:
     for stride in (1, 8):
         run = lambda s=stride: ops.count_codes(q, plan, counts, columns=columns, stride=s)  # noqa: E731
         moved = size_of(q, plan.row_of) // stride + size_of(columns.scale_inv, counts)
-        yield Work(f"every row in {stride}", run, moved, inputs={"q": q})
+        yield Work(f"every row in {stride}", run, moved)
 
 
-@case
-def swiglu_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
+@case("activation")
+def act_quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     z = normal(shape["R"], 2 * shape["C"], device=device)
     probs = torch.rand(shape["R"], device=device)
-    run, out = into(ops.swiglu_quantize, z, plan, probs=probs)
-    moved = size_of(z, probs) + written(plan, out)
-    yield Work("rows", run, moved, inputs={"z": z, "probs": probs})
+    run, out = into(ops.act_quantize, z, plan, probs=probs)
+    yield Work("rows", run, size_of(z, probs) + written(plan, out), inputs={"z": z, "probs": probs})
 
 
-@case
-def swiglu_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
+@case("activation")
+def act_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     plan = ragged(shape["R"], shape["E"], device)
     z = normal(shape["R"], 2 * shape["C"], device=device)
     dh = normal(shape["R"], shape["C"], device=device)
     probs = torch.rand(shape["R"], device=device)
     for columns in (None, "block", "column"):
-        run, out = into(ops.swiglu_quantize_backward, dh, z, plan, probs=probs, columns=columns)
+        run, out = into(ops.act_quantize_backward, dh, z, plan, probs=probs, columns=columns)
         variant = "dz" if columns is None else f"dz, dz and h columns={columns}"
         moved = size_of(dh, z, probs) + written(plan, out)
-        yield Work(variant, run, moved, inputs={"dh": dh, "z": z, "probs": probs})
+        yield Work(variant, run, moved)
 
 
-# ---- grouped GEMM -------------------------------------------------------------------------------
-
-
-@case
+@case("gemm")
 def grouped_gemm(shape: Shape, device: torch.device) -> Iterator[Work]:
     m, n, k, e = (shape[name] for name in "MNKE")
     x, w = normal(m, k, device=device), normal(e, n, k, device=device)
     a, (wq, _) = ops.quantize(x, scale_layout="gemm"), ops.quantize_weight(w)
     even = torch.full((e,), m // e, dtype=torch.int32, device=device)
-    plans = {
-        "balanced": RoutingPlan.from_counts(even, capacity=m),
-        "ragged": ragged(m, e, device),
-    }
+    balanced = RoutingPlan.from_counts(even, capacity=m)
+    plans = {"balanced": balanced, "ragged": ragged(m, e, device)}
     for variant, plan in plans.items():
         run, d = into(ops.grouped_gemm, a, wq, plan)
-        inputs = {"x": x, "w": w, "a": a, "wq": wq, "plan": plan}
+        inputs = {"x": x, "w": w, "plan": plan}
         yield Work(variant, run, size_of(a, wq, d), 2 * m * n * k, (m, n, k), inputs)
 
 
-@case
+@case("wgrad")
 def grouped_gemm_wgrad(shape: Shape, device: torch.device) -> Iterator[Work]:
     m, n, k, e = (shape[name] for name in "MNKE")
     dy, x = normal(m, n, device=device), normal(m, k, device=device)
     plan = ragged(m, e, device)
-    for columns in ("block", "column"):
-        dy_t, x_t = (ops.transpose_fp8(ops.quantize(t), plan, columns=columns) for t in (dy, x))
+    sides: tuple[Columns, ...] = ("block", "column")
+    for columns in sides:
+        dy_t, x_t = (transposed(t, plan, columns) for t in (dy, x))
         run, dw = into(ops.grouped_gemm_wgrad, dy_t, x_t, plan)
-        inputs = {"dy": dy, "x": x, "dy_t": dy_t, "x_t": x_t, "plan": plan, "columns": columns}
+        inputs = {"dy": dy, "x": x, "plan": plan, "columns": columns}
         yield Work(columns, run, size_of(dy_t, x_t, dw), 2 * m * n * k, (n, k, m), inputs)

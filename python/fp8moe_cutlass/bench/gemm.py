@@ -1,8 +1,7 @@
-"""The grouped GEMMs at the sizes of models, beside DeepGEMM and torch on the same operands.
+"""`bench gemm`: the grouped GEMMs at the sizes of models, beside torch in bf16.
 
-Seven rounds in which ours and every peer take turns (burst, L2 cold), and for one layer of each
-model a second of calls back to back (sustained). Rows balanced over the experts, or as a random
-routing gives them; a peer that pads groups pads its own.
+Burst: seven rounds with a cold L2. Sustained: a second of calls back to back. Experts have equally
+many rows ("balanced") or as many as a random routing gives them ("ragged").
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +16,17 @@ from torch import Tensor
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 from fp8moe_cutlass.typing import Columns
 
-from .cases import into, normal, ragged, size_of
-from .gemm_peers import GEMM_PEERS
+from .cases import into, normal, ragged, size_of, transposed
+from .record import OnResult, Record, environment, ignore, row
 from .timing import CudaTimer, Limits, Run
 
-Record = dict[str, Any]
 PASSES = ("fprop", "dgrad", "wgrad")
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """M rows of E experts by weights [E, N, K] of `gemm`: what dgrad contracts is K here, too."""
+    """M rows of E experts by weights [E, N, K]; what dgrad contracts is called K, too."""
 
     gemm: str
     model: str
@@ -63,36 +60,13 @@ MODELS = {
 }
 
 
-def model_cases(gemm: str) -> Iterator[Case]:
-    for model, (m, h, i, e) in MODELS.items():
-        if gemm == "wgrad":
-            for first, (n, k) in ((True, (2 * i, h)), (False, (h, i))):
-                yield Case(gemm, model, m, n, k, e, dtype="float32", sustained=first)
-                yield Case(gemm, model, m, n, k, e, dtype="float32", accumulate=True)
-                if first:
-                    yield Case(gemm, model, m, n, k, e)
-                    yield Case(gemm, model, m, n, k, e, dtype="float32", columns="column")
-                    yield Case(gemm, model, m, n, k, e, "ragged", dtype="float32")
-            continue
-        layers = ((2 * i, h), (h, i)) if gemm == "fprop" else ((i, h), (h, 2 * i))
-        for index, (n, k) in enumerate(layers):
-            yield Case(gemm, model, m, n, k, e, sustained=True)
-            yield Case(gemm, model, m, n, k, e, "ragged")
-            if gemm == "fprop" and index == 0:
-                yield Case(gemm, model, m, n, k, e, dtype="float32")
-
-
-def all_cases() -> list[Case]:
-    """What decides first, so that a budget cuts the rest."""
-    dense = [
-        Case("fprop", "one expert", m, n, k, 1, sustained=True)
-        for m, n, k in ((4096, 4096, 7168), (4096, 7168, 2048), (32768, 4096, 7168))
-    ]
-    many = [
-        Case("fprop", "256 experts", 256 * 128, 4096, 7168, 256, routing)
-        for routing in ("balanced", "ragged")
-    ]
-    return [*model_cases("fprop"), *model_cases("wgrad"), *dense, *many, *model_cases("dgrad")]
+def cases() -> Iterator[Case]:
+    """Both layers of each model; wgrad adds to a float32 main_grad."""
+    for gemm in PASSES:
+        for model, (m, h, i, e) in MODELS.items():
+            for n, k in ((i, h), (h, 2 * i)) if gemm == "dgrad" else ((2 * i, h), (h, i)):
+                to = {"dtype": "float32", "accumulate": True} if gemm == "wgrad" else {}
+                yield Case(gemm, model, m, n, k, e, "ragged", sustained=True, **to)  # type: ignore[arg-type]
 
 
 QUICK = [
@@ -105,8 +79,8 @@ QUICK = [
 
 @dataclass(frozen=True)
 class Operands:
-    """Of one case, from the same random values: bf16 and quantized. fprop, dgrad: x [M, K], w
-    [E, N, K]; wgrad: dy [M, N] and x [M, K], quantized along the rows."""
+    """One case's operands, in bf16 and quantized. fprop, dgrad: x [M, K], w [E, N, K]; wgrad: dy
+    [M, N] and x [M, K], quantized along the rows."""
 
     case: Case
     plan: RoutingPlan
@@ -114,6 +88,22 @@ class Operands:
     other: Tensor  # w, or dy
     x_q: Fp8Tensor
     other_q: Fp8Tensor
+
+
+Factory = Callable[[Operands], Run | None]  # None: not on this device, or not this product
+
+
+def grouped_mm(o: Operands) -> Run | None:
+    """torch's own grouped GEMM, in bf16."""
+    if o.x.device.type != "cuda":
+        return None
+    ends, dtype = o.plan.row_offsets[1:], torch.bfloat16
+    if o.case.gemm == "wgrad":
+        return lambda: torch._grouped_mm(o.other.t(), o.x, offs=ends, out_dtype=dtype)
+    return lambda: torch._grouped_mm(o.x, o.other.transpose(1, 2), offs=ends, out_dtype=dtype)
+
+
+TORCH: dict[str, Factory] = {"torch._grouped_mm bf16": grouped_mm}
 
 
 def operands(case: Case, device: torch.device) -> Operands:
@@ -125,9 +115,7 @@ def operands(case: Case, device: torch.device) -> Operands:
     x = normal(case.m, case.k, device=device)
     if case.gemm == "wgrad":
         dy = normal(case.m, case.n, device=device)
-        dy_q, x_q = (
-            ops.transpose_fp8(ops.quantize(t), plan, columns=case.columns) for t in (dy, x)
-        )
+        dy_q, x_q = (transposed(t, plan, case.columns) for t in (dy, x))
         return Operands(case, plan, x, dy, x_q, dy_q)
     w = torch.stack([normal(case.n, case.k, device=device) for _ in range(case.e)])
     w_q = ops.quantize_weight(w)[0]
@@ -148,13 +136,13 @@ def call_of(o: Operands) -> tuple[Run, Tensor]:
     return accumulate, dw
 
 
-def measure(case: Case, limits: Limits) -> Record:
-    """One result row. A peer that is there but fails on this case is named, with its words."""
+def measure(case: Case, limits: Limits, peers: dict[str, Factory]) -> Record:
+    """One row. A baseline that fails on this case is named, with its error."""
     o = operands(case, limits.device)
     run, out = call_of(o)
     calls: dict[str, Run] = {"ours": run}
     failed: dict[str, str] = {}
-    for name, factory in GEMM_PEERS.items():
+    for name, factory in peers.items():
         try:
             peer = factory(o)
             if peer is not None:
@@ -164,65 +152,48 @@ def measure(case: Case, limits: Limits) -> Record:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     moved = size_of(o.x_q, o.other_q, out) + (size_of(out) if case.accumulate else 0)
     copied = case.e == 256  # bound by its weights
-    every = [*calls.values(), *([limits.copy(moved)] if copied else [])]
-    samples = limits.timer.measure(*every)
+    samples = limits.timer.measure(*calls.values(), *([limits.copy(moved)] if copied else []))
     flops = 2 * case.m * case.n * case.k
-    row: Record = {
-        "op": case.gemm,
-        "shape": case.shape,
-        "variant": case.variant,
-        "ms": samples[0].ms,
-        "host_us": samples[0].host_us,
-        "bytes": moved,
-        "flops": flops,
-        "limit_ms": samples[-1].ms if copied else flops / limits.tensor_tflops / 1e9,
-        "peers": {name: s.ms for name, s in zip(calls, samples, strict=False) if name != "ours"},
-        "repeat": samples[0].repeat,
-    }
-    if failed:
-        row["peers_failed"] = failed
-    if case.sustained:
-        long = {
-            name: limits.timer.sustained(call)
-            for name, call in calls.items()
-            if name in ("ours", "DeepGEMM", "torch._scaled_mm 1x128")
-        }
-        if long["ours"] is not None:
-            row["sustained_ms"] = long.pop("ours")
-            row["peers_sustained"] = long
-    return row
+    more: Record = {"peers_failed": failed} if failed else {}
+    if case.sustained and limits.device.type == "cuda":
+        long = {name: limits.timer.sustained(call) for name, call in calls.items()}
+        more |= {"sustained_ms": long.pop("ours"), "peers_sustained": long}
+    return row(
+        case.gemm,
+        case.shape,
+        case.variant,
+        samples[0],
+        bytes=moved,
+        flops=flops,
+        limit_ms=samples[-1].ms if copied else flops / limits.tensor_tflops / 1e9,
+        peers={name: s.ms for name, s in zip(calls, samples, strict=False) if name != "ours"},
+        **more,
+    )
 
 
 def run_gemm(
     device: torch.device,
-    passes: Iterable[str] | None = None,
     quick: bool = False,
     budget: float = 480.0,
-    on_result: Callable[[Record], None] = lambda row: None,
+    on_result: OnResult = ignore,
+    peers: dict[str, Factory] = TORCH,
+    wanted: Iterable[Case] | None = None,
 ) -> Record:
-    """Time the GEMMs of `passes` (default: all) until `budget` seconds are over; what it left out
-    is in "left_out". quick: tiny sizes, which is all the CPU is asked for."""
-    from . import environment
-
-    names = tuple(passes or PASSES)
-    unknown = [name for name in names if name not in PASSES]
-    if unknown:
-        raise ValueError(f"[bench] --gemm times {', '.join(PASSES)}; got {', '.join(unknown)}")
+    """The record of as many of the `wanted` cases (default: `cases`) as begin within `budget`
+    seconds; "left_out" names the others. quick, and the CPU: tiny sizes."""
     torch.manual_seed(0)
     limits = Limits(device)
     if isinstance(limits.timer, CudaTimer):
         limits.timer.repeats = ROUNDS
     limits.wake()
-    small = quick or device.type == "cpu"
-    cases = [c for c in (QUICK if small else all_cases()) if c.gemm in names]
     end = time.monotonic() + budget
     results: list[Record] = []
     left_out = []
-    for case in cases:
+    for case in QUICK if quick or device.type == "cpu" else wanted or cases():
         if time.monotonic() > end:
             left_out.append(f"{case.gemm} {case.variant}")
             continue
-        results.append(measure(case, limits))
+        results.append(measure(case, limits, peers))
         on_result(results[-1])
         if device.type == "cuda":
             torch.cuda.empty_cache()

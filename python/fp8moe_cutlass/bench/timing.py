@@ -1,10 +1,12 @@
-"""How long calls take, and the two limits they are held against: a copy, and dense arithmetic.
+"""How long calls take, and the machine's two limits: a copy, and dense arithmetic.
 
-Calls to compare run interleaved. CUDA: the L2 is made cold by READING twice its size (one that
-writes leaves dirty lines), events around the call alone, median, rounds in orders in which each
-call follows every other equally often (one that draws much power leaves the next a lower clock);
-sustained is back to back for a second. CPU: wall clock, the best of the repetitions, because other
-processes only ever add.
+Calls to compare take turns.
+`CudaTimer.measure`: CUDA events around one call, after a read of twice the L2's size (a flush that
+writes leaves dirty lines). The median counts. Each call follows every other equally often: one that
+draws much power leaves the next a lower clock.
+`CpuTimer.measure`: wall clock; the best counts, because other processes only ever add time.
+`burst`: whole steps back to back, with a warm cache, as in training.
+`CudaTimer.sustained`: the mean of one second of calls back to back.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
 Run = Callable[[], object]
+Runs = dict[str, Run]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Milliseconds of one call over the repetitions, and what the host spends on it: the best of
-    the turns, because other processes only ever add."""
+    """Milliseconds of one call, those of every repetition, and the host's microseconds per call."""
 
     ms: float
     times: list[float]
@@ -33,11 +36,8 @@ class Sample:
 
     @property
     def repeat(self) -> dict[str, float]:
-        return {
-            "min": min(self.times),
-            "median": statistics.median(self.times),
-            "max": max(self.times),
-        }
+        ordered = sorted(self.times)
+        return {"min": ordered[0], "median": statistics.median(ordered), "max": ordered[-1]}
 
 
 class CpuTimer:
@@ -53,9 +53,7 @@ class CpuTimer:
         end = time.perf_counter() + self.seconds * len(runs)
         while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 1000):
             for run, taken in zip(runs, times, strict=True):
-                start = time.perf_counter()
-                run()
-                taken.append(1e3 * (time.perf_counter() - start))
+                taken.append(1e3 * seconds(run))
         return [Sample(min(taken), taken) for taken in times]
 
     def sustained(self, run: Run) -> float | None:
@@ -141,16 +139,53 @@ class CudaTimer:
             count = int(count * min(1e3 * seconds / max(taken, 1e-3), 1000.0)) + 1
 
 
-def timer_for(device: torch.device) -> CpuTimer | CudaTimer:
-    return CudaTimer() if device.type == "cuda" else CpuTimer()
+def burst(runs: Runs, device: torch.device, count: int = 12, rounds: int = 2) -> dict[str, Sample]:
+    """`count` calls of each run back to back, in turn with the other runs, `rounds` times; the
+    median of all. The CPU has no clock to settle: three calls, one round."""
+    cuda = device.type == "cuda"
+    count, rounds = (count, rounds) if cuda else (3, 1)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    host: dict[str, float] = {}
+    for turn in range(rounds):
+        for name, run in runs.items():
+            for _ in range(4 if turn == 0 and cuda else 1):
+                run()
+            taken, host_us = back_to_back(run, count, cuda)
+            times[name] += taken
+            host[name] = min(host_us, host.get(name, host_us))
+    return {name: Sample(statistics.median(t), t, host[name]) for name, t in times.items()}
+
+
+def back_to_back(run: Run, count: int, cuda: bool) -> tuple[list[float], float]:
+    """Milliseconds of each call, and microseconds the host spends on one."""
+    if not cuda:
+        taken = [1e3 * seconds(run) for _ in range(count)]
+        return taken, 1e3 * min(taken)
+    torch.cuda.synchronize()
+    events = [event() for _ in range(count + 1)]
+    start = time.perf_counter()
+    events[0].record()
+    for after in events[1:]:
+        run()
+        after.record()
+    host_us = 1e6 * (time.perf_counter() - start) / count
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(events)], host_us
+
+
+def seconds(run: Run) -> float:
+    """Wall clock of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 class Limits:
-    """What the machine allows, measured in the same run: copies, and dense GEMMs."""
+    """What the machine can do, measured in the same run: copies and dense GEMMs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.timer = timer_for(device)
+        self.timer = CudaTimer() if device.type == "cuda" else CpuTimer()
 
     def wake(self) -> None:
         """Bring the clocks of an idle GPU up, before the first case. By copies: behind GEMMs the
@@ -194,10 +229,3 @@ class Limits:
         one = torch.ones((), device=self.device)
         run = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=dtype, use_fast_accum=True)  # noqa: E731
         return 2.0 * n**3 / self.timer.measure(run)[0].ms / 1e9
-
-    @cached_property
-    def bf16_tflops(self) -> float:
-        """Dense bf16: 8192^3 on CUDA, 512^3 on the CPU: 0.3 s in torch without AVX-512."""
-        n = 8192 if self.device.type == "cuda" else 512
-        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-        return 2.0 * n**3 / self.timer.measure(lambda: a @ b)[0].ms / 1e9

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import bf16
-from fp8moe_cutlass.autograd.saving import Saved
+from fp8moe_cutlass.autograd.ctx_io import Saved
 from fp8moe_cutlass.autograd.weight_grad import Gradients
 from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
+from fp8moe_cutlass.distributed.rank_agreement import Terms
 
 
 class Plan(NamedTuple):
@@ -71,8 +72,15 @@ class Bf16Block:
     keep: str = "none"
     recipe: None = None
 
-    def without_backward(self) -> Bf16Block:
-        return replace(self, keep="none")
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    def ready(self, terms: Terms, trained: bool) -> Bf16Block:
+        return self if trained else replace(self, keep="none")
+
+    def spent(self) -> Bf16Block:
+        return self
 
     def plan(self, topk_idx: Tensor, exchange: Exchange) -> tuple[Plan, Tensor]:
         return dispatch_plan(topk_idx, exchange.num_experts, exchange.ranks, exchange.segment)

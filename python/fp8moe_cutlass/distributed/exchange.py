@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe_cutlass.distributed.terms import Terms
+from fp8moe_cutlass.distributed.rank_agreement import Terms
 
 _DROPPED = (
     "rows beyond the capacity of their (source, destination) pair",
@@ -125,7 +125,7 @@ class Exchange:
         share = self.num_experts // self.ranks
         return range(self._rank * share, (self._rank + 1) * share)
 
-    def announce(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
+    def exchange_sizes(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
 
         Returns how to learn the sizes, once: there the host waits for the device. Raises ValueError
@@ -162,7 +162,7 @@ class Exchange:
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got
 
-    def give_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
+    def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
         """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
         return self._back(rows, bound, sizes, beside=False).rows
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.ctx_io import Saved, load, save
 from fp8moe_cutlass.autograd.experts import needs_grad
-from fp8moe_cutlass.autograd.once import once_differentiable
-from fp8moe_cutlass.autograd.saving import Saved, load, save
-from fp8moe_cutlass.autograd.weight_grad import Gradients, WeightGrad
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
+from fp8moe_cutlass.autograd.weight_grad import Gradients, WeightGrads
 from fp8moe_cutlass.distributed.exchange import Exchange, Pending, Sizes
-from fp8moe_cutlass.distributed.terms import Terms, recipe_word
+from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 
@@ -34,8 +34,16 @@ class Block(Protocol):
     def recipe(self) -> Fp8Recipe | None:
         """How rows are quantized."""
 
-    def without_backward(self) -> Block:
-        """The block that saves nothing and shows nothing."""
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """gate_up and down of this rank's experts."""
+
+    def ready(self, terms: Terms, trained: bool) -> Block:
+        """The block with the weights it multiplies, saving what a backward on these terms reads;
+        not `trained`: it saves nothing and shows nothing."""
+
+    def spent(self) -> Block:
+        """The block for a backward, to which `forward` has given what it reads."""
 
     def plan(self, topk_idx: Tensor, exchange: Exchange) -> tuple[Any, Tensor]:
         """topk_idx [T, S] -> the plan, and counts [ranks, 2] i32: rows and assignments a rank."""
@@ -83,18 +91,18 @@ def dispatched_experts(
     topk_idx: Tensor,
     exchange: Exchange,
     block: Block,
-    *,
-    gate_up: WeightGrad,
-    down: WeightGrad,
+    grads: WeightGrads,
     beside: Callable[[], None] | None = None,
 ) -> Tensor:
     """out [T, H] in x's dtype of x [T, H], probs [T, S] f32 and topk_idx [T, S], whose ids count
-    the experts of all ranks; differentiable in x, probs and the two parameters. Collective.
+    the experts of all ranks; differentiable in x, probs and the block's parameters. Collective.
 
-    beside: is called when the dispatch has been queued, to queue what needs none of it.
+    grads: where the gradients of the parameters go. beside: is called when the dispatch has been
+    queued, to queue what needs none of it.
     """
-    trained = needs_grad(x, probs, gate_up.weight, down.weight)
-    weights_grad = gate_up.weight.requires_grad or down.weight.requires_grad
+    gate_up, down = block.parameters
+    trained = needs_grad(x, probs, gate_up, down)
+    weights_grad = gate_up.requires_grad or down.requires_grad
     terms = Terms(
         exchange.num_experts,
         x.shape[1],
@@ -105,29 +113,34 @@ def dispatched_experts(
         trained and probs.requires_grad,
         trained and weights_grad,
     )
-    if not trained:
-        block = block.without_backward()
     with torch.no_grad():
-        rows, plan, sizes = _dispatch(x, probs, topk_idx, exchange, block, terms)
+        rows, plan, sizes, block = _dispatch(x, probs, topk_idx, exchange, block, terms, trained)
     if beside is not None:
         beside()
     if not trained:
         return _forward(rows, plan, sizes, exchange, block, terms)[0].to(x.dtype)
     result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        *(x, probs, gate_up.weight, down.weight),
-        *(rows, plan, sizes, exchange, block, terms, gate_up, down),
+        *(x, probs, gate_up, down),
+        *(rows, plan, sizes, exchange, block, terms, grads),
     )
     return result
 
 
 def _dispatch(
-    x: Tensor, probs: Tensor, topk_idx: Tensor, exchange: Exchange, block: Block, terms: Terms
-) -> tuple[Tensor, Any, Sizes]:
-    """(rows received, the plan of those sent, sizes)."""
+    x: Tensor,
+    probs: Tensor,
+    topk_idx: Tensor,
+    exchange: Exchange,
+    block: Block,
+    terms: Terms,
+    trained: bool,
+) -> tuple[Tensor, Any, Sizes, Block]:
+    """(rows received, the plan of those sent, sizes, the block that is ready for them)."""
     plan, counts = block.plan(topk_idx, exchange)
-    sizes = exchange.announce(counts, terms)
+    sizes = exchange.exchange_sizes(counts, terms)
     packed = block.pack(x, probs, topk_idx, plan, exchange, sizes)
-    return exchange.dispatch(packed, sizes()), plan, sizes()
+    block = block.ready(terms, trained)  # while the sizes are on their way
+    return exchange.dispatch(packed, sizes()), plan, sizes(), block
 
 
 def _forward(
@@ -135,7 +148,7 @@ def _forward(
 ) -> tuple[Tensor, tuple[Saved, ...]]:
     """(out [T, H] bf16, what block.backward is to be given)."""
     partial, saved = block.forward(rows, terms.slots, plan, exchange, sizes)
-    return block.combine(exchange.give_back(partial, plan.rows, sizes), plan), saved
+    return block.combine(exchange.combine(partial, plan.rows, sizes), plan), saved
 
 
 class _Experts(torch.autograd.Function):
@@ -152,13 +165,12 @@ class _Experts(torch.autograd.Function):
         exchange: Exchange,
         block: Block,
         terms: Terms,
-        gate_up: WeightGrad,
-        down: WeightGrad,
+        grads: WeightGrads,
     ) -> Tensor:
         out, saved = _forward(rows, plan, sizes, exchange, block, terms)
         save(ctx, *saved, plan)
-        ctx.exchange, ctx.sizes, ctx.block, ctx.terms = exchange, sizes, block, terms
-        ctx.dtype, ctx.gate_up, ctx.down = x.dtype, gate_up, down
+        ctx.exchange, ctx.sizes, ctx.block, ctx.terms = exchange, sizes, block.spent(), terms
+        ctx.dtype, ctx.grads = x.dtype, grads
         return out.to(x.dtype)
 
     @staticmethod
@@ -169,7 +181,7 @@ class _Experts(torch.autograd.Function):
         *saved, plan = load(ctx)
         exchange, sizes, block = ctx.exchange, ctx.sizes, ctx.block
         rows = exchange.dispatch(block.pack_gradient(dout, plan, sizes), sizes)
-        grads = block.backward(
+        made = block.backward(
             rows,
             saved,
             need_dx=ctx.terms.x_grad,
@@ -181,9 +193,10 @@ class _Experts(torch.autograd.Function):
         def start(gradient: Tensor | None) -> Pending | None:
             return None if gradient is None else exchange.start_back(gradient, plan.rows, sizes)
 
-        coming_dprobs, coming_dx = start(grads.dprobs), start(grads.dx)
-        d_gate_up = ctx.gate_up.accept(grads.gate_up) if need_gate_up else None
-        d_down = ctx.down.accept(grads.down) if need_down else None
+        coming_dprobs, coming_dx = start(made.dprobs), start(made.dx)
+        d_gate_up, d_down = ctx.grads.accept(
+            made.gate_up if need_gate_up else None, made.down if need_down else None
+        )
         dx, dprobs = None, None
         if coming_dprobs is not None:
             # A slot's gradient is 0 but on the rank of its expert: their sum is that one, exactly.
@@ -192,4 +205,4 @@ class _Experts(torch.autograd.Function):
             dprobs = block.combine(wide, plan)[:, :slots]
         if coming_dx is not None:
             dx = block.combine(coming_dx.wait(), plan).to(ctx.dtype)
-        return dx, dprobs, d_gate_up, d_down, *(None,) * 8
+        return dx, dprobs, d_gate_up, d_down, *(None,) * 7

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import fp8
-from fp8moe_cutlass.autograd.experts import dense, quantize
-from fp8moe_cutlass.autograd.saving import Saved
+from fp8moe_cutlass.autograd.ctx_io import Saved
+from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.experts import quantize
 from fp8moe_cutlass.autograd.weight_grad import Gradients
+from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
+from fp8moe_cutlass.distributed.rank_agreement import Terms
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -23,13 +26,30 @@ from fp8moe_cutlass.tensor import Fp8Tensor
 class Fp8Block:
     """fp8.forward and fp8.backward between two exchanges: a Block (experts.py)."""
 
-    weights: fp8.Fp8Weights  # of this rank's experts
+    gate_up: Tensor  # [E / ranks, 2I, H], the parameter
+    down: Tensor  # [E / ranks, H, I], the parameter
     recipe: Fp8Recipe
+    weights: Fp8Weights | None = None  # of this rank's experts; None: not yet quantized
     keep: str = "none"
+    transposed_weights: str = "save"
     observe: fp8.Observer | None = None
+    kept: fp8.Kept | None = None
 
-    def without_backward(self) -> Fp8Block:
-        return replace(self, keep="none", observe=None)
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    def ready(self, terms: Terms, trained: bool) -> Fp8Block:
+        kept = None
+        if trained:
+            codes = self.transposed_weights == "save"
+            kept = fp8.Kept(self.keep, codes, terms.x_grad, self.gate_up.requires_grad)
+        weights, kept = fp8.weights_for(*self.parameters, self.weights, self.recipe, kept)
+        observe = self.observe if trained else None
+        return replace(self, weights=weights, kept=kept, observe=observe)
+
+    def spent(self) -> Fp8Block:
+        return replace(self, weights=None)
 
     def plan(self, topk_idx: Tensor, exchange: Exchange) -> tuple[RoutingPlan, Tensor]:
         plan, counts = ops.dispatch_plan(
@@ -54,16 +74,20 @@ class Fp8Block:
     def forward(
         self, rows: Tensor, slots: int, plan: RoutingPlan, exchange: Exchange, sizes: Sizes
     ) -> tuple[Tensor, tuple[Saved, ...]]:
-        weights = self.weights
-        x, topk_idx, probs = self._unpack(rows, weights.down.shape[1], slots, "e4m3")
+        weights, kept = self.weights, self.kept
+        assert weights is not None
+        x, topk_idx, probs = self._unpack(rows, self.down.shape[1], slots, "e4m3")
         local = ops.route(
             len(exchange.local_experts), topk_idx=topk_idx, capacity=sizes.assignments
         )
         exchange.count(plan.status[:2], local.status[:1])
-        out, kept = fp8.forward(
-            x, probs, local, weights, self.recipe, keep=self.keep, observe=self.observe
+        keep = "none" if kept is None else kept.z
+        out, acts = fp8.forward(
+            x, probs, local, weights, self.recipe, keep=keep, observe=self.observe
         )
-        return out, fp8.to_save(kept, local, weights)
+        if kept is None:
+            return out, ()
+        return out, fp8.to_save(acts, local, weights, *self.parameters, kept)
 
     def pack_gradient(self, dout: Tensor, plan: RoutingPlan, sizes: Sizes) -> Tensor:
         if self.observe is not None:
@@ -77,7 +101,7 @@ class Fp8Block:
         **need: bool,
     ) -> Gradients:
         kept, local, weights = fp8.from_saved(saved)
-        dout, _, _ = self._unpack(rows, weights.gate_up_t.shape[1], 0, self.recipe.grad_dtype)
+        dout, _, _ = self._unpack(rows, self.down.shape[1], 0, self.recipe.grad_dtype)
         return fp8.backward(
             dout,
             kept,

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.autograd import WeightGrad, fp8
+from fp8moe_cutlass.autograd import Fp8Weights, fp8
+from fp8moe_cutlass.autograd.ctx_io import load, save
 from fp8moe_cutlass.autograd.experts import quantize
-from fp8moe_cutlass.autograd.once import once_differentiable
-from fp8moe_cutlass.autograd.saving import load, save
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
+from fp8moe_cutlass.autograd.weight_grad import WeightGrads
 from fp8moe_cutlass.integrations.deepep_rows import (
     Pair,
     Received,
@@ -59,31 +60,36 @@ __all__ = [
 
 
 def forward(
-    layer: MoEExperts, rows: Received, *, keep: str = "none"
+    layer: MoEExperts, weights: Fp8Weights, rows: Received, *, keep: str = "none"
 ) -> tuple[Tensor, fp8.Activations]:
     """This rank's partial sums [R, H] bf16, what combine takes, and what `backward` needs.
 
-    The FP8 weights are read as the last layer.quantize_weights() left them. keep: as of
-    autograd.fp8.forward; "none" computes the pre-activation again in backward.
+    weights: layer.quantize_weights(). keep: as of autograd.fp8.forward; "none" computes the
+    pre-activation again in backward.
     """
     recipe = _recipe(layer)
-    if not layer._quantized:
-        raise RuntimeError(
-            "[deepep.forward] call layer.quantize_weights() first; got weights never quantized"
-        )
-    return fp8.forward(rows.x, rows.probs, rows.plan, layer.fp8_weights(), recipe, keep=keep)
+    weights.wait()
+    return fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
 
 
 def backward(
-    layer: MoEExperts, saved: fp8.Activations, plan: RoutingPlan, grad: Pair, *, pow2: bool = True
+    layer: MoEExperts,
+    weights: Fp8Weights,
+    saved: fp8.Activations,
+    plan: RoutingPlan,
+    grad: Pair,
+    *,
+    pow2: bool = True,
 ) -> fp8.Gradients:
-    """Gradients from what the dispatch of the quantized gradient (same handle) returned.
+    """Gradients from what the dispatch of the quantized gradient (same handle) returned, by the
+    forward's weights.
 
     dx [R, H] bf16 and dprobs [R, S] f32 are what the backward's combine takes as x and
     topk_weights; gate_up and down are this rank's weight gradients, still to be run.
     """
     dout = fp8_rows("backward", grad, pow2)
-    return fp8.backward(dout, saved, plan, layer.fp8_weights(), _recipe(layer))
+    weights.wait()
+    return fp8.backward(dout, saved, plan, weights, _recipe(layer))
 
 
 def experts(
@@ -94,7 +100,8 @@ def experts(
     topk_weights: Tensor,
     *,
     num_experts: int,
-    is_first_microbatch: bool | None = None,
+    weights: Fp8Weights | None = None,
+    overwrite_main_grad: bool = False,
     dispatch: Mapping[str, Any] | None = None,
     combine: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -104,7 +111,7 @@ def experts(
     x [T, H] float, topk_idx [T, S] of deep_ep.topk_idx_t (-1: none) over all num_experts,
     topk_weights [T, S] f32. dispatch, combine: further arguments of the buffer's methods (config,
     num_sms, expert_alignment, num_worst_tokens, ...); not those of events: all runs in the order of
-    the current stream. is_first_microbatch: as of MoEExperts.
+    the current stream. weights, overwrite_main_grad: as of MoEExperts.
     """
     recipe = _recipe(layer)
     if num_experts % layer.num_experts:
@@ -112,18 +119,20 @@ def experts(
             f"[deepep.experts] num_experts must be a multiple of the layer's {layer.num_experts}; "
             f"got {num_experts}"
         )
-    layer._refresh(is_first_microbatch)
+    gate_up, down = layer.gate_up_proj, layer.down_proj
+    weights, grads = layer.prepare(gate_up, down, weights, overwrite_main_grad)
     transport = _Transport(buffer, num_experts, dict(dispatch or {}), dict(combine or {}))
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x,
         topk_weights.float(),
-        layer.gate_up_proj,
-        layer.down_proj,
+        gate_up,
+        down,
         topk_idx,
         transport,
         layer,
         recipe,
-        is_first_microbatch,
+        weights,
+        grads,
     )
     return out
 
@@ -192,26 +201,26 @@ class _Experts(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         probs: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
         topk_idx: Tensor,
         transport: _Transport,
         layer: MoEExperts,
         recipe: Fp8Recipe,
-        is_first_microbatch: bool | None,
+        weights: Fp8Weights | None,
+        grads: WeightGrads,
     ) -> Tensor:
         x_q = quantize(x, recipe)
         rows, handle = transport.dispatch(x_q, topk_idx, probs, layer.num_experts)
         keep = "none" if layer.recompute == "expert" else layer.save_preactivation
-        weights = layer.fp8_weights()
-        out, kept = fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
-        save(ctx, *fp8.to_save(kept, rows.plan, weights))
-        ctx.recipe, ctx.dtype = recipe, x.dtype
+        codes = layer.transposed_weights == "save"
+        wanted = fp8.Kept(keep, codes, gate_up=gate_up.requires_grad)
+        weights, kept = fp8.weights_for(gate_up, down, weights, recipe, wanted)
+        assert kept is not None
+        out, acts = fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
+        save(ctx, *fp8.to_save(acts, rows.plan, weights, gate_up, down, kept))
+        ctx.recipe, ctx.dtype, ctx.grads = recipe, x.dtype, grads
         ctx.transport, ctx.handle = transport, handle
-        queue = layer._wgrads if layer.delay_wgrad else None
-        ctx.grads = [
-            WeightGrad(w, is_first_microbatch, queue) for w in (layer.gate_up_proj, layer.down_proj)
-        ]
         combined: Tensor = transport.combine(out, handle)[0]
         return combined.to(x.dtype)
 
@@ -222,7 +231,7 @@ class _Experts(torch.autograd.Function):
         kept, plan, weights = fp8.from_saved(load(ctx))
         dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
         pair = ctx.transport.dispatch_again(dout_q, ctx.handle)
-        grads = fp8.backward(
+        made = fp8.backward(
             fp8_rows("experts", pair, dout_q.pow2),
             kept,
             plan,
@@ -231,8 +240,6 @@ class _Experts(torch.autograd.Function):
             need_gate_up=need_gate_up,
             need_down=need_down,
         )
-        dx, dprobs = ctx.transport.combine(grads.dx, ctx.handle, grads.dprobs)
-        gate_up_grad, down_grad = ctx.grads
-        d_gate_up = gate_up_grad.accept(grads.gate_up) if grads.gate_up else None
-        d_down = down_grad.accept(grads.down) if grads.down else None
-        return dx.to(ctx.dtype), dprobs, d_gate_up, d_down, *(None,) * 5
+        dx, dprobs = ctx.transport.combine(made.dx, ctx.handle, made.dprobs)
+        weight_grads = ctx.grads.accept(made.gate_up, made.down)
+        return dx.to(ctx.dtype), dprobs, *weight_grads, *(None,) * 6

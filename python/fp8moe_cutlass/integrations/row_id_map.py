@@ -101,10 +101,10 @@ def repack(plan: RoutingPlan, rows: int) -> RoutingPlan:
     # The capacity for which R = align * floor((A + min(E, A) (align - 1)) / align) is `rows`.
     blocks = rows // align
     capacity = blocks if blocks <= experts else rows - experts * (align - 1)
-    new = _empty(plan.slab, (plan.tokens, plan.slots, experts, align, capacity))
+    new = _empty(plan.buffer, (plan.tokens, plan.slots, experts, align, capacity))
     # Up to token_of_row, sections do not depend on the rows.
-    head = plan.token_of_row.storage_offset() - plan.slab.storage_offset()
-    new.slab[:head] = plan.slab[:head]
+    head = plan.token_of_row.storage_offset() - plan.buffer.storage_offset()
+    new.buffer[:head] = plan.buffer[:head]
     new.token_of_row.copy_(plan.token_of_row[:rows])
     new.slot_of_row.copy_(plan.slot_of_row[:rows])
     new.row_of.copy_(plan.row_of)

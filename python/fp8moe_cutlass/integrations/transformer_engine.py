@@ -136,7 +136,7 @@ def moe_permute_and_pad_with_probs(
     if num_out_tokens is None:
         plan, padded = _exact(op, plan, tokens_per_expert)
         pad_offsets = pad_offsets if padded else None
-    elif plan.slab.device.type == "cpu":
+    elif plan.buffer.device.type == "cpu":
         plan.check()
     out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=True)
     assert permuted_probs is not None
@@ -263,7 +263,7 @@ def permute_by_mask(
         none = None if probs is None else probs.flatten()
         return _clone(inp, scale_layout), none, empty
     plan = ops.route(experts, routing_map=_mask(routing_map), capacity=num_out_tokens)
-    if plan.slab.device.type == "cpu":
+    if plan.buffer.device.type == "cpu":
         plan.check()
     zero = probs is not None and zero_unweighted
     out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=zero)

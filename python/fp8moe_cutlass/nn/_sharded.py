@@ -24,11 +24,6 @@ def whole(t: Any) -> Tensor:
     return gathered
 
 
-def versioned(t: Any) -> tuple[Tensor, Tensor]:
-    """The DTensor t and this rank's part: an in-place operation counts up the version of either."""
-    return t, t._local_tensor
-
-
 @contextmanager
 def writable(t: Any) -> Iterator[Tensor]:
     """t to write to by parts; where it is sharded, a tensor in its place whose values, the first

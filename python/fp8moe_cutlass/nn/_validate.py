@@ -52,9 +52,9 @@ def check_options(
             "[MoEExperts] save_preactivation='fp8' saves what recompute='expert' computes again; "
             "choose one"
         )
-    if transposed_weights not in ("kept", "remade"):
+    if transposed_weights not in ("save", "recompute"):
         raise ValueError(
-            "[MoEExperts] transposed_weights must be 'kept' or 'remade'; "
+            "[MoEExperts] transposed_weights must be 'save' or 'recompute'; "
             f"got {transposed_weights!r}"
         )
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,26 +12,33 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
+    Fp8Weights,
     Observer,
-    WeightGrad,
-    WgradQueue,
     bf16_experts,
     fp8_experts,
+    quantize_weights,
+    weight_grads,
 )
 from fp8moe_cutlass.autograd import group as group_by_expert
+from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
 from fp8moe_cutlass.distributed import (
     Bf16Block,
     Fp8Block,
     dispatched_experts,
     make_exchange,
 )
-from fp8moe_cutlass.nn._copies import Fp8Copies
-from fp8moe_cutlass.nn._sharded import writable
+from fp8moe_cutlass.nn._sharded import whole, writable
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
 
+if TYPE_CHECKING:
+    from fp8moe_cutlass.nn.reuse import Reused
 
-class MoEExperts(Fp8Copies):
+# What a layer is made with; another layer over the same parameters may have others.
+OPTIONS = ("recipe", "recompute", "save_preactivation", "transposed_weights", "delay_wgrad")
+
+
+class MoEExperts(nn.Module):
     """out[t] = sum over slots s of weight[t, s] * down_e (silu(gate_e x[t]) * up_e x[t]), where
     e = topk_idx[t, s].
 
@@ -43,28 +50,23 @@ class MoEExperts(Fp8Copies):
       saves it too, as save_preactivation says: "bf16", or "fp8" (half the memory; the weight
       gradient of down_proj then sees the quantized pre-activation). Gradients with "expert" are
       bit-equal to those of "none" with "bf16".
-    transposed_weights: "kept" holds the FP8 weights twice, as fprop reads them and as dgrad does;
-      "remade" holds the first alone and makes the other from the parameters in every backward:
-      one byte a parameter less, three moved for it each time; the same bits.
-    delay_wgrad: backward leaves the weight gradients to `backward_dw()`. Hooks on the parameters,
-      and so DistributedDataParallel's average, have run by then: average those gradients yourself.
+    transposed_weights: what dgrad reads of the weights. "save": their FP8 codes, made in forward
+      and kept until the backward, one byte per parameter for each forward in flight. "recompute":
+      each backward makes them from the parameters, which must then be what they were (torch's
+      "modified by an inplace operation"); the same bits. For fully_shard, and for many forwards in
+      flight.
+    delay_wgrad: backward leaves the weight gradients to `backward_dw()`, which must run before the
+      next training forward. Hooks on the parameters, and so DistributedDataParallel's average,
+      have run by then: average those gradients yourself.
+    These options are fixed once the layer is made.
 
-    The FP8 copies of the weights are buffers outside state_dict. In eager mode a forward notices a
-    changed parameter (replaced, written in place, or any optimizer's step) and refreshes them; a
-    write through `.data` alone, or to a parameter made in inference mode, is invisible, so call
-    `quantize_weights()` after it, or pass is_first_microbatch=True, which always refreshes. Under
-    torch.compile and CUDA graph capture nothing is noticed: pass True there, or call
-    `quantize_weights()` after every optimizer step; a forward before the first call raises. Under
-    DistributedDataParallel pass broadcast_buffers=False, or it sends the copies around every step
-    (over gloo it cannot: "Invalid scalar type"). Under fully_shard the copies are whole on every
-    rank (docs/layer.md).
+    Each forward quantizes the parameters it multiplies, in FP8, and nothing of that stays. To
+    quantize once for several forwards, pass them `weights=layer.quantize_weights()`, or run them
+    `with reuse_fp8_weights(model):`. Frozen parameters cost what their use does: nothing is saved
+    or made for a gradient that nobody takes.
 
     A parameter with `main_grad` gets its gradient added there, or written with
-    is_first_microbatch=True (autograd/weight_grad.py); else in .grad, in its dtype. The backward of
-    that forward must run before the others', which it would overwrite: where the last microbatch
-    goes back first, zero main_grad and pass True nowhere. True at most once between two backwards:
-    a second forward with it rewrites the FP8 copies that the backward of the first is to read,
-    which then raises (torch's "modified by an inplace operation").
+    overwrite_main_grad=True (autograd/weight_grad.py); else in .grad, in its grad_dtype.
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and
@@ -82,7 +84,13 @@ class MoEExperts(Fp8Copies):
     who passed what; with a capacity, in the first forward of its kind. docs/scale-out.md.
     """
 
+    recipe: Fp8Recipe | None
+    recompute: str
+    save_preactivation: str
+    transposed_weights: str
+    delay_wgrad: bool
     observer: Observer | None = None  # is shown what flows through training forwards and backwards
+    _reused: Reused | None = None  # inside reuse_fp8_weights
 
     def __init__(
         self,
@@ -93,7 +101,7 @@ class MoEExperts(Fp8Copies):
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         recompute: str = "none",
         save_preactivation: str = "bf16",
-        transposed_weights: str = "kept",
+        transposed_weights: str = "save",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
@@ -120,8 +128,7 @@ class MoEExperts(Fp8Copies):
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory))
-        self._wgrads = WgradQueue()
-        self._allocate_copies()
+        self._pending: list[Pending] = []  # of delay_wgrad
         self.reset_parameters()
 
     @torch.no_grad()
@@ -164,20 +171,23 @@ class MoEExperts(Fp8Copies):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        is_first_microbatch: bool | None = None,
         *,
+        weights: Fp8Weights | None = None,
+        overwrite_main_grad: bool = False,
         beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """x [..., H] float, topk_idx [..., S] int32 or int64 (-1: no expert), topk_weights
         [..., S] float -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
 
-        is_first_microbatch: True writes main_grad instead of adding to it and refreshes the FP8
-        weights; False leaves the weights as they are; None notices a change by itself.
+        weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
+        parameters'. None: the parameters, quantized now.
+        overwrite_main_grad: this forward's backward writes main_grad instead of adding to it. It
+        must be the first one to run after the optimizer's step; one that runs later raises.
         beside: with a group, is called as soon as the tokens are on their way to their experts, to
         queue (on another stream) what does not depend on them; else before anything.
         """
-        weights = (self.gate_up_proj, self.down_proj)  # once: a look-up takes a microsecond
-        check_inputs(weights[0], x, topk_idx, topk_weights)
+        gate_up, down = self.gate_up_proj, self.down_proj  # once: a look-up takes a microsecond
+        check_inputs(gate_up, x, topk_idx, topk_weights)
         if torch.compiler.is_compiling():
             self._check_compilable()
         if beside is not None and self._exchange is None:
@@ -186,43 +196,97 @@ class MoEExperts(Fp8Copies):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
         x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
-        if self.delay_wgrad and self._shards:
-            raise RuntimeError(
-                "[MoEExperts] delay_wgrad must be False under fully_shard, which would not see "
-                "the gradients of backward_dw(); got True"
+        weights, grads = self.prepare(gate_up, down, weights, overwrite_main_grad)
+        keep = "none" if self.recompute == "expert" else self.save_preactivation
+        how: Any = {"weights": weights, "keep": keep, "transposed_weights": self.transposed_weights}
+        if self._exchange is not None:
+            block = (
+                Bf16Block(gate_up, down, keep)
+                if self.recipe is None
+                else Fp8Block(gate_up, down, self.recipe, **how, observe=self.observer)
             )
-        if self.delay_wgrad and not all(w.is_leaf for w in weights):
+            out = dispatched_experts(x, probs, topk_idx, self._exchange, block, grads, beside)
+        elif self.recipe is None:
+            groups = group_by_expert(topk_idx, self.num_experts)
+            out = bf16_experts(x, probs, groups, gate_up, down, keep=keep, grads=grads)
+        else:
+            plan = ops.route(self.num_experts, topk_idx=topk_idx)
+            how |= {"grads": grads, "observe": self.observer}
+            out = fp8_experts(x, probs, plan, gate_up, down, self.recipe, **how)
+        return out if len(shape) == 2 else out.view(shape)
+
+    def quantize_weights(self) -> Fp8Weights:
+        """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless
+        under no_grad or with transposed_weights="recompute". Collective where they are sharded."""
+        if self.recipe is None:
+            raise ValueError("[quantize_weights] the layer must have an FP8 recipe; got None")
+        transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
+        gate_up, down = (whole(w.detach()) for w in (self.gate_up_proj, self.down_proj))
+        return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
+
+    def prepare(
+        self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None, overwrite_main_grad: bool
+    ) -> tuple[Fp8Weights | None, WeightGrads]:
+        """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
+        them, and where the gradients go."""
+        if type(overwrite_main_grad) is not bool:
+            raise ValueError(
+                "[MoEExperts] overwrite_main_grad must be True or False; "
+                f"got {overwrite_main_grad!r}"
+            )
+        if self.delay_wgrad:
+            self._check_delay(gate_up, down)
+        if weights is not None:
+            if not isinstance(weights, Fp8Weights):
+                raise ValueError(f"[MoEExperts] weights must be Fp8Weights; got {type(weights)}")
+            weights.check(gate_up, down, self.recipe)
+        elif self._reused is not None:
+            if not torch.compiler.is_compiling():
+                self._reused.compare(self)
+            weights = self._reused.weights
+        pending = self._pending if self.delay_wgrad else None
+        return weights, weight_grads(gate_up, down, overwrite_main_grad, pending)
+
+    def backward_dw(self) -> None:
+        """Run the weight gradients that `delay_wgrad` left behind, oldest first. One that raises
+        is still pending, with those behind it."""
+        while self._pending:
+            wanted = self._pending[0].to.weight
+            if not any(wanted is w for w in (self.gate_up_proj, self.down_proj)):
+                raise RuntimeError(
+                    "[MoEExperts] backward_dw() needs the parameters that forward saw; got others "
+                    "(fully_shard, or a new Parameter), which would not see the gradients"
+                )
+            self._pending[0].run()
+            del self._pending[0]  # and what it has saved
+
+    def _check_delay(self, gate_up: Tensor, down: Tensor) -> None:
+        if not (gate_up.is_leaf and down.is_leaf):
             raise RuntimeError(
                 "[MoEExperts] delay_wgrad must be False where weights are computed (parametrize, "
                 "functional_call): backward_dw() has no way back to what they are made of; got True"
             )
-        queue = self._wgrads if self.delay_wgrad else None
-        gate_up, down = (WeightGrad(w, is_first_microbatch, queue) for w in weights)
-        keep = "none" if self.recompute == "expert" else self.save_preactivation
-        if self.recipe is not None:
-            self._refresh(is_first_microbatch)
-        to: Any = {"gate_up": gate_up, "down": down}
-        if self._exchange is not None:
-            block = self._block(keep)
-            out = dispatched_experts(x, probs, topk_idx, self._exchange, block, **to, beside=beside)
-        elif self.recipe is None:
-            out = bf16_experts(
-                x, probs, group_by_expert(topk_idx, self.num_experts), keep=keep, **to
+        # A checkpointed forward runs again inside a backward: there others may be pending.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._check_nothing_pending("the next training forward")
+
+    def _check_nothing_pending(self, before: str) -> None:
+        if self._pending:
+            raise RuntimeError(
+                f"[MoEExperts] backward_dw() must run before {before}; "
+                f"got {len(self._pending)} weight gradients that still wait for it"
             )
-        else:
-            plan = ops.route(self.num_experts, topk_idx=topk_idx)
-            copies, observe = self.fp8_weights(), self.observer
-            out = fp8_experts(x, probs, plan, copies, self.recipe, keep=keep, observe=observe, **to)
-        return out if len(shape) == 2 else out.view(shape)
 
-    def _block(self, keep: str) -> Fp8Block | Bf16Block:
-        if self.recipe is None:
-            return Bf16Block(self.gate_up_proj, self.down_proj, keep)
-        return Fp8Block(self.fp8_weights(), self.recipe, keep, self.observer)
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self._check_nothing_pending("state_dict()")
+        super()._save_to_state_dict(*args)
 
-    def backward_dw(self) -> None:
-        """Run the weight gradients that `delay_wgrad` left behind, oldest first."""
-        self._wgrads.run()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OPTIONS and name in self.__dict__:
+            raise AttributeError(
+                f"[MoEExperts] {name} is fixed once the layer is made; got {value!r}"
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         return (
@@ -234,7 +298,8 @@ class MoEExperts(Fp8Copies):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_wgrads": WgradQueue(), "observer": None}
+        self._check_nothing_pending("a copy of the layer")
+        return {**self.__dict__, "_pending": [], "_reused": None, "observer": None}
 
     def _check_compilable(self) -> None:
         # What the backward would have to do to Python objects, which a compiled one cannot.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.router import Router
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -31,7 +32,7 @@ class SharedExpert(nn.Module):
         return out
 
 
-class Beside:
+class SideStream:
     """A module on a GPU stream of its own, on tokens that are ready now, whatever is queued before
     its start. Autograd runs its backward on that stream too."""
 
@@ -94,7 +95,7 @@ class MoE(nn.Module):
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         recompute: str = "none",
         save_preactivation: str = "bf16",
-        transposed_weights: str = "kept",
+        transposed_weights: str = "save",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
@@ -138,16 +139,21 @@ class MoE(nn.Module):
             else None
         )
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype)."""
+    def forward(
+        self, x: Tensor, *, weights: Fp8Weights | None = None, overwrite_main_grad: bool = False
+    ) -> Tensor:
+        """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype).
+        weights, overwrite_main_grad: as of MoEExperts."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
         self.aux_loss, self.tokens_per_expert = routing.aux_loss, routing.tokens_per_expert
         beside = None
         if self.shared_expert is not None and self.experts.group is not None and tokens.is_cuda:
-            beside = Beside(self.shared_expert, tokens)
+            beside = SideStream(self.shared_expert, tokens)
         out: Tensor = self.experts(
-            *(tokens, routing.topk_idx, routing.topk_weights, is_first_microbatch),
+            *(tokens, routing.topk_idx, routing.topk_weights),
+            weights=weights,
+            overwrite_main_grad=overwrite_main_grad,
             beside=None if beside is None else beside.start,
         )
         if self.shared_expert is not None:
@@ -155,9 +161,9 @@ class MoE(nn.Module):
             out = out + shared.to(out.dtype)
         return out.view(x.shape)
 
-    def quantize_weights(self) -> None:
+    def quantize_weights(self) -> Fp8Weights:
         """MoEExperts.quantize_weights."""
-        self.experts.quantize_weights()
+        return self.experts.quantize_weights()
 
     def backward_dw(self) -> None:
         """MoEExperts.backward_dw."""

@@ -6,6 +6,7 @@ stride, device or word is a ValueError, and nothing is written then. docs/numeri
 guarantees bit by bit.
 """
 
+from fp8moe_cutlass.ops.act_quantize import act_quantize, act_quantize_backward
 from fp8moe_cutlass.ops.count_codes import count_codes
 from fp8moe_cutlass.ops.dequantize import dequantize
 from fp8moe_cutlass.ops.dispatch_plan import dispatch_plan
@@ -18,12 +19,13 @@ from fp8moe_cutlass.ops.quantize import quantize
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
 from fp8moe_cutlass.ops.quantize_weight import quantize_weight
 from fp8moe_cutlass.ops.route import route
-from fp8moe_cutlass.ops.swiglu_quantize import swiglu_quantize, swiglu_quantize_backward
 from fp8moe_cutlass.ops.transpose_fp8 import transpose_fp8
 from fp8moe_cutlass.ops.unpack import unpack
 from fp8moe_cutlass.ops.unpermute_unpad import unpermute_unpad, unpermute_unpad_backward
 
 __all__ = [
+    "act_quantize",
+    "act_quantize_backward",
     "count_codes",
     "dequantize",
     "dispatch_plan",
@@ -38,8 +40,6 @@ __all__ = [
     "quantize_pack",
     "quantize_weight",
     "route",
-    "swiglu_quantize",
-    "swiglu_quantize_backward",
     "transpose_fp8",
     "unpack",
     "unpermute_unpad",

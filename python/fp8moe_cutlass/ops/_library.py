@@ -145,7 +145,7 @@ def define(
 
 def _kinds(names: list[str]) -> str:
     """What each argument of a call stands for in the schema: "3" an Fp8Tensor's data, scale and
-    layout, "2" the first two of them, "p" a plan's slab and sizes, "." itself."""
+    layout, "2" the first two of them, "p" a plan's buffer and sizes, "." itself."""
     kinds, at = "", 0
     while at < len(names):
         name, *after = names[at : at + 3]
@@ -169,7 +169,7 @@ def _flatten(kinds: str, given: tuple[Any, ...]) -> list[Any]:
         if kind == ".":
             args.append(arg)
         elif kind == "p":
-            args += (None, 0, 0, 0, 0, 0) if arg is None else (arg.slab, *arg.sizes)
+            args += (None, 0, 0, 0, 0, 0) if arg is None else (arg.buffer, *arg.sizes)
         else:
             fp8 = isinstance(arg, Fp8Tensor)
             flat = (_codes(arg), arg.scale_inv, arg.scale_layout) if fp8 else (arg, None, "")

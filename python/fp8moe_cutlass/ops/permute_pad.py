@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 _op = define(
     f"permute_pad(Tensor x, Tensor? x_scale, str x_layout, Tensor plan, {PLAN}, "
-    "Tensor? probs, Tensor(a!) y, Tensor(b!)? y_scale, str y_layout, Tensor(c!)? permuted_probs, "
+    "Tensor? probs, Tensor(a!) y, Tensor(b!)? y_scale, str y_layout, Tensor(c!)? row_probs, "
     "bool zero_unweighted)"
 )
 _backward = define(
-    f"permute_pad_backward(Tensor dy, Tensor plan, {PLAN}, Tensor? permuted_dprobs, "
+    f"permute_pad_backward(Tensor dy, Tensor plan, {PLAN}, Tensor? row_dprobs, "
     "Tensor(a!) dx, Tensor(b!)? dprobs)"
 )
 
@@ -41,9 +41,9 @@ def permute_pad(
     """Copies the tokens x [T, C] to the rows of their experts; padding rows are zero.
 
     x: float32, float16 or bfloat16, or an Fp8Tensor with 1x128 scales, which move along (into
-    `scale_layout`, "gemm" or "row"). probs [T, S] float32 becomes permuted_probs [R].
+    `scale_layout`, "gemm" or "row"). probs [T, S] float32 becomes row_probs [R].
     zero_unweighted: rows whose prob is 0 are zero too, data and scale (as in TransformerEngine).
-    Returns (y [R, C], permuted_probs or None).
+    Returns (y [R, C], row_probs or None).
     """
     y, permuted = out or (None, None)
     if probs is not None and permuted is None:
@@ -72,7 +72,7 @@ def permute_pad_backward(
     """The gradient of permute_pad: dx[t] = sum over slots ascending of dy[row_of[t, s]].
 
     dy [R, C] float32, float16 or bfloat16, summed in float32, rounded once. dprobs [R] float32 is
-    the gradient of permuted_probs. Returns (dx [T, C], dprobs [T, S] or None, 0 for dropped slots).
+    the gradient of row_probs. Returns (dx [T, C], dprobs [T, S] or None, 0 for dropped slots).
     """
     dx, dprobs_out = out or (None, None)
     if dx is None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from fp8moe_cutlass.ops._library import PLAN, define, empty, shape_of
-from fp8moe_cutlass.ops.permute_pad import permute_pad
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array
-
-T = TypeVar("T")
 
 _op = define(f"unpermute_unpad(Tensor y, Tensor plan, {PLAN}, Tensor? probs, Tensor(a!) out)")
 _backward = define(
@@ -33,24 +27,18 @@ def unpermute_unpad(
 
 
 def unpermute_unpad_backward(
-    dout: T,
+    dout: Array,
     plan: RoutingPlan,
     y: Array | None = None,
     probs: Array | None = None,
     *,
-    out: tuple[T, Array | None] | None = None,
-) -> tuple[T, Array | None]:
+    out: tuple[Array, Array | None] | None = None,
+) -> tuple[Array, Array | None]:
     """The gradient: dy[row] = (prob *) dout[t], and dprobs[t, s] = <y[row], dout[t]>.
 
-    dout [T, C]; with probs [T, S] also y [R, C] is needed. An Fp8Tensor dout (without probs) is
-    permuted as it is. Returns (dy [R, C], padding rows zero; dprobs [T, S] float32 or None).
+    dout [T, C]; with probs [T, S] also y [R, C] is needed. Returns (dy [R, C], padding rows zero;
+    dprobs [T, S] float32 or None). Of an FP8 dout without probs it is permute_pad.
     """
-    if isinstance(dout, Fp8Tensor):
-        if y is not None or probs is not None:
-            raise ValueError(
-                "[unpermute_unpad_backward] an Fp8Tensor dout takes neither y nor probs"
-            )
-        return permute_pad(dout, plan, out=out)
     dy, dprobs = out or (None, None)
     if dy is None:
         shape = (plan.rows, shape_of("unpermute_unpad_backward", "dout", dout, 2)[1])

@@ -193,24 +193,24 @@ def check_swiglu(given: Inputs) -> Iterator[Check]:
     contract = "within 1 code, at most 1 scale in 10^3 at a boundary"
     z, dh, probs = given.normal(260, 512), given.normal(260, 256), given.probs(260)
     args = [array(t).astype(np.float64) for t in (dh, z, probs)]
-    h = ops.swiglu_quantize(z, probs=probs)
+    h = ops.act_quantize(z, probs=probs)
     assert isinstance(h, Fp8Tensor)
     exact_h = ref.swiglu(*args[1:]).astype(np.float32)
     wanted = ref.quantize(exact_h, largest=ref.LARGEST["float32"])
     steps, scales = code_steps(quantized(h), wanted)
     text = f"{steps} codes, {scales} of {wanted.scale.size} scales"
     passed = steps <= 1 and scales <= 1e-3 * wanted.scale.size
-    yield Check("swiglu_quantize", "probs", contract, text, passed)
-    dz, *_, dprobs = ops.swiglu_quantize_backward(dh, z, probs=probs)
+    yield Check("act_quantize", "probs", contract, text, passed)
+    dz, *_, dprobs = ops.act_quantize_backward(dh, z, probs=probs)
     exact, exact_dprobs = ref.swiglu_backward(*args)
     wanted = ref.quantize(exact.astype(np.float32), largest=ref.LARGEST["float32"])
     steps, scales = code_steps(quantized(dz), wanted)
     text = f"{steps} codes, {scales} of {wanted.scale.size} scales"
     passed = steps <= 1 and scales <= 1e-3 * wanted.scale.size
-    yield Check("swiglu_quantize_backward", "dz", contract, text, passed)
+    yield Check("act_quantize_backward", "dz", contract, text, passed)
     size = (np.abs(args[0]) * np.abs(ref.swiglu(args[1], np.ones(260)))).sum(axis=1)
     error = float((np.abs(array(dprobs) - exact_dprobs) / size).max())
-    yield within("swiglu_quantize_backward", "dprobs", "<= 2^-20 of the terms", error, 2.0**-20)
+    yield within("act_quantize_backward", "dprobs", "<= 2^-20 of the terms", error, 2.0**-20)
 
 
 def check_gemm(given: Inputs) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-// Eight neighbouring values of a dense tensor as packed registers: what one lane loads at a time.
+// Vec8 neighbouring values of a dense tensor as packed registers: what one lane loads at a time.
 #pragma once
 
 #include "cuda/device/convert.cuh"
@@ -8,7 +8,7 @@
 namespace fp8moe::cuda {
 
 template <typename T>  // float, Fp16 or Bf16
-struct Eight {
+struct Vec8 {
   static constexpr int kWords = 2 * sizeof(T);
   uint32_t word[kWords];
 

@@ -54,7 +54,7 @@ struct ChannelShared {
 };
 
 // What a thread shifts and stores, of its warp's first 16 channels, then of the next: 16 tokens at
-// 4 channels. Eight lanes have all tokens of the same channels.
+// 4 channels. Vec8 lanes have all tokens of the same channels.
 struct Patch {
   static constexpr int kToken = 32;  // words from a token to the next
 

@@ -1,19 +1,21 @@
 // The operands of the SwiGLU kernels, read as f32 eight at a time, and what is computed from them.
 #pragma once
 
+#include "common/dispatch.h"
 #include "common/swiglu.h"
-#include "core/dispatch.h"
 #include "cuda/device/tile.cuh"
 #include "cuda/runtime.h"
 
 namespace fp8moe::cuda {
 
-// Eight values of a dense tensor of any float type.
+// Vec8 values of a dense tensor [R, width] of any float type.
 struct FloatSource {
   const void* data;
   DType dtype;
+  int width;
 
-  __device__ __forceinline__ void load(int64_t offset, float (&v)[8]) const {
+  __device__ __forceinline__ void load(int64_t row, int column, float (&v)[8]) const {
+    const int64_t offset = row * width + column;
     const auto* p = static_cast<const char*>(data);
     if (dtype == DType::f32) {
       const uint4 a = cuda::load<uint4>(p + 4 * offset), b = cuda::load<uint4>(p + 4 * offset + 16);
@@ -30,42 +32,13 @@ struct FloatSource {
   }
 };
 
-// z of any dtype, or E4M3 dequantized to bf16.
-struct PreActivation {
-  FloatSource dense;               // data == nullptr: E4M3
-  const uint8_t* codes = nullptr;  // [R, 2I]
-  const float* scale_inv = nullptr;
-  int64_t scale_row = 0, scale_tile = 0;
-  int width = 0;  // 2I
-
-  __device__ __forceinline__ void load(int64_t row, int column, float (&v)[8]) const {
-    const int64_t offset = row * width + column;
-    if (dense.data != nullptr) return dense.load(offset, v);
-    const uint2 packed = cuda::load<uint2>(codes + offset);
-    const float s = scale_inv[row * scale_row + column / 128 * scale_tile];
-    fp8_decode4<E4M3>(packed.x, v), fp8_decode4<E4M3>(packed.y, v + 4);
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const float2 rounded = unpack2<Bf16>(pack2<Bf16>(v[i] * s, v[i + 1] * s));
-      v[i] = rounded.x, v[i + 1] = rounded.y;
-    }
-  }
-};
-
-inline PreActivation pre_activation(const Tensor& z, const Fp8Tensor& z_q) {
-  if (!z_q.defined()) return {.dense = {z.data, z.dtype}, .width = static_cast<int>(z.shape[1])};
-  const RowsOut strides = rows_out(z_q);
-  return {.dense = {nullptr, DType::bf16},
-          .codes = strides.data,
-          .scale_inv = strides.scale,
-          .scale_row = strides.scale_row,
-          .scale_tile = strides.scale_tile,
-          .width = static_cast<int>(strides.ld)};
+inline FloatSource float_source(const Tensor& t) {
+  return {t.data, t.dtype, static_cast<int>(t.shape[1])};
 }
 
 // z itself, to be quantized.
 struct ZSource {
-  PreActivation z;
+  FloatSource z;
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
     z.load(row, column, v);
   }
@@ -73,9 +46,9 @@ struct ZSource {
 
 // h = silu(gate) up prob, [R, I]
 struct HiddenSource {
-  PreActivation z;
+  FloatSource z;
   const float* probs;  // [R] or nullptr: 1
-  float clamp;
+  float limit;
   int intermediate;  // I
 
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
@@ -85,7 +58,7 @@ struct HiddenSource {
     const float prob = probs != nullptr ? probs[row] : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], clamp);
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
       v[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
     }
   }
@@ -93,10 +66,10 @@ struct HiddenSource {
 
 // dz = [dgate | dup], [R, 2I]; terms: of dprob instead.
 struct GradSource {
-  PreActivation z;
+  FloatSource z;
   FloatSource dh;  // [R, I]
   const float* probs;
-  float clamp;
+  float limit;
   int intermediate;
 
   template <typename Body>
@@ -104,11 +77,11 @@ struct GradSource {
     float gate[8], up[8], grad[8];
     z.load(row, column, gate);
     z.load(row, intermediate + column, up);
-    dh.load(row * intermediate + column, grad);
+    dh.load(row, column, grad);
     const float prob = probs != nullptr ? probs[row] : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], clamp);
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
       body(i, swiglu_grad(in, pinned_sigmoid(in.gate), prob, grad[i]));
     }
   }
@@ -135,24 +108,37 @@ __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
   quantize_tile<F, kKind>(source, b, tile, block, columns, rows_to, columns_to, scaling);
 }
 
-// Quantizes source [rows, columns] to rows, to columns, or to both, in format F.
-template <typename F, typename Source>
-void quantize_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
+template <typename F, ColumnKind kKind, typename Source>
+void launch_source(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
                    int64_t columns, const Fp8Tensor& rows_to, const Fp8Tensor& columns_to,
                    Scaling scaling, cudaStream_t stream) {
   const int64_t tiles = cdiv(columns, kTile);
   const int64_t blocks = plan.defined() ? plan.columns() / kTile : cdiv(rows, kTile);
   if (blocks == 0 || tiles == 0) return;
-  const auto go = [&](auto kernel) {
-    launch(op, kernel, static_cast<unsigned>(blocks * tiles), Tile<8>::kThreads, 0, stream, source,
-           view_of(plan), static_cast<int>(rows), static_cast<int>(columns),
-           static_cast<int>(tiles), rows_out(rows_to), columns_out(columns_to), scaling);
+  launch(op, quantize_source<F, kKind, Source>, static_cast<unsigned>(blocks * tiles),
+         Tile<8>::kThreads, 0, stream, source, view_of(plan), static_cast<int>(rows),
+         static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
+         columns_out(columns_to), scaling);
+}
+
+// Quantizes source [rows, columns] to rows, in format F.
+template <typename F, typename Source>
+void quantize_rows_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
+                        int64_t columns, const Fp8Tensor& rows_to, Scaling scaling,
+                        cudaStream_t stream) {
+  launch_source<F, ColumnKind::none>(op, source, plan, rows, columns, rows_to, {}, scaling, stream);
+}
+
+// The same to columns, and to rows where these are given.
+template <typename F, typename Source>
+void quantize_columns_from(const char* op, const Source& source, const RoutingPlan& plan,
+                           int64_t rows, int64_t columns, const Fp8Tensor& rows_to,
+                           const Fp8Tensor& columns_to, Scaling scaling, cudaStream_t stream) {
+  const auto go = [&]<ColumnKind kKind>() {
+    launch_source<F, kKind>(op, source, plan, rows, columns, rows_to, columns_to, scaling, stream);
   };
-  switch (kind_of(columns_to)) {
-    case ColumnKind::none: return go(quantize_source<F, ColumnKind::none, Source>);
-    case ColumnKind::block: return go(quantize_source<F, ColumnKind::block, Source>);
-    case ColumnKind::column: return go(quantize_source<F, ColumnKind::column, Source>);
-  }
+  kind_of(columns_to) == ColumnKind::block ? go.template operator()<ColumnKind::block>()
+                                           : go.template operator()<ColumnKind::column>();
 }
 
 }  // namespace fp8moe::cuda

@@ -1,4 +1,4 @@
-// The one-pass kernels of swiglu_quantize_backward: bf16 z and dh, I a multiple of 128,
+// The one-pass kernels of act_quantize_backward: bf16 z and dh, I a multiple of 128,
 // power-of-two scales.
 #pragma once
 
@@ -10,7 +10,7 @@ struct SwigluBackward {
   const uint16_t* z;   // [R, 2I] bf16
   const uint16_t* dh;  // [R, I] bf16
   const float* probs;  // [R] or nullptr: 1
-  float clamp, sigmoid_of_clamp;
+  float limit, sigmoid_of_limit;
   int rows, intermediate, tiles;  // tiles: I / 128
   PlanView plan;
   RowsOut dz;     // [R, 2I]
@@ -23,11 +23,11 @@ struct SwigluBackward {
 // dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.
 template <bool kClamp, int N>
 __device__ __forceinline__ void gradient(const float (&gate)[N], const float (&up)[N],
-                                         const float (&dh)[N], float clamp, float (&dgate)[N],
+                                         const float (&dh)[N], float limit, float (&dgate)[N],
                                          float (&dup)[N], float (&term)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? clamp : 0.0f);
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? limit : 0.0f);
     const SwigluGrad g = swiglu_grad(in, pinned_sigmoid(in.gate), 1.0f, dh[i]);
     dgate[i] = g.dgate, dup[i] = g.dup, term[i] = g.dprob;
   }
@@ -105,7 +105,7 @@ __global__ __launch_bounds__(256, kClamp ? 2 : 3) void backward_rows(
     unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
     unpack16(vector[2][threadIdx.x], vector[3][threadIdx.x], up);
     unpack16(vector[4][threadIdx.x], vector[5][threadIdx.x], dh);
-    gradient<kClamp>(gate, up, dh, p.clamp, dgate, dup, term);
+    gradient<kClamp>(gate, up, dh, p.limit, dgate, dup, term);
     const bool written = kind.written && tile < p.tiles;
     store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
     store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob, written,

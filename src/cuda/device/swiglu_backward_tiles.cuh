@@ -1,4 +1,4 @@
-// swiglu_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
+// act_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
 // power-of-two scales.
 //
 // One block an SM takes a range of the tiles, in which those of a block of 128 tokens follow one
@@ -29,7 +29,7 @@ constexpr int kMostRanges = 144, kMostLaunches = 8192;
 
 // Bit w of [launch][i]: warp w of range i - 1 has left its rows' sums in dprobs for range i. Zero
 // between launches.
-static __device__ unsigned handed_on[kMostLaunches][kMostRanges];
+static __device__ unsigned carry_ready[kMostLaunches][kMostRanges];
 
 // A range of the tiles: [begin, whole) of a block of tokens that the range before began, [whole,
 // last) of whole ones, [last, end) of its last one. Any but the last may be empty.
@@ -124,8 +124,8 @@ __device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uin
   sigmoids.eight(g, of_gate);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.clamp : 0.0f);
-    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_clamp : of_gate[i];
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.limit : 0.0f);
+    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_limit : of_gate[i];
     const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
     dgate[i] = grad.dgate, dup[i] = grad.dup, term[i] = grad.dprob;
     h[i] = swiglu(in, sigmoid, 1.0f);
@@ -188,7 +188,7 @@ __device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem&
   float* const dprob = p.dprobs + item.first_row + (stores ? r : 0);
   float sum = 0.0f;
   if (takes_over) {
-    Flag flag(handed_on[p.launch][blockIdx.x]);
+    Flag flag(carry_ready[p.launch][blockIdx.x]);
     while ((of_warp(static_cast<int>(flag.load(::cuda::memory_order_acquire))) & mine) == 0) {
     }
     __syncwarp();
@@ -206,7 +206,7 @@ __device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem&
   if (stores) *dprob = sum;
   if (!ends_block) {
     __syncwarp();
-    Flag(handed_on[p.launch][blockIdx.x + 1])
+    Flag(carry_ready[p.launch][blockIdx.x + 1])
         .fetch_or(static_cast<unsigned>(mine), ::cuda::memory_order_release);
   }
   return 0;

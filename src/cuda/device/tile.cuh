@@ -168,7 +168,7 @@ struct Tile {
     }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      // Eight neighbouring columns have one swizzle: one address, written as such.
+      // Vec8 neighbouring columns have one swizzle: one address, written as such.
       uint32_t* word = &codes.codes[column(half)][group() ^ swizzle(half)];
       float4 scales;
 #pragma unroll

@@ -8,10 +8,10 @@
 
 namespace fp8moe::cuda::gemm {
 
-template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kThin = false>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kSplit = false>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kBytes = Stage<kKind, TileM, TileN>::kBytes;
-  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput, kThin>;
+  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput, kSplit>;
   allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
   kernel<<<static_cast<unsigned>(device.sm_count), kThreads<TileM>, kBytes, stream>>>(params);
   FP8MOE_CUDA_CHECK(cudaGetLastError());
@@ -21,28 +21,28 @@ void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t 
 template <Kind kKind, DType A>
 void launch(const Params& params, const Config& config, const DeviceInfo& device,
             cudaStream_t stream) {
-  const auto run = [&]<int TileM, int TileN, Output kOutput, bool kThin = false>() {
-    launch_kernel<kKind, A, TileM, TileN, kOutput, kThin>(params, device, stream);
+  const auto run = [&]<int TileM, int TileN, Output kOutput, bool kSplit = false>() {
+    launch_kernel<kKind, A, TileM, TileN, kOutput, kSplit>(params, device, stream);
   };
-  if (config.tile_m == kTallM) {
-    if constexpr (kKind == Kind::rows) {
-      if (params.bf16 && config.thin)
-        return run.template operator()<kTallM, 128, Output::bf16, true>();
+  if (config.tile_m == kTileM192) {
+    if constexpr (kKind == Kind::fprop) {
+      if (params.bf16 && config.split)
+        return run.template operator()<kTileM192, 128, Output::bf16, true>();
     }
-    if constexpr (kKind != Kind::tokens_block) {
-      if (params.bf16) return run.template operator()<kTallM, 128, Output::bf16>();
+    if constexpr (kKind != Kind::wgrad_128x128) {
+      if (params.bf16) return run.template operator()<kTileM192, 128, Output::bf16>();
     }
-    if constexpr (kKind != Kind::rows) {
-      if (!params.bf16) return run.template operator()<kTallM, 128, Output::f32>();
+    if constexpr (kKind != Kind::fprop) {
+      if (!params.bf16) return run.template operator()<kTileM192, 128, Output::f32>();
     }
-  } else if constexpr (kKind != Kind::tokens_column) {
+  } else if constexpr (kKind != Kind::wgrad_1x128) {
     if (config.tile_n == 128) return run.template operator()<kTileM, 128, Output::either>();
-    if constexpr (kKind == Kind::rows) {
-      if (params.bf16 && config.thin)
+    if constexpr (kKind == Kind::fprop) {
+      if (params.bf16 && config.split)
         return run.template operator()<kTileM, 192, Output::bf16, true>();
     }
     if (params.bf16) return run.template operator()<kTileM, 192, Output::bf16>();
-    if constexpr (kKind == Kind::tokens_block)
+    if constexpr (kKind == Kind::wgrad_128x128)
       return run.template operator()<kTileM, 192, Output::f32>();
   }
   throw InvalidArgument("no kernel of tile " + std::to_string(config.tile_m) + "x" +

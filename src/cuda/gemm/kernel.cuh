@@ -35,40 +35,42 @@ inline constexpr int kUnrolledFrom = 1;
 // found out under it, and a warpgroup below the last row multiplies what it does not store. Not
 // with scales of columns, where it gains nothing.
 template <Kind kKind>
-inline constexpr bool kBeginsAtOnce = kKind != Kind::tokens_column;
+inline constexpr bool kBeginsAtOnce = kKind != Kind::wgrad_1x128;
 
 // Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile; of an edge tile two
-// parts of 64 columns each: a low tile's are neighbours in B, a flank tile's 128 rows apart in A;
-// of a thin tile one such part.
+// parts of 64 columns each: a tail tile in M's are neighbours in B, a tail tile in N's 128 rows
+// apart in A; of a split tile one such part.
 struct Operands {
   uint32_t a, b, next_a, next_b;
 };
 
 template <Shape kShape, Kind kKind, int TileM, int TileN>
-__device__ __forceinline__ Operands operands(const Ring<kKind, TileM, TileN>& ring, int half,
-                                             bool low) {
+__device__ __forceinline__ Operands operands(const Ring<kKind, TileM, TileN>& ring,
+                                             int consumer_index, bool tail_m) {
   const auto box = [&](int i) { return descriptor(ring.box(0, i)); };
-  if (kShape == Shape::thin && low) return {.a = box(0), .b = box(1 + half)};
-  if (kShape == Shape::edge && low) return {box(0), box(1 + 2 * half), box(0), box(2 + 2 * half)};
-  if (kShape == Shape::edge) return {box(half), box(kFlankBoxes), box(2 + half), box(kFlankBoxes)};
-  return {.a = box(half), .b = box(TileM / kBox)};
+  if (kShape == Shape::split && tail_m) return {.a = box(0), .b = box(1 + consumer_index)};
+  if (kShape == Shape::edge && tail_m)
+    return {box(0), box(1 + 2 * consumer_index), box(0), box(2 + 2 * consumer_index)};
+  if (kShape == Shape::edge)
+    return {box(consumer_index), box(kTailNBoxes), box(2 + consumer_index), box(kTailNBoxes)};
+  return {.a = box(consumer_index), .b = box(TileM / kBox)};
 }
 
 // Where its sums go.
 template <Kind kKind, int TileM, int TileN>
 __device__ __forceinline__ Destination destination(const Params& params, const Tile& tile,
-                                                   int half) {
+                                                   int consumer_index) {
   constexpr bool kEdges = Stage<kKind, TileM, TileN>::kEdges;
-  const bool low = kEdges && tile.low(), thin = kEdges && tile.thin();
-  const int width = thin ? kBox : low ? 2 * kBox : TileN;
-  const int row = low ? 0 : kBox * half, column = low ? width * half : 0;
-  const bool idle = TileM == kTallM && low && half == 2;
+  const bool tail_m = kEdges && tile.tail_m(), split = kEdges && tile.split();
+  const int width = split ? kBox : tail_m ? 2 * kBox : TileN;
+  const int row = tail_m ? 0 : kBox * consumer_index, column = tail_m ? width * consumer_index : 0;
+  const bool idle = TileM == kTileM192 && tail_m && consumer_index == 2;
   return {.row = tile.row + row,
           .column = tile.column + column,
-          .expert = kKind == Kind::rows ? 0 : tile.expert,
+          .expert = kKind == Kind::fprop ? 0 : tile.expert,
           .rows = idle ? 0 : tile.rows - row,
           .columns = min(width, params.n - tile.column - column),
-          .flank = kEdges && tile.flank(),
+          .tail_n = kEdges && tile.tail_n(),
           .whole = !kEdges || tile.whole(TileM)};
 }
 
@@ -76,11 +78,11 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
 template <Kind kKind, DType A, int TileM, int TileN>
 struct Consumer {
   const Ring<kKind, TileM, TileN>& ring;
-  int half;             // which of the consumers
+  int consumer_index;   // which of the consumers
   Operands whole;       // of whole tiles
-  int stage = 0;        // the next one, which is full, and so is its run
+  int stage = 0;        // the next one, which is full, and so is its batch
   uint32_t phases = 0;  // bit s: the phase of stage s
-  Cursor<kRuns> runs;
+  Cursor<kScaleBatches> batches;
   SumPair<kKind> sums[TileN / 4] = {};  // of the tile, scaled
 
   __device__ __forceinline__ void await(int s) { gemm::await(ring.full(s), phases >> s & 1); }
@@ -91,17 +93,17 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) empty.arrive();
   }
 
-  __device__ __forceinline__ void close_run() {
+  __device__ __forceinline__ void close_batch() {
     if constexpr (Stage<kKind, TileM, TileN>::kBlockScales) {
-      release(ring.run_empty(runs.at()));
-      runs.advance();
+      release(ring.batch_empty(batches.at()));
+      batches.advance();
     }
   }
 
   // Leaves a tile of which this warpgroup multiplies nothing.
-  __device__ __forceinline__ void pass(int k_blocks) {
+  __device__ __forceinline__ void skip_tile(int k_blocks) {
     for (int k = 0; k < max(k_blocks, 1); ++k) {
-      if (k < k_blocks && k % kRunLength == 0) close_run();
+      if (k < k_blocks && k % kScaleBatch == 0) close_batch();
       release(ring.empty(stage));
       phases ^= 1u << stage;
       stage = after(stage);
@@ -132,7 +134,7 @@ struct Consumer {
     cute::warpgroup_commit_batch();
     if constexpr (kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     meanwhile();
-    if constexpr (kKind == Kind::tokens_column && !First) scales.prepare(ring.scale_b(s));
+    if constexpr (kKind == Kind::wgrad_1x128 && !First) scales.prepare(ring.scale_b(s));
     finish(part);
   }
 
@@ -184,14 +186,14 @@ struct Consumer {
   template <Shape kShape, typename Meanwhile, typename Then>
   __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile, Then then) {
     constexpr bool kWhole = kShape == Shape::whole;
-    Promoter<kKind, TileM, TileN, kShape> scales(tile, half);
-    const Operands at = kWhole ? whole : operands<kShape>(ring, half, tile.low());
+    Promoter<kKind, TileM, TileN, kShape> scales(tile, consumer_index);
+    const Operands at = kWhole ? whole : operands<kShape>(ring, consumer_index, tile.tail_m());
     const auto nothing = [] {};
-    const float4* of_blocks = ring.run(runs.at());
+    const float4* of_blocks = ring.scale_batch(batches.at());
     step<true, kShape>(at, scales, of_blocks++, meanwhile);
     then();
-    for (int left = tile.k_blocks - 1, in_run = kRunLength - 1;; in_run = kRunLength) {
-      int now = min(left, in_run);
+    for (int left = tile.k_blocks - 1, in_batch = kScaleBatch - 1;; in_batch = kScaleBatch) {
+      int now = min(left, in_batch);
       left -= now;
       const bool few = now < kStages;
       for (; now > 0 && (!kWhole || few || stage != kUnrolledFrom); --now)
@@ -204,35 +206,39 @@ struct Consumer {
           stage = after(stage);
         }
       }
-      close_run();
+      close_batch();
       if (left == 0) break;
-      of_blocks = ring.run(runs.at());
+      of_blocks = ring.scale_batch(batches.at());
     }
   }
 };
 
-template <bool kThin, Kind kKind, DType A, int TileM, int TileN, Output kOutput>
+template <bool kSplit, Kind kKind, DType A, int TileM, int TileN, Output kOutput>
 __device__ void consume(const Params& params, uint8_t* shared) {
   // Through a shuffle the compiler knows these to be uniform in the warp, and so the descriptors;
   // and it does not compute the address of shared memory anew in every step.
-  const int half = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+  const int consumer_index = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   const Ring<kKind, TileM, TileN> ring{static_cast<uint8_t*>(
       __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
   Consumer<kKind, A, TileM, TileN> consumer{
-      .ring = ring, .half = half, .whole = operands<Shape::whole>(ring, half, false)};
+      .ring = ring,
+      .consumer_index = consumer_index,
+      .whole = operands<Shape::whole>(ring, consumer_index, false)};
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  uint8_t* const slabs = ring.slabs(4 * half + warp);
+  uint8_t* const staging = ring.staging(4 * consumer_index + warp);
   Destination finished;  // where the sums go once the next tile's first multiply is under way
   bool pending = false;
   const auto finish = [&] {
     if (pending)
-      store<kKind, Stage<kKind, TileM, TileN>::kSlabs, TileN, kOutput>(
-          consumer.sums, params, finished, warp, slabs, ring.slabs_full(4 * half + warp));
+      store<kKind, Stage<kKind, TileM, TileN>::kStagingBuffers, TileN, kOutput>(
+          consumer.sums, params, finished, warp, staging,
+          ring.staging_full(4 * consumer_index + warp));
   };
-  const auto fetch = [&] {
-    if constexpr (kKind != Kind::rows && kOutput != Output::bf16) {
-      if (params.fetch)
-        fetch_first<kKind, TileN>(params, finished, warp, slabs, ring.slabs_full(4 * half + warp));
+  const auto load_d = [&] {
+    if constexpr (kKind != Kind::fprop && kOutput != Output::bf16) {
+      if (params.load_d)
+        load_d_first<kKind, TileN>(params, finished, warp, staging,
+                                   ring.staging_full(4 * consumer_index + warp));
     }
   };
 
@@ -241,41 +247,41 @@ __device__ void consume(const Params& params, uint8_t* shared) {
     const Tile tile = ring.tile(consumer.stage);
     const auto meanwhile = [&] {
       finish();
-      finished = destination<kKind, TileM, TileN>(params, tile, half);
+      finished = destination<kKind, TileM, TileN>(params, tile, consumer_index);
       pending = true;
     };
     // Which is asked first, by the shorter loop that ptxas makes of it.
-    constexpr bool kEndFirst = kThin || !kBeginsAtOnce<kKind>;
+    constexpr bool kEndFirst = kSplit || !kBeginsAtOnce<kKind>;
     if (kEndFirst && tile.k_blocks == kNoMore) break;
     if constexpr (kBeginsAtOnce<kKind>) {
       if (tile.whole_k_blocks > 0) {
-        consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
+        consumer.template steps<Shape::whole>(tile, meanwhile, load_d);
         continue;
       }
     }
     if (!kEndFirst && tile.k_blocks == kNoMore) break;
-    const Destination to = destination<kKind, TileM, TileN>(params, tile, half);
+    const Destination to = destination<kKind, TileM, TileN>(params, tile, consumer_index);
     if (to.rows <= 0 || to.columns <= 0 || tile.k_blocks == 0) {
       if (to.rows > 0 && !params.add) store_zeros(params, to);
-      consumer.pass(tile.k_blocks);
+      consumer.skip_tile(tile.k_blocks);
       continue;
     }
-    if constexpr (kThin) {
-      if (tile.thin()) {
-        consumer.template steps<Shape::thin>(tile, meanwhile, fetch);
+    if constexpr (kSplit) {
+      if (tile.split()) {
+        consumer.template steps<Shape::split>(tile, meanwhile, load_d);
         continue;
       }
     }
     if constexpr (Stage<kKind, TileM, TileN>::kEdges)
-      consumer.template steps<Shape::edge>(tile, meanwhile, fetch);
+      consumer.template steps<Shape::edge>(tile, meanwhile, load_d);
     else if constexpr (!kBeginsAtOnce<kKind>)
-      consumer.template steps<Shape::whole>(tile, meanwhile, fetch);
+      consumer.template steps<Shape::whole>(tile, meanwhile, load_d);
   }
   finish();
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
 }
 
-template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kThin>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kSplit>
 __global__ void __launch_bounds__(kThreads<TileM>, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -288,24 +294,24 @@ __global__ void __launch_bounds__(kThreads<TileM>, 1)
       ring.full(s).init(1);
       ring.empty(s).init(S::kConsumerWarps);
     }
-    for (int r = 0; r < kRuns; ++r) {
-      ring.run_full(r).init(1);
-      ring.run_empty(r).init(S::kConsumerWarps);
+    for (int r = 0; r < kScaleBatches; ++r) {
+      ring.batch_full(r).init(1);
+      ring.batch_empty(r).init(S::kConsumerWarps);
     }
     for (int i = 0; i < kPlanned; ++i) {
       ring.planned_full(i).init(1);
       ring.planned_empty(i).init(S::kBlockScales ? 2 : 1);  // its readers
     }
-    for (int s = 0; s < S::kSlabBarriers; ++s) ring.slabs_full(0)[s].init(1);
+    for (int s = 0; s < S::kStagingBarriers; ++s) ring.staging_full(0)[s].init(1);
     cutlass::arch::fence_barrier_init();
   }
-  if (kKind == Kind::rows) {
+  if (kKind == Kind::fprop) {
     for (int e = threadIdx.x; e <= params.experts; e += kThreads<TileM>)
       ring.row_offsets()[e] = params.row_offsets[e];
-    if (kThin && threadIdx.x == 0) ring.tiles() = 0;
+    if (kSplit && threadIdx.x == 0) ring.tiles() = 0;
   }
   __syncthreads();
-  if constexpr (kThin) {
+  if constexpr (kSplit) {
     const int tiles = Schedule<kKind, TileM, TileN>::count(
         params, ring.row_offsets(), static_cast<int>(threadIdx.x), kThreads<TileM>);
     // With a warp's reduction here ptxas would keep what the loop of whole tiles counts in uniform
@@ -319,10 +325,10 @@ __global__ void __launch_bounds__(kThreads<TileM>, 1)
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<TileM>>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileM, TileN>(params, ring);
     if (S::kBlockScales && warp == 1) produce_scales<kKind, TileM, TileN>(params, ring);
-    if (warp == 2 && cute::elect_one_sync()) plan<kThin>(params, ring);
+    if (warp == 2 && cute::elect_one_sync()) schedule_tiles<kSplit>(params, ring);
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<TileM>>();
-    consume<kThin, kKind, A, TileM, TileN, kOutput>(params, shared);
+    consume<kSplit, kKind, A, TileM, TileN, kOutput>(params, shared);
   }
 }
 

@@ -8,12 +8,12 @@
 
 namespace fp8moe::cuda::gemm {
 
-// d[rows of e] = a[rows of e] w[e]^T; Kind::rows.
-Params rows_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
-                    const Tensor& d, const Config& config);
+// d[rows of e] = a[rows of e] w[e]^T; Kind::fprop.
+Params fprop_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
+                     const Tensor& d, const Config& config);
 
-// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T; Kind::tokens_block or tokens_column.
-Params tokens_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
-                      const Tensor& dw, bool accumulate, const Config& config);
+// dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T; Kind::wgrad_128x128 or wgrad_1x128.
+Params wgrad_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
+                     const Tensor& dw, bool accumulate, const Config& config);
 
 }  // namespace fp8moe::cuda::gemm

@@ -47,30 +47,30 @@ class SideScales {
 };
 
 // The scales by blocks of a tile's K-blocks: of each group of B's columns, times A's where A has
-// blocks, too; of a tall tile, of each group of A's rows, times B's.
+// blocks, too; of a 192x128 tile, of each group of A's rows, times B's.
 template <Kind kKind, int TileM, int TileN>
 class BlockScales {
  public:
   __device__ BlockScales(const Params& params, const Tile& tile)
-      : b_(params.block_scale_b + (kKind == Kind::rows
+      : b_(params.block_scale_b + (kKind == Kind::fprop
                                        ? int64_t{tile.expert} * blocks(params.n) * params.k_blocks
                                        : 0),
            blocks(params.n), params.k_blocks, tile.column, tile.k_first),
         a_(params.block_scale_a, blocks(params.m), params.k_blocks, tile.row, tile.k_first) {}
 
   __device__ float4 operator()(int k) const {
-    if constexpr (kKind != Kind::rows && TileM != kTileM) return a_(k, b_.first(k));
-    return b_(k, kKind == Kind::tokens_block ? a_.first(k) : 1.0f);
+    if constexpr (kKind != Kind::fprop && TileM != kTileM) return a_(k, b_.first(k));
+    return b_(k, kKind == Kind::wgrad_128x128 ? a_.first(k) : 1.0f);
   }
 
  private:
-  // A low tile beside tall ones touches two blocks of B.
-  static constexpr int kSideN = kKind == Kind::rows && TileM != kTileM ? 192 : TileN;
+  // A tail tile in M beside 192x128 ones touches two blocks of B.
+  static constexpr int kSideN = kKind == Kind::fprop && TileM != kTileM ? 192 : TileN;
 
   __device__ static int blocks(int side) { return (side + 127) / 128; }
 
   SideScales<kSideN> b_;
-  SideScales<TileM> a_;  // of tokens_block
+  SideScales<TileM> a_;  // of wgrad_128x128
 };
 
 // Two sums of adjacent columns, the right one in the lower word. wgmma fixes part[i] in a register
@@ -81,7 +81,7 @@ using BoundPair = uint64_t;
 // With scales of columns every sum takes two operations, and the moves that bound pairs bring cost
 // more than the banks (docs/notes).
 template <Kind kKind>
-using SumPair = std::conditional_t<kKind == Kind::tokens_column, float2, BoundPair>;
+using SumPair = std::conditional_t<kKind == Kind::wgrad_1x128, float2, BoundPair>;
 
 __device__ __forceinline__ float2 columns(float2 pair) { return pair; }
 
@@ -122,31 +122,31 @@ __device__ __forceinline__ int row_in_box() {
 }
 
 // What a warpgroup multiplies of a tile: 64 rows of a whole one, two parts of 64x64 of an edge
-// one, low or flank, or one such part of a thin one. Beside tall tiles an edge one is one part of
-// 64x128, and the third warpgroup has none of it or of a thin one.
-enum class Shape { whole, edge, thin };
+// one, tail-M or tail-N, or one such part of a split one. Beside 192x128 tiles an edge one is one
+// part of 64x128, and the third warpgroup has none of it or of a split one.
+enum class Shape { whole, edge, split };
 constexpr int parts_of(Shape shape, int tile_m) {
   return shape == Shape::edge && tile_m == kTileM ? 2 : 1;
 }
 constexpr int part_columns(Shape shape, int tile_m, int tile_n) {
-  return shape == Shape::whole || (shape == Shape::edge && tile_m == kTallM) ? tile_n : kBox;
+  return shape == Shape::whole || (shape == Shape::edge && tile_m == kTileM192) ? tile_n : kBox;
 }
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
 // its multiply is issued (but for a tile's first one where tiles begin at once): ptxas would sink
 // what comes later below the wait. Those of columns are read in `prepare`, under the multiply, and
-// `add`. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its run.
+// `add`. of_rows, of_columns: Ring::scale_a, scale_b; of_blocks: of the K-block in its batch.
 template <Kind kKind, int TileM, int TileN, Shape kShape>
 class Promoter;
 
 // A by rows of 1x128, B by blocks of 128x128.
 template <int TileM, int TileN>
-class Promoter<Kind::rows, TileM, TileN, Shape::whole> {
+class Promoter<Kind::fprop, TileM, TileN, Shape::whole> {
   static constexpr int kColumnGroups = kGroups<TileN>;
 
  public:
-  __device__ Promoter(const Tile& tile, int half)
-      : row_(tile.row % 4 + kScaleStride * half + row_in_box()) {}
+  __device__ Promoter(const Tile& tile, int consumer_index)
+      : row_(tile.row % 4 + kScaleStride * consumer_index + row_in_box()) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float upper = of_rows[row_], lower = of_rows[row_ + 8];
@@ -173,18 +173,18 @@ class Promoter<Kind::rows, TileM, TileN, Shape::whole> {
   float scale_[2][kColumnGroups];
 };
 
-// The same for the parts of other tiles. The two of a low tile have rows in common, and a
-// warpgroup's lie in one block of B; those of a flank tile have columns in common. A thin tile lies
-// in one block of B.
+// The same for the parts of other tiles. The two of a tail tile in M have rows in common, and a
+// warpgroup's lie in one block of B; those of a tail tile in N have columns in common. A split tile
+// lies in one block of B.
 template <int TileM, int TileN, Shape kShape>
-class Promoter<Kind::rows, TileM, TileN, kShape> {
+class Promoter<Kind::fprop, TileM, TileN, kShape> {
   static constexpr int kParts = parts_of(kShape, TileM);
 
  public:
-  __device__ Promoter(const Tile& tile, int half)
-      : row_(tile.row % 4 + (tile.low() ? 0 : kScaleStride * half) + row_in_box()),
-        next_(tile.low() ? 0 : 2 * kScaleStride),
-        second_(kShape == Shape::edge && tile.low() && half != 0) {}
+  __device__ Promoter(const Tile& tile, int consumer_index)
+      : row_(tile.row % 4 + (tile.tail_m() ? 0 : kScaleStride * consumer_index) + row_in_box()),
+        next_(tile.tail_m() ? 0 : 2 * kScaleStride),
+        second_(kShape == Shape::edge && tile.tail_m() && consumer_index != 0) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float4 b = *of_blocks;
@@ -207,18 +207,18 @@ class Promoter<Kind::rows, TileM, TileN, kShape> {
 };
 
 // Blocks of 128x128 on both sides: one scale for a column group, or for all of a warpgroup's 64
-// rows of a tall tile.
+// rows of a 192x128 tile.
 template <int TileM, int TileN>
-class Promoter<Kind::tokens_block, TileM, TileN, Shape::whole> {
-  static constexpr bool kTall = TileM != kTileM;
-  static constexpr int kColumnGroups = kTall ? 1 : kGroups<TileN>;
+class Promoter<Kind::wgrad_128x128, TileM, TileN, Shape::whole> {
+  static constexpr bool kIs192 = TileM != kTileM;
+  static constexpr int kColumnGroups = kIs192 ? 1 : kGroups<TileN>;
 
  public:
-  __device__ Promoter(const Tile&, int half) : half_(half) {}
+  __device__ Promoter(const Tile&, int consumer_index) : consumer_index_(consumer_index) {}
 
   __device__ __forceinline__ void load(const float*, const float4* of_blocks) {
-    if constexpr (kTall) {
-      scale_[0][0] = scale_[1][0] = reinterpret_cast<const float*>(of_blocks)[half_];
+    if constexpr (kIs192) {
+      scale_[0][0] = scale_[1][0] = reinterpret_cast<const float*>(of_blocks)[consumer_index_];
     } else {
       const float4 b = *of_blocks;
       const float blocks[3] = {b.x, b.y, b.z};
@@ -233,16 +233,17 @@ class Promoter<Kind::tokens_block, TileM, TileN, Shape::whole> {
   }
 
  private:
-  int half_;
+  int consumer_index_;
   float scale_[2][kColumnGroups];
 };
 
 // 1x128 along the contracted dimension on both sides: a scale for each row and each column, whose
 // products are made while parts are added. The columns' first scales are read under the multiply.
 template <int TileM, int TileN>
-class Promoter<Kind::tokens_column, TileM, TileN, Shape::whole> {
+class Promoter<Kind::wgrad_1x128, TileM, TileN, Shape::whole> {
  public:
-  __device__ Promoter(const Tile&, int half) : row_(kScaleStride * half + row_in_box()) {}
+  __device__ Promoter(const Tile&, int consumer_index)
+      : row_(kScaleStride * consumer_index + row_in_box()) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4*) {
     upper_ = of_rows[row_];

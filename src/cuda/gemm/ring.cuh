@@ -12,7 +12,7 @@ using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using Barrier = cutlass::arch::ClusterBarrier;
 
 // The ring of stages in shared memory; every stage has its parts at the same offsets. Beside it the
-// smaller ring of runs.
+// smaller ring of scale batches.
 template <Kind kKind, int TileM, int TileN>
 struct Ring {
   using S = Stage<kKind, TileM, TileN>;
@@ -21,19 +21,21 @@ struct Ring {
   __device__ uint8_t* box(int s, int i) const {  // those of A, then those of B
     return base + s * S::kTileBytes + i * S::kBoxBytes;
   }
-  __device__ uint8_t* slabs(int warp) const {
-    return box(kStages, 0) + warp * (S::kSlabs * kSlabBytes);
+  __device__ uint8_t* staging(int warp) const {
+    return box(kStages, 0) + warp * (S::kStagingBuffers * kStagingBytes);
   }
-  __device__ uint8_t* scales(int s) const { return slabs(S::kConsumerWarps) + s * S::kScaleBytes; }
+  __device__ uint8_t* scales(int s) const {
+    return staging(S::kConsumerWarps) + s * S::kScaleBytes;
+  }
   __device__ float* scale_a(int s) const { return reinterpret_cast<float*>(scales(s)); }
   __device__ float* scale_b(int s) const {
     return reinterpret_cast<float*>(scales(s) + S::kScaleBAt);
   }
-  __device__ float4* run(int r) const {
-    return reinterpret_cast<float4*>(scales(kStages) + r * kRunBytes);
+  __device__ float4* scale_batch(int r) const {
+    return reinterpret_cast<float4*>(scales(kStages) + r * kScaleBatchBytes);
   }
   __device__ Tile& tile(int s) const {  // whose first K-block the stage holds
-    return reinterpret_cast<Tile*>(run(kRuns))[s];
+    return reinterpret_cast<Tile*>(scale_batch(kScaleBatches))[s];
   }
   __device__ Tile& planned(int i) const { return (&tile(kStages))[i]; }
   __device__ uint64_t* barrier(int i) const {
@@ -43,23 +45,23 @@ struct Ring {
   __device__ Barrier& empty(int s) const {
     return *reinterpret_cast<Barrier*>(barrier(kStages + s));
   }
-  __device__ Barrier& run_full(int r) const {
+  __device__ Barrier& batch_full(int r) const {
     return *reinterpret_cast<Barrier*>(barrier(2 * kStages + r));
   }
-  __device__ Barrier& run_empty(int r) const {
-    return *reinterpret_cast<Barrier*>(barrier(2 * kStages + kRuns + r));
+  __device__ Barrier& batch_empty(int r) const {
+    return *reinterpret_cast<Barrier*>(barrier(2 * kStages + kScaleBatches + r));
   }
   __device__ Barrier& planned_full(int i) const {
-    return *reinterpret_cast<Barrier*>(barrier(2 * (kStages + kRuns) + i));
+    return *reinterpret_cast<Barrier*>(barrier(2 * (kStages + kScaleBatches) + i));
   }
   __device__ Barrier& planned_empty(int i) const {
-    return *reinterpret_cast<Barrier*>(barrier(2 * (kStages + kRuns) + kPlanned + i));
+    return *reinterpret_cast<Barrier*>(barrier(2 * (kStages + kScaleBatches) + kPlanned + i));
   }
-  __device__ FullBarrier* slabs_full(int warp) const {
-    return reinterpret_cast<FullBarrier*>(barrier(2 * (kStages + kRuns + kPlanned))) +
-           warp * S::kSlabs;
+  __device__ FullBarrier* staging_full(int warp) const {
+    return reinterpret_cast<FullBarrier*>(barrier(2 * (kStages + kScaleBatches + kPlanned))) +
+           warp * S::kStagingBuffers;
   }
-  // Of Kind::rows.
+  // Of Kind::fprop.
   __device__ int* row_offsets() const { return reinterpret_cast<int*>(barrier(S::kBarriers)); }
   __device__ int& tiles() const { return row_offsets()[kMaxExperts + 1]; }  // of all experts
 };

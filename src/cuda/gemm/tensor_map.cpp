@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "core/check.h"
+#include "common/check.h"
 #include "cuda/gemm/stage.h"
 #include "cuda/runtime.h"
 

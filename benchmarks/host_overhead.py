@@ -1,0 +1,69 @@
+"""What a call costs the host: grouped_gemm over zero rows, six tensors in, all checks, no work."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp8moe_cutlass import _C, ops
+
+CALLS = 20000
+_FLOOR: Any = torch.library.Library("fp8moe_floor", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _empty_op() -> Callable[..., object]:
+    """A torch op of grouped_gemm's schema that does nothing: what torch's dispatcher costs."""
+    schema = str(torch.ops.fp8moe.grouped_gemm.default._schema)
+    _FLOOR.define(schema.removeprefix("fp8moe::"))
+    _FLOOR.impl("grouped_gemm", lambda *args: None, "CPU")
+    return torch.ops.fp8moe_floor.grouped_gemm.default
+
+
+# The same call; the torch op adds torch's dispatcher, which is what the empty one is.
+ROUTES: dict[str, Callable[..., object]] = {
+    "_C": _C.grouped_gemm,
+    "torch op": torch.ops.fp8moe.grouped_gemm.default,
+    "empty torch op": _empty_op(),
+}
+
+
+def arguments() -> tuple[Any, ...]:
+    """grouped_gemm's flat arguments for no tokens, one expert, N = K = 128."""
+    data = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
+    weight = torch.zeros(1, 128, 128).to(torch.float8_e4m3fn)
+    plan = ops.plan_from_counts(torch.zeros(1, dtype=torch.int32), capacity=0)
+    d = torch.empty(0, 128, dtype=torch.bfloat16)
+    return (
+        *(data, torch.empty(1, 0)),
+        *(weight, torch.ones(1, 1, 1)),
+        *(plan.buffer, *plan.sizes, d),
+    )
+
+
+def host_overhead() -> list[dict[str, Any]]:
+    """A result row for each route; host_us is the best of seven rounds."""
+    args = arguments()
+    rows: list[dict[str, Any]] = []
+    for name, call in ROUTES.items():
+        call(*args)
+        times = timeit.repeat(partial(call, *args), number=CALLS, repeat=7)
+        rounds = sorted(1e3 * t / CALLS for t in times)  # ms a call
+        rows.append(
+            {
+                "op": "host overhead",
+                "shape": {"tensors": 6},
+                "variant": f"{name}, grouped_gemm",
+                "ms": rounds[0],
+                "host_us": 1e3 * rounds[0],
+                "bytes": 0,
+                "flops": 0,
+                "limit_ms": None,
+                "peers": {},
+                "repeat": {"min": rounds[0], "median": rounds[3], "max": rounds[-1]},
+            }
+        )
+    return rows

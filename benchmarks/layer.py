@@ -1,0 +1,216 @@
+"""The full record of the expert layer: other libraries, CUDA graphs, other routings, memory, few
+tokens, main_grad, and the kernels of a step.
+
+The rows of `bench layer` come first. Where a contender fails, a row's "errors" name it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import layer_memory
+from common import main, parser
+from fp8moe_cutlass.bench.contender import Contender, Inputs, Shape
+from fp8moe_cutlass.bench.layer import (
+    OURS,
+    QUANTIZING,
+    REUSING,
+    TORCH,
+    Factory,
+    LayerBench,
+    run_layer,
+)
+from fp8moe_cutlass.bench.record import OnResult, Record
+from fp8moe_cutlass.bench.timing import Limits, Run, Runs
+from fp8moe_cutlass.bench.torch_experts import TorchExperts
+from fp8moe_cutlass.nn import MoEExperts
+from kernel_trace import profile, roles
+from layer_baselines import peers
+
+FEW_TOKENS = (1, 16, 64, 512)
+# What saves memory: the variant, recompute, save_preactivation, what is kept of z.
+MEMORY = (
+    (f"{REUSING}, FP8 pre-activation", "none", "fp8", "fp8"),
+    (f"{REUSING}, recompute", "expert", "bf16", "none"),
+)
+
+
+class FullLayerBench(LayerBench):
+    """All rows of one shape. No contender that fails ends the run."""
+
+    def __init__(self, model: str, shape: Shape, device: torch.device, limits: Limits) -> None:
+        self.errors: dict[str, str] = {}
+        self.peers = peers(device)
+        super().__init__(model, shape, device, limits)
+
+    def attempt(self, name: str, action: Callable[[], Any]) -> Any:
+        """What `action` returns; None where it fails, with its error noted."""
+        try:
+            return action()
+        except Exception as error:
+            self.errors[name] = f"{type(error).__name__}: {error}"[:300]
+            return None
+
+    def add(self, name: str, factory: Factory) -> None:
+        def build() -> None:
+            module = factory(self.layer, self.shape["S"])
+            Contender(module, self.inputs).step()
+            self.modules[name] = module
+
+        self.attempt(name, build)
+
+    def row(self, variant: str, runs: Runs, parts: int = 3, **more: Any) -> Record:
+        found: Record | None = self.attempt(
+            variant, lambda: LayerBench.row(self, variant, runs, parts, **more)
+        )
+        if found is None:
+            place = {"op": "layer", "shape": self.shape, "model": self.model, "variant": variant}
+            found = place | {"ms": None, "peers": {}, "error": self.errors.pop(variant)}
+        return found | ({"errors": dict(self.errors)} if self.errors else {})
+
+    def rows(self) -> Iterator[Record]:
+        yield self.steps(QUANTIZING, OURS, TORCH, reuse=False)
+        yield self.reused_step()
+        everyone = {n: Contender(m, self.inputs) for n, m in self.modules.items()}
+        yield self.row("forward", {n: c.forward for n, c in everyone.items()}, 1)
+        if self.device.type == "cuda":
+            yield from self.graphs()
+        for kind in ("zipf", "one-hot"):
+            pair = self.pair(Inputs.random(self.shape, self.device, kind))
+            used = int(torch.unique(pair[OURS].inputs.topk_idx).numel())
+            steps: Runs = {n: c.step for n, c in pair.items()}
+            yield self.row(f"{REUSING}, {kind} routing", steps, experts_used=used)
+        yield from self.other_memory()
+        yield from self.few_tokens()
+        yield self.main_grad()
+
+    def pair(self, inputs: Inputs | None = None) -> dict[str, Contender]:
+        """Ours and torch at its best."""
+        chosen = {n: m for n, m in self.modules.items() if n in (OURS, TORCH)}
+        return {n: Contender(m, inputs or self.inputs) for n, m in chosen.items()}
+
+    def reused_step(self) -> Record:
+        row = self.steps(REUSING, reuse=True)
+        contenders = {n: Contender(m, self.inputs) for n, m in self.modules.items()}
+        ours = contenders[OURS]
+        row["kernels"] = self.attempt("kernels", lambda: roles(profile(ours.step, self.device)))
+        row["memory"] = {n: self.memory(c) for n, c in contenders.items()}
+        return row
+
+    def memory(self, contender: Contender, keep: str = "bf16") -> Record:
+        """Bytes, by arithmetic (this library and torch) and by the CUDA allocator."""
+        t, s, e, h, i = (self.shape[name] for name in "TSEHI")
+        found: Record = {}
+        if isinstance(contender.module, MoEExperts):
+            found["saved_arithmetic"] = layer_memory.saved_bytes(t, s, e, h, i, keep=keep)
+        elif type(contender.module) is TorchExperts:
+            found["saved_arithmetic"] = layer_memory.bf16_saved_bytes(t, s, h, i)
+        if self.device.type == "cuda":
+            contender.step()
+            measured = lambda: layer_memory.measure(  # noqa: E731
+                contender.forward, contender.backward, contender.clear
+            )
+            found |= self.attempt("memory", measured) or {}
+        return found
+
+    def graphs(self) -> Iterator[Record]:
+        pair = self.pair()
+        for variant, parts in (("forward", 1), (REUSING, 3)):
+            runs: Runs = {n: c.forward if parts == 1 else c.step for n, c in pair.items()}
+            yield from self.replays(f"{variant}, graph replay", pair, runs, parts)
+
+    def replays(
+        self, variant: str, pair: dict[str, Contender], runs: Runs, parts: int, **more: Any
+    ) -> Iterator[Record]:
+        """The row of `runs` as CUDA graphs, of those that can be captured."""
+        found: Runs = {}
+        for name, c in pair.items():
+            replay = self.attempt(f"{name}, graph", partial(graph, c, runs[name]))
+            if replay is not None:
+                found[name] = replay
+        if OURS in found:
+            yield self.row(variant, found, parts, sustained=parts == 3, **more)
+        for c in pair.values():
+            c.clear()
+
+    def other_memory(self) -> Iterator[Record]:
+        e, h, i = (self.shape[name] for name in "EHI")
+        for variant, recompute, z, keep in MEMORY:
+            layer = MoEExperts(e, h, i, recompute=recompute, save_preactivation=z, device="meta")
+            layer.gate_up_proj, layer.down_proj = self.layer.gate_up_proj, self.layer.down_proj
+            ours = Contender(layer, self.inputs)
+            row = self.row(variant, {OURS: ours.step})
+            row["memory"] = {OURS: self.memory(ours, keep)}
+            if keep == "fp8":  # with recompute the GEMMs are others, in another order
+                row["kernels"] = self.attempt(
+                    "kernels",
+                    lambda: roles(profile(ours.step, self.device)),  # noqa: B023
+                )
+            yield row
+
+    def few_tokens(self) -> Iterator[Record]:
+        # The largest first: torch.compile then has its general kernel when the small ones come.
+        for tokens in sorted((t for t in FEW_TOKENS if t <= self.shape["T"]), reverse=True):
+            pair = self.pair(Inputs.random({**self.shape, "T": tokens}, self.device))
+            used = int(torch.unique(pair[OURS].inputs.topk_idx).numel())
+            sizes: Any = {"tokens": tokens, "experts_used": used}
+            runs: Runs = {n: no_grad(c) for n, c in pair.items()}
+            yield self.row("forward, no_grad", runs, 1, **sizes)
+            if self.device.type == "cuda":
+                yield from self.replays("forward, no_grad, graph replay", pair, runs, 1, **sizes)
+
+    def main_grad(self) -> Record:
+        """Last: the parameters keep their main_grad."""
+        for weight in self.layer.parameters():
+            weight.main_grad = torch.zeros(weight.shape, device=self.device)  # type: ignore[attr-defined]
+        runs: Runs = {n: into_main_grad(c) for n, c in self.pair().items()}
+        return self.row(f"{REUSING}, fp32 main_grad", runs)
+
+
+def no_grad(c: Contender) -> Run:
+    def run() -> None:
+        with torch.no_grad():
+            c.forward()
+
+    return run
+
+
+def into_main_grad(c: Contender) -> Run:
+    """A step whose weight gradients are added to float32 main_grad: by the layer itself, or
+    afterwards by torch."""
+
+    def run() -> None:
+        c.step()
+        for weight in c.module.parameters():
+            if weight.grad is not None:
+                weight.main_grad.add_(weight.grad)  # type: ignore[attr-defined]
+
+    return run
+
+
+def graph(c: Contender, run: Run) -> Run:
+    """A replay of `run`, captured; what it keeps lives as long as the replay."""
+    c.clear()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    c.clear()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        run()
+    return captured.replay
+
+
+def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
+    return run_layer(device, given.quick, on_result, FullLayerBench)
+
+
+if __name__ == "__main__":
+    main(parser(__doc__), run)

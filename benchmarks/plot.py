@@ -1,0 +1,277 @@
+"""Draw a record: python benchmarks/plot.py RECORD.json OUT.png
+
+What is drawn follows from the record. Of a layer's record the steps are drawn; with --kernels as
+the third argument, where a step's time goes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ep_trace import EXCHANGE, boxes_of, overlapped
+from fp8moe_cutlass import plot_style as style
+from fp8moe_cutlass.bench import layer_plot
+from fp8moe_cutlass.bench.ep import ALL_TO_ALL, SAME_EXCHANGE, STEP
+from fp8moe_cutlass.bench.layer import REUSING, TORCH
+from fp8moe_cutlass.train.plot import plot as plot_train
+from sweep import tokens_per_expert
+
+Record = dict[str, Any]
+
+
+def place_of(record: Record) -> str:
+    e = record["environment"]
+    return f"{e['gpu'] or e['cpu']}, torch {e['torch'].partition('+')[0]}"
+
+
+# ---- operators ----------------------------------------------------------------------------------
+
+
+def plot_ops(record: Record, path: Path) -> None:
+    """Share of the limit: a dot per shape, a bar to their median."""
+    kinds: dict[str, list[float]] = {}
+    for row in record["results"]:
+        if row["limit_ms"]:
+            kinds.setdefault(f"{row['op']} ({row['variant']})", []).append(
+                100 * row["limit_ms"] / row["ms"]
+            )
+    most = 115.0
+    figure, axes = style.subplots(height=1.5 + 0.26 * len(kinds))
+    for y, shares in enumerate(kinds.values()):
+        middle = statistics.median(shares)
+        axes.barh(y, min(middle, most), height=0.7, color=style.OURS_LIGHT)
+        if len(shares) > 1:
+            shown = [min(share, most) for share in shares]
+            axes.plot(shown, [y] * len(shown), "o", color=style.OURS, markersize=4)
+        axes.text(most + 9, y, f"{middle:.0f}%", va="center", ha="right", fontsize=10)
+    names = [name.replace("scales of x in gemm layout", "gemm scales") for name in kinds]
+    axes.set_yticks(range(len(kinds)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(kinds) - 0.4, -0.6)
+    axes.axvline(100, color=style.LIMIT, linewidth=0.8)
+    axes.set_xlim(0, most + 9)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("% of the limit; the bar and the number: the median shape")
+    figure.suptitle(
+        f"Operators on {place_of(record)}\n"
+        "beside a copy of the same bytes (GEMMs: dense arithmetic); a dot per shape",
+        fontsize=12, x=0.01, ha="left",
+    )  # fmt: skip
+    style.save(figure, path)
+
+
+# ---- layer --------------------------------------------------------------------------------------
+
+# Which kernels of a step belong together, in the order of the bars.
+PARTS = {
+    "forward GEMMs": ("fprop-1", "fprop-2"),
+    "dgrad GEMMs": ("dgrad-1", "dgrad-2"),
+    "wgrad GEMMs": ("wgrad-1", "wgrad-2"),
+    "SwiGLU and its backward": ("swiglu", "swiglu backward"),
+    "quantize, permute, unpermute": (
+        *("route", "quantize x", "quantize dout", "permute x", "permute dout"),
+        *("unpermute", "permute backward"),
+    ),
+    "transposes for wgrad": ("transpose x", "transpose dout"),
+}
+PART_COLORS = ("#00573f", "#00795c", "#5fae94", "#d98a1f", "#2f6db3", "#8458a8")
+
+
+def plot_kernels(record: Record, path: Path) -> None:
+    """Where the time of a step with reused weights goes, in percent."""
+    rows = [r for r in record["results"] if r["variant"] == REUSING and r.get("kernels")]
+    figure, axes = style.subplots(height=1.9 + 0.55 * len(rows))
+    for y, row in enumerate(rows):
+        start, limit = 0.0, 100 * row["limit_ms"] / row["ms"]
+        for (part, roles), color in zip(PARTS.items(), PART_COLORS, strict=True):
+            share = sum(row["kernels"].get(role, 0.0) for role in roles) / 10 / row["ms"]
+            label = part if y == 0 else None
+            axes.barh(y, share, left=start, height=0.7, color=color, label=label)
+            if share > 4:
+                middle = start + share / 2
+                middle -= 3 * (abs(middle - limit) < 2.5)  # beside the limit's line
+                axes.text(middle, y, f"{share:.0f}", ha="center", va="center", color="white")
+            start += share
+        rest = max(100 - start, 0.0)
+        label = "between kernels, and lower clocks" if y == 0 else None
+        axes.barh(y, rest, left=start, height=0.7, color="#d5d7da", label=label)
+        axes.text(101, y, f"{row['ms']:.2f} ms", va="center", fontsize=10)
+        axes.plot([limit] * 2, [y - 0.42, y + 0.42], color="white", linewidth=3)
+        axes.plot([limit] * 2, [y - 0.42, y + 0.42], color=style.LIMIT, linewidth=1.5)
+    axes.plot([], [], color=style.LIMIT, linewidth=1.5, label="limit of the arithmetic")
+    axes.set_yticks(range(len(rows)), [row["model"].replace(", ", "\n") for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 112)
+    axes.set_xlabel("% of a step (forward and backward, weights reused)")
+    axes.set_title(f"Where a step's time goes, {place_of(record)}", loc="left")
+    figure.legend(loc="outside lower left", ncols=3, fontsize=9)
+    style.save(figure, path)
+
+
+# ---- expert parallelism -------------------------------------------------------------------------
+
+
+MODEL_COLORS = (style.SERIES[0], style.SERIES[5], style.SERIES[4])
+
+
+def plot_ep(record: Record, path: Path) -> None:
+    """Above: dispatch beside the bf16 all-to-all. Below: tokens/s of a step, a panel per model."""
+    rows = [r for r in record["results"] if r["variant"] == "random, exact"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = style.mosaic([["above"] * len(models), models], height=7.4)
+    above, below = axes["above"], [axes[model] for model in models]
+    worlds = sorted({r["shape"]["W"] for r in rows if r["shape"]["W"] > 1})
+    for place, (model, color) in enumerate(zip(models, MODEL_COLORS, strict=False)):
+        values = [
+            r["peers"][ALL_TO_ALL] / r["ms"]
+            for r in rows
+            if (r["model"], r["op"]) == (model, "dispatch") and r["shape"]["W"] > 1
+        ]
+        at = [x + 0.27 * (place - (len(models) - 1) / 2) for x in range(len(worlds))]
+        bars = above.bar(at, values, width=0.25, color=color, label=model)
+        above.bar_label(bars, [f"{v:.2f}" for v in values], padding=-17, color="white")
+    above.axhline(1.0, color=style.LIMIT, linewidth=0.8)
+    above.set_xticks(range(len(worlds)), [f"{w} GPUs" for w in worlds])
+    above.set_ylim(0, above.get_ylim()[1] * 1.1)
+    above.set_ylabel("times faster")
+    above.set_title("FP8 dispatch, packing included, beside the bf16 all-to-all alone", loc="left")
+    above.legend(ncols=3, loc="upper left")
+    for axes, model in zip(below, models, strict=True):
+        steps = [r for r in rows if (r["model"], r["op"]) == (model, STEP)]
+        for name, color, line, times in (
+            ("FP8, exchange free", style.OURS_LIGHT, "--", [r["alone_ms"] for r in steps]),
+            ("FP8", style.OURS, "-", [r["ms"] for r in steps]),
+            (SAME_EXCHANGE, style.BF16, "-", [r["peers"][SAME_EXCHANGE] for r in steps]),
+        ):
+            tokens = [r["shape"]["W"] * r["shape"]["T"] / 1e3 for r in steps]
+            rate = [n / ms for n, ms in zip(tokens, times, strict=True)]
+            at = [r["shape"]["W"] for r in steps]
+            axes.plot(at, rate, line, marker="o", color=color, label=name)
+        axes.set_title(model, loc="left", fontsize=11)
+        axes.set_xticks([r["shape"]["W"] for r in steps])
+        axes.set_ylim(0)
+        axes.set_xlabel("GPUs")
+    below[0].set_ylabel("million tokens/s in a step")
+    figure.suptitle(
+        f"Expert parallelism, {place_of(record)}, {record['environment']['backend']}",
+        fontsize=12, x=0.01, ha="left",
+    )  # fmt: skip
+    figure.legend(handles=below[0].get_lines(), loc="outside lower center", ncols=3)
+    style.save(figure, path)
+
+
+# ---- sweep --------------------------------------------------------------------------------------
+
+
+def ratio(slow: float | None, fast: float | None) -> float:
+    return slow / fast if slow and fast else float("nan")
+
+
+def with_weights(row: Record) -> float:
+    """bf16's time over FP8's where FP8 quantizes the weights in each step; by graphs, if any."""
+    ms, peers = row.get("graph_ms") or row["ms"], row["graph_peers"] or row["peers"]
+    return ratio(peers.get(TORCH), ms + row["weights_ms"])
+
+
+VIEWS: dict[str, Callable[[Record], float]] = {
+    "weights quantized in each step": with_weights,
+    "weights reused, CUDA graph": lambda r: ratio(r["graph_peers"].get(TORCH), r.get("graph_ms")),
+    "weights reused, eager": lambda r: ratio(r["peers"].get(TORCH), r["ms"]),
+}
+
+
+def plot_sweep(record: Record, path: Path) -> None:
+    """bf16's time over FP8's: a row of maps per number of experts."""
+    rows = [row for row in record["results"] if row["ms"] is not None]
+    experts = sorted({row["shape"]["E"] for row in rows})
+    tokens = sorted({tokens_per_expert(row["shape"]) for row in rows})
+    widths = sorted({row["shape"]["I"] for row in rows})
+    figure, axes = style.subplots(
+        len(experts), len(VIEWS), height=1.2 + 1.9 * len(experts), squeeze=False,
+        sharex=True, sharey=True,
+    )  # fmt: skip
+    for place, name in zip(axes[0], VIEWS, strict=True):
+        place.set_title(name, fontsize=11)
+    for line, count in zip(axes, experts, strict=True):
+        for place, of in zip(line, VIEWS.values(), strict=True):
+            values = np.full((len(widths), len(tokens)), np.nan)
+            for row in (row for row in rows if row["shape"]["E"] == count):
+                at = widths.index(row["shape"]["I"]), tokens.index(tokens_per_expert(row["shape"]))
+                values[at] = of(row)
+            place.imshow(
+                np.log2(values), cmap="BrBG", vmin=-1.6, vmax=1.6, aspect="auto", origin="lower"
+            )
+            for (y, x), value in np.ndenumerate(values):
+                if not np.isnan(value):
+                    color = "white" if value > 1.8 else "black"
+                    place.text(x, y, f"{value:.2f}", ha="center", va="center", color=color, size=9)
+            place.set_xticks(range(len(tokens)), [f"{n:.0f}" for n in tokens])
+            place.set_yticks(range(len(widths)), [str(w) for w in widths])
+            place.tick_params(length=0)
+        line[0].set_ylabel(f"{count} experts\nexpert width")
+    for place in axes[-1]:
+        place.set_xlabel("tokens per expert")
+    figure.suptitle(
+        f"How many times faster a step is in FP8 than in bf16, {place_of(record)}", fontsize=12
+    )
+    style.save(figure, path)
+
+
+# ---- trace --------------------------------------------------------------------------------------
+
+LANES = {
+    "fp8moe": ("this library", style.OURS),
+    "torch": ("torch", style.BF16),
+    EXCHANGE: ("exchange", style.OTHER),
+}
+
+
+def plot_trace(record: Record, path: Path) -> None:
+    """A lane per stream that does something, the exchange at the bottom."""
+    boxes = boxes_of(record["traceEvents"])
+    busy = {lane: sum(b.span[1] - b.span[0] for b in boxes if b.lane == lane)
+            for lane in {b.lane for b in boxes} - {EXCHANGE}}  # fmt: skip
+    lanes = sorted((lane for lane in busy if busy[lane] > 0.01), key=lambda lane: -busy[lane])
+    lanes.append(EXCHANGE)
+    figure, axes = style.subplots(height=1.6 + 0.55 * len(lanes))
+    for y, lane in enumerate(lanes):
+        for kind, (_, color) in LANES.items():
+            bars = [(b.span[0], b.span[1] - b.span[0]) for b in boxes
+                    if (b.lane, b.kind) == (lane, kind)]  # fmt: skip
+            axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.2)
+    for label, color in LANES.values():
+        axes.barh([0], [0], color=color, label=label)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(0)
+    axes.set_xlabel("milliseconds")
+    share = f"{100 * overlapped(boxes):.0f}% of the exchange has other work beside it"
+    axes.set_title(record.get("title", "One step, rank 0") + f": {share}", loc="left", fontsize=11)
+    figure.legend(loc="outside lower left", ncols=3)
+    style.save(figure, path)
+
+
+def draw(record: Record, path: Path, kernels: bool = False) -> None:
+    if "traceEvents" in record:
+        return plot_trace(record, path)
+    if "runs" in record:
+        return plot_train(record, path)
+    op = record["results"][0]["op"]
+    if op == "layer":
+        return (plot_kernels if kernels else layer_plot.plot)(record, path)
+    if op == "sweep":
+        return plot_sweep(record, path)
+    return (plot_ep if "ranks" in record["environment"] else plot_ops)(record, path)
+
+
+if __name__ == "__main__":
+    source, target, *more = sys.argv[1:]
+    draw(json.loads(Path(source).read_text()), Path(target), more == ["--kernels"])

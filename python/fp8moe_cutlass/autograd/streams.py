@@ -1,0 +1,52 @@
+"""Work of one GPU stream that another one reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Written:
+    """What the current stream has been told to write, for other streams to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.record()
+
+    def record(self) -> None:
+        """Once more: now, on the current stream."""
+        self.stream = torch.cuda.current_stream(self.device)
+        self.captured = torch.cuda.is_current_stream_capturing()
+        self.event.record(self.stream)
+
+    def wait(self, tensors: Iterable[Tensor]) -> None:
+        """The current stream waits before it reads `tensors`; their memory waits for its reads."""
+        here = torch.cuda.current_stream(self.device)
+        if here == self.stream:
+            return
+        # A graph cannot wait for work outside it, nor the other way round: a capture begins, and a
+        # replay ends, in the order of its own stream.
+        if self.captured == torch.cuda.is_current_stream_capturing():
+            here.wait_event(self.event)
+        for t in tensors:
+            t.record_stream(here)
+
+
+def written(device: torch.device) -> Written | None:
+    """Of an eager GPU stream; None elsewhere, where nothing needs to wait."""
+    eager_gpu = device.type == "cuda" and not torch.compiler.is_compiling()
+    return Written(device) if eager_gpu else None
+
+
+def order_with_backward(device: torch.device) -> None:
+    """In a backward: the stream that called backward() waits for what is queued here, as it does
+    for every `.grad`."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return
+    event = torch.cuda.current_stream(device).record_event()
+    torch.autograd.Variable._execution_engine.queue_callback(
+        lambda: torch.cuda.current_stream(device).wait_event(event)
+    )

@@ -1,0 +1,175 @@
+"""FP8 weights as values: quantized from any two tensors, passed to a forward by who holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.ctx_io import flatten, unflatten
+from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.streams import Written, written
+from fp8moe_cutlass.ops._library import new_fp8
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.tensor import Fp8Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weights:
+    """Both projections in 128x128 blocks: as fprop reads them, and transposed, as dgrad does.
+
+    A value: it knows nothing of the tensors it was made from. Where a transpose is None, each
+    backward makes it from the codes. On a GPU an eager forward on another stream waits until the
+    codes are written; a compiled one does not: call `wait()` on its stream before. A pytree.
+    """
+
+    gate_up: Fp8Tensor  # [E, 2I, H]
+    down: Fp8Tensor  # [E, H, I]
+    gate_up_t: Fp8Tensor | None = None  # [E, H, 2I]
+    down_t: Fp8Tensor | None = None  # [E, I, H]
+    written: Written | None = None
+
+    def wait(self) -> None:
+        """The current stream waits until the codes are written."""
+        if self.written is not None:
+            self.written.wait(flatten(self._parts)[0])
+
+    @torch.no_grad()
+    def update_(self, layer: Any) -> None:
+        """Quantize the layer's parameters into these codes, in place: for a CUDA graph, which reads
+        fixed addresses. A backward that has yet to read the old codes raises torch's "modified by
+        an inplace operation"."""
+        self.check(layer.gate_up_proj, layer.down_proj, layer.recipe)
+        _fill(self.gate_up, self.gate_up_t, layer.gate_up_proj, layer.recipe)
+        _fill(self.down, self.down_t, layer.down_proj, layer.recipe)
+        if self.written is not None:
+            self.written.record()
+
+    def check(self, gate_up: Tensor, down: Tensor, recipe: Fp8Recipe | None) -> None:
+        """ValueError unless these codes can stand for the two tensors under `recipe`."""
+        if recipe is None:
+            raise ValueError("[Fp8Weights] the layer must have an FP8 recipe; got recipe=None")
+        for name, w, q in (("gate_up", gate_up, self.gate_up), ("down", down, self.down)):
+            asked = (tuple(w.shape), w.device, "e4m3", recipe.scale == "pow2")
+            got = (q.shape, q.device, q.fp8_dtype, q.pow2)
+            if asked != got:
+                raise ValueError(
+                    f"[Fp8Weights] {name} must have (shape, device, format, pow2) {asked}; "
+                    f"got {got}"
+                )
+
+    @property
+    def _parts(self) -> tuple[Fp8Tensor | None, ...]:
+        return self.gate_up, self.down, self.gate_up_t, self.down_t
+
+    def __reduce__(self) -> Any:  # an event is of this process alone
+        self.wait()
+        return _now_written, self._parts
+
+
+def quantize_weights(
+    gate_up: Tensor,
+    down: Tensor,
+    recipe: Fp8Recipe = Fp8Recipe(),  # noqa: B008 (frozen)
+    *,
+    transposed: bool = True,
+) -> Fp8Weights:
+    """The FP8 weights of any gate_up [E, 2I, H] and down [E, H, I]; without a gradient.
+
+    transposed: as dgrad reads them, too, in the same pass. False writes half.
+    """
+    e, h, i = down.shape if down.ndim == 3 else (-1, -1, -1)
+    if gate_up.shape != (e, 2 * i, h):
+        raise ValueError(
+            "[quantize_weights] gate_up must be [E, 2I, H] and down [E, H, I]; "
+            f"got {tuple(gate_up.shape)} and {tuple(down.shape)}"
+        )
+    made = of_one_forward(gate_up, down, recipe, transposed, transposed)
+    return replace(made, written=written(made.gate_up.device))
+
+
+def of_one_forward(
+    gate_up: Tensor, down: Tensor, recipe: Fp8Recipe, gate_up_t: bool, down_t: bool
+) -> Fp8Weights:
+    """FP8 weights for the current stream alone, each with its transpose or without."""
+    first, first_t = quantize_weight(gate_up, recipe, transposed=gate_up_t)
+    second, second_t = quantize_weight(down, recipe, transposed=down_t)
+    return Fp8Weights(first, second, first_t, second_t)
+
+
+def quantize_weight(
+    w: Tensor,
+    recipe: Fp8Recipe,
+    *,
+    transposed: bool,
+    rows: bool = True,
+    dout: Fp8Tensor | None = None,
+) -> tuple[Any, Any]:
+    """w [E, N, K] as fprop reads it, unless not `rows`, and as dgrad does; in one pass. dout: in a
+    backward, what it was given."""
+    e, n, k = w.shape
+    made = (
+        _empty(w, (e, n, k), recipe, dout) if rows else None,
+        _empty(w, (e, k, n), recipe, dout) if transposed else None,
+    )
+    _fill(*made, w, recipe)
+    return made
+
+
+def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe, dout: Fp8Tensor) -> Fp8Tensor:
+    """w [E, N, K], codes or a parameter, as the dgrad of dout reads it: the same either way."""
+    if isinstance(w, Fp8Tensor):
+        data = w.data.view(torch.uint8).mT.contiguous().view(w.data.dtype)
+        return Fp8Tensor(data, w.scale_inv.mT.contiguous(), w.scale_layout, w.pow2)
+    made: Fp8Tensor = quantize_weight(w, recipe, rows=False, transposed=True, dout=dout)[1]
+    return made
+
+
+def _empty(
+    w: Tensor, shape: tuple[int, int, int], recipe: Fp8Recipe, dout: Fp8Tensor | None
+) -> Fp8Tensor:
+    """Codes to fill. In a compiled backward their scales hold something of dout until then, or the
+    partitioner would move what depends on a parameter alone into forward, and keep it."""
+    pow2 = recipe.scale == "pow2"
+    codes: Fp8Tensor = new_fp8("quantize_weight", w, shape, "block", "e4m3", pow2)
+    if dout is not None and torch.compiler.is_compiling():
+        codes.scale_inv.copy_(dout.scale_inv[:1, :1].sum())
+    return codes
+
+
+def _fill(
+    rows: Fp8Tensor | None, transposed: Fp8Tensor | None, w: Tensor, recipe: Fp8Recipe
+) -> None:
+    """Quantize w into the codes that are given."""
+    how: Any = {"scale": recipe.scale, "eps": recipe.eps}
+    if rows is None:
+        how |= {"only": "transpose", "out": transposed}
+    elif transposed is None:
+        how |= {"only": "rows", "out": rows}
+    else:
+        how |= {"out": (rows, transposed)}
+    ops.quantize_weight(dense(w.detach()), **how)
+
+
+def _now_written(
+    gate_up: Fp8Tensor, down: Fp8Tensor, gate_up_t: Fp8Tensor | None, down_t: Fp8Tensor | None
+) -> Fp8Weights:
+    return Fp8Weights(gate_up, down, gate_up_t, down_t, written(gate_up.device))
+
+
+def _flatten(weights: Fp8Weights) -> tuple[list[Tensor], Any]:
+    if not torch.compiler.is_compiling():
+        weights.wait()  # so that _unflatten's event is one of all that was written
+    return flatten(weights._parts)
+
+
+pytree.register_pytree_node(
+    Fp8Weights,
+    _flatten,
+    lambda tensors, kinds: _now_written(*unflatten(tensors, kinds)),
+    serialized_type_name="fp8moe_cutlass.Fp8Weights",
+)

@@ -1,0 +1,132 @@
+"""The ranks of `bench ep`: how a group is timed, and the exchanges of a step one by one."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
+from fp8moe_cutlass.nn import MoEExperts
+
+from .contender import Inputs
+from .timing import Run, Runs, Sample, back_to_back
+
+
+class Team:
+    """The ranks of `group`, one device each. They begin together, and the slowest one counts."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.cuda = device.type == "cuda"
+
+    def together(self) -> None:
+        """Return when all ranks are here and their devices are idle."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+
+    def reduce(self, values: list[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Element by element over the ranks."""
+        found = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, how, group=self.group)
+        return [float(v) for v in found.tolist()]
+
+    def mean(self, value: float) -> float:
+        return self.reduce([value])[0] / self.size
+
+    def measure(self, runs: Runs, count: int, rounds: int) -> dict[str, Sample]:
+        """`count` calls of each run back to back, in turn with the other runs: one round to warm
+        up, then `rounds`. A round's time is the slowest rank's."""
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(rounds + 1):
+            for name, run in runs.items():
+                self.together()
+                taken, _ = back_to_back(run, count, self.cuda)
+                if turn:
+                    times[name].append(sum(taken) / count)
+        samples = {}
+        for name, mine in times.items():
+            slowest = self.reduce(mine, dist.ReduceOp.MAX)
+            samples[name] = Sample(statistics.median(slowest), slowest)
+        return samples
+
+
+class Legs:
+    """The exchanges of a layer's step, each by itself, with sizes that are known."""
+
+    def __init__(self, layer: MoEExperts, inputs: Inputs) -> None:
+        assert layer._exchange is not None
+        self.exchange, self.topk_idx = layer._exchange, inputs.topk_idx
+        self.hidden, self.slots = layer.hidden_size, inputs.topk_idx.shape[1]
+        self.x, self.probs = inputs.x.detach(), inputs.probs.detach()
+        terms = Terms(
+            self.exchange.num_experts,
+            self.hidden,
+            self.slots,
+            self.exchange.segment,
+            recipe_word(layer.recipe),
+            *(False,) * 3,
+        )
+        self.plan, counts = ops.dispatch_plan(
+            self.topk_idx,
+            self.exchange.num_experts,
+            self.exchange.ranks,
+            segment=self.exchange.segment,
+        )
+        self.sizes = self.exchange.exchange_sizes(counts, terms)()
+        self.partial = torch.randn(self.sizes.rows, self.hidden, device=self.x.device).bfloat16()
+
+    def dispatch(self) -> None:
+        """Quantize and pack, send, unpack."""
+        experts = self.exchange.num_experts
+        packed = ops.quantize_pack(
+            self.x, self.plan, self.topk_idx, self.probs, num_experts=experts
+        )
+        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, self.slots)
+
+    def dispatch_gradient(self) -> None:
+        packed = ops.quantize_pack(self.x, self.plan)
+        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, 0)
+
+    def combine(self) -> None:
+        """Send the partial sums back, and add them."""
+        back = self.exchange.combine(self.partial, self.plan.rows, self.sizes)
+        ops.unpermute_unpad(back, self.plan)
+
+    def bare(self, width: int) -> Run:
+        """The all-to-all alone, of rows of `width` bytes."""
+        rows = torch.zeros(self.sizes.rows_sent, width, dtype=torch.uint8, device=self.x.device)
+        return lambda: self.exchange.dispatch(rows, self.sizes)
+
+    def bare_back(self, width: int) -> Run:
+        """The all-to-all alone, back."""
+        rows = torch.zeros(self.sizes.rows, width, dtype=torch.uint8, device=self.x.device)
+        return lambda: self.exchange.combine(rows, self.plan.rows, self.sizes)
+
+    def rows_to_others(self) -> int:
+        """Rows this rank sends to other ranks; with a capacity, the fixed number."""
+        if self.sizes.sent is None:
+            return self.exchange.segment * (self.exchange.ranks - 1)
+        return int(sum(self.sizes.sent) - self.sizes.sent[dist.get_rank(self.exchange.group)])
+
+
+class Bf16Layer(nn.Module):
+    """The layer in bf16 torch with the same exchange and parameters. On a GPU torch.compile fuses
+    what it can, as in `bench layer`."""
+
+    def __init__(self, layer: MoEExperts, capacity: Any) -> None:
+        super().__init__()
+        sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
+        options: Any = {"group": layer.group, "capacity": capacity, "device": "meta"}
+        self.experts = MoEExperts(*sizes, recipe=None, **options)
+        self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
+
+    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, topk_idx, probs)
+        return out

@@ -1,0 +1,92 @@
+"""What a record says of the machine, and the form of its rows."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8moe_cutlass.doctor import driver
+
+from .timing import Limits, Sample
+
+Record = dict[str, Any]
+OnResult = Callable[[Record], None]
+
+
+def ignore(row: Record) -> None:
+    """An OnResult that shows nothing."""
+
+
+def row(
+    op: str,
+    shape: dict[str, int],
+    variant: str,
+    sample: Sample,
+    *,
+    peers: dict[str, float],
+    limit_ms: float | None,
+    bytes: int = 0,
+    flops: int = 0,
+    **more: Any,
+) -> Record:
+    """One result. limit_ms: what the machine's limit allows; peers: others' milliseconds."""
+    return {
+        "op": op,
+        "shape": shape,
+        "variant": variant,
+        "ms": sample.ms,
+        "host_us": sample.host_us,
+        "bytes": bytes,
+        "flops": flops,
+        "limit_ms": limit_ms,
+        "peers": peers,
+        "repeat": sample.repeat,
+        **more,
+    }
+
+
+def environment(limits: Limits) -> Record:
+    """Machine, software, commit, date, and the limits measured in this run."""
+    cuda = limits.device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": processor(),
+        "threads": torch.get_num_threads(),
+        "driver": driver() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "launch_us": 1e3 * limits.launch.ms if limits.launch else None,
+        "launch_host_us": limits.launch.host_us if limits.launch else None,
+        "copy_tb_s": limits.copy_tb_s,
+        "tensor_tflops": limits.tensor_tflops,
+    }
+
+
+def processor() -> str:
+    """The CPU's name as Linux has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def commit() -> str | None:
+    """The sources' commit: FP8MOE_COMMIT where they are no clone, else what git says."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        said = ""
+    return os.environ.get("FP8MOE_COMMIT") or said or None

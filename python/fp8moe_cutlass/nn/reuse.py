@@ -1,0 +1,119 @@
+"""reuse_fp8_weights: FP8 weights quantized once for a scope."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe_cutlass.autograd import Fp8Weights
+from fp8moe_cutlass.autograd.ctx_io import flatten
+from fp8moe_cutlass.nn._sharded import is_sharded
+from fp8moe_cutlass.nn.experts import MoEExperts
+
+
+class Reused:
+    """The FP8 weights of a layer in a scope, and what its parameters were when they were made."""
+
+    def __init__(self, name: str, layer: MoEExperts, check: bool) -> None:
+        self.name, self.check = name, check
+        self.weights: Fp8Weights = layer.quantize_weights()
+        # An alias has its parameter's version counter, and keeps the address from being given away.
+        self.seen = [(p, p.detach(), _version(p)) for p in _parameters(layer)]
+
+    def compare(self, layer: MoEExperts) -> None:
+        """RuntimeError if a parameter is not what it was."""
+        for (name, _), now, (then, alias, version) in zip(
+            layer.named_parameters(recurse=False), _parameters(layer), self.seen, strict=True
+        ):
+            if now is not then:
+                changed = "is another tensor"
+            elif now.data_ptr() != alias.data_ptr():
+                changed = "is at another address"
+            elif _version(now) != version:
+                changed = "has been written"
+            else:
+                continue
+            self._raise(name, changed)
+        if self.check:
+            self._compare_codes(layer)
+
+    def _compare_codes(self, layer: MoEExperts) -> None:
+        fresh = layer.quantize_weights()
+        for name in ("gate_up", "down"):
+            pair = flatten([getattr(self.weights, name)])[0], flatten([getattr(fresh, name)])[0]
+            if not all(_same(a, b) for a, b in zip(*pair, strict=True)):
+                self._raise(f"{name}_proj", "quantizes to other codes")
+
+    def _raise(self, parameter: str, changed: str) -> None:
+        where = f"{self.name}.{parameter}" if self.name else parameter
+        raise RuntimeError(
+            "[reuse_fp8_weights] parameters must stay as they are inside; leave it before the "
+            f"optimizer's step; got {where}, which {changed}"
+        )
+
+
+@contextmanager
+def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[None]:
+    """Every FP8 MoEExperts of `module` quantizes its weights here, and its forwards inside reuse
+    them: for gradient accumulation, evaluation, generation.
+
+        with reuse_fp8_weights(model):
+            for batch in microbatches:
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    Under no_grad half is written, for inference alone. A parameter that is replaced, moved or
+    written in place raises RuntimeError by its name, in the next eager forward or at the end. What
+    counts no version is not seen (a fused optimizer, a write through `.data` or by another
+    process), except with `check`, which quantizes again in every eager forward and at the end, and
+    compares all codes. Under fully_shard, which gathers the weights for each forward anyway, it
+    is refused.
+    """
+    named = [(n, m) for n, m in module.named_modules() if isinstance(m, MoEExperts)]
+    if not named:
+        raise ValueError(
+            f"[reuse_fp8_weights] module must contain a MoEExperts; got {type(module).__name__}"
+        )
+    layers = [(n, m) for n, m in named if m.recipe is not None]
+    for name, layer in layers:
+        _refuse(name, layer)
+    try:
+        for name, layer in layers:
+            layer._reused = Reused(name, layer, check)
+        yield
+        for _, layer in layers:
+            if layer._reused is not None:
+                layer._reused.compare(layer)
+    finally:
+        for _, layer in layers:
+            layer._reused = None
+
+
+def _refuse(name: str, layer: MoEExperts) -> None:
+    got = None
+    if layer._reused is not None:
+        got = "one that is inside already"
+    elif any(is_sharded(p) for p in _parameters(layer)):
+        got = "a DTensor (fully_shard)"
+    elif not all(isinstance(p, nn.Parameter) for p in _parameters(layer)):
+        got = "computed weights (parametrize, functional_call)"
+    if got is not None:
+        raise RuntimeError(
+            f"[reuse_fp8_weights] a layer must hold whole parameters of its own and be entered "
+            f"once; got {got}, in {name or type(layer).__name__}"
+        )
+
+
+def _parameters(layer: MoEExperts) -> tuple[Tensor, Tensor]:
+    return layer.gate_up_proj, layer.down_proj
+
+
+def _version(p: Tensor) -> int | None:
+    return None if p.is_inference() else p._version
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

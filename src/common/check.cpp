@@ -1,0 +1,225 @@
+#include "common/check.h"
+
+#include <cmath>
+
+namespace fp8moe {
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::f32: return "float32";
+    case DType::f16: return "float16";
+    case DType::bf16: return "bfloat16";
+    case DType::e4m3: return "float8_e4m3fn";
+    case DType::e5m2: return "float8_e5m2";
+    case DType::i32: return "int32";
+    case DType::i64: return "int64";
+    case DType::u8: return "uint8";
+    case DType::boolean: return "bool";
+  }
+  return "unknown";
+}
+
+const char* name_of(ScaleLayout layout) {
+  switch (layout) {
+    case ScaleLayout::row: return "row";
+    case ScaleLayout::gemm: return "gemm";
+    case ScaleLayout::block: return "block";
+  }
+  return "unknown";
+}
+
+std::string name_of(Device device) {
+  return device.type == DeviceType::cpu ? "cpu" : "cuda:" + std::to_string(device.index);
+}
+
+namespace {
+
+template <typename Range>
+std::string brackets(const Range& sizes) {
+  std::string text = "[";
+  for (int64_t n : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(n);
+  return text + "]";
+}
+
+// The bytes of an argument's codes and scales; empty where there are none.
+struct Extent {
+  explicit Extent(const Tensor* t) {
+    if (t == nullptr || !t->defined() || t->numel() == 0) return;
+    const int64_t gaps = t->row_stride != 0 ? (t->shape[0] - 1) * (t->row_stride - t->shape[1]) : 0;
+    begin = t->as<char>();
+    end = begin + (t->numel() + gaps) * size_of(t->dtype);
+  }
+  bool overlaps(const Extent& other) const { return begin < other.end && other.begin < end; }
+
+  const char* begin = nullptr;
+  const char* end = nullptr;
+};
+
+struct Extents {
+  explicit Extents(const Memory& memory)
+      : parts{Extent(memory.parts[0]), Extent(memory.parts[1])}, name(memory.name) {}
+  bool overlap(const Extents& other) const {
+    for (const Extent& a : parts)
+      for (const Extent& b : other.parts)
+        if (a.overlaps(b)) return true;
+    return false;
+  }
+
+  Extent parts[2];
+  const char* name;
+};
+
+}  // namespace
+
+std::string shape_of(const Tensor& t) {
+  return brackets(std::vector<int64_t>(t.shape.begin(), t.shape.begin() + std::max(t.ndim, 0)));
+}
+
+void Checker::ndim(const Tensor& t, const char* name, int ndim) const {
+  FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, " is required; got none");
+  FP8MOE_CHECK(t.ndim == ndim, "[", op_, "] ", name, " must have ", ndim, " dimensions; got ",
+               shape_of(t));
+}
+
+void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                     const char* part) const {
+  FP8MOE_CHECK(t.defined(), "[", op_, "] ", name, part, " is required; got none");
+  FP8MOE_CHECK(t.device == device_, "[", op_, "] ", name, part, " must be on ", name_of(device_),
+               "; got ", name_of(t.device));
+  FP8MOE_CHECK(t.ndim == static_cast<int>(shape.size()) &&
+                   std::equal(shape.begin(), shape.end(), t.shape.begin()),
+               "[", op_, "] ", name, part, " must be ", brackets(shape), "; got ", shape_of(t));
+  FP8MOE_CHECK(t.row_stride == 0 || (t.ndim == 2 && t.row_stride == t.shape[1]), "[", op_, "] ",
+               name, part, " must be contiguous; got shape ", shape_of(t), " with rows ",
+               t.row_stride, " elements apart");
+  FP8MOE_CHECK(t.data != nullptr || t.numel() == 0, "[", op_, "] ", name, part,
+               " has no memory behind it (a meta or fake tensor); got a null pointer");
+}
+
+void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
+                    const char* part) const {
+  for (DType d : allowed)
+    if (t.dtype == d) return;
+  std::string names;
+  for (DType d : allowed) names += (names.empty() ? "" : ", ") + std::string(name_of(d));
+  fail("[", op_, "] ", name, part, " must be one of ", names, "; got ", name_of(t.dtype));
+}
+
+void Checker::e4m3(const Fp8Tensor& t, const char* name) const {
+  FP8MOE_CHECK(t.data.dtype == DType::e4m3, "[", op_, "] ", name,
+               " must be float8_e4m3fn, as every weight and activation; got ",
+               name_of(t.data.dtype));
+}
+
+void Checker::multiple(int64_t value, const char* name, int64_t of) const {
+  FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ",
+               value);
+}
+
+void Checker::strided_fp8(const Fp8Tensor& t, const char* name,
+                          std::initializer_list<int64_t> shape,
+                          std::initializer_list<ScaleLayout> layouts) const {
+  Fp8Tensor rows = t;  // what fp8() checks but for the strides
+  rows.data.row_stride = 0;
+  if (t.layout == ScaleLayout::row) rows.scale_inv.row_stride = 0;
+  fp8(rows, name, shape, layouts);
+  constexpr int64_t kMaxStride = 0x7FFFFFFF;
+  for (const Tensor* part : {&t.data, &t.scale_inv}) {
+    const bool data = part == &t.data;
+    const int64_t stride = part->stride();
+    FP8MOE_CHECK(stride >= part->shape[1] && stride <= kMaxStride && (!data || stride % 16 == 0),
+                 "[", op_, "] ", name, data ? "" : ".scale_inv", " must have rows ", part->shape[1],
+                 " to 2^31 - 1 elements apart", data ? ", a multiple of 16" : "", "; got ", stride);
+  }
+}
+
+void Checker::workspace(const Tensor& t, int64_t bytes) const {
+  if (bytes == 0) return;
+  ndim(t, "workspace", 1);
+  tensor(t, "workspace", {t.shape[0]});
+  dtype(t, "workspace", {DType::u8});
+  aligned(t, "workspace");
+  FP8MOE_CHECK(t.shape[0] >= bytes, "[", op_, "] workspace must have at least ", bytes,
+               " bytes; got ", t.shape[0]);
+}
+
+void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                  std::initializer_list<ScaleLayout> layouts) const {
+  constexpr const char* kScale = ".scale_inv";
+  tensor(t.data, name, shape);
+  dtype(t.data, name, {DType::e4m3, DType::e5m2});
+  if (std::find(layouts.begin(), layouts.end(), t.layout) == layouts.end()) {
+    std::string names;
+    for (ScaleLayout l : layouts) names += (names.empty() ? "" : ", ") + std::string(name_of(l));
+    fail("[", op_, "] ", name, " must have scale layout ", names, "; got ", name_of(t.layout));
+  }
+  const int64_t m = *(shape.end() - 2);
+  const int64_t k = *(shape.end() - 1);
+  if (t.layout == ScaleLayout::row) {
+    tensor(t.scale_inv, name, {m, cdiv(k, kTile)}, kScale);
+  } else if (t.layout == ScaleLayout::gemm) {
+    tensor(t.scale_inv, name, {cdiv(k, kTile), pad4(m)}, kScale);
+  } else if (shape.size() == 3) {
+    tensor(t.scale_inv, name, {*shape.begin(), cdiv(m, kTile), cdiv(k, kTile)}, kScale);
+  } else {
+    tensor(t.scale_inv, name, {cdiv(m, kTile), cdiv(k, kTile)}, kScale);
+  }
+  dtype(t.scale_inv, name, {DType::f32}, kScale);
+  aligned(t.data, name);
+}
+
+void Checker::plan_sizes(const RoutingPlan& plan) const {
+  FP8MOE_CHECK(plan.align == 1 || plan.align == 16 || plan.align == 32 || plan.align == 128, "[",
+               op_, "] plan.align must be 1, 16, 32 or 128; got ", plan.align);
+  FP8MOE_CHECK(plan.tokens >= 0 && plan.slots >= 1 && plan.experts >= 1 && plan.capacity >= 0, "[",
+               op_, "] plan needs tokens >= 0, slots >= 1, experts >= 1, capacity >= 0; got ",
+               plan.tokens, ", ", plan.slots, ", ", plan.experts, ", ", plan.capacity);
+  constexpr int64_t kMaxRows = (int64_t{1} << 31) - 256;
+  // One by one first: their products and sums must not overflow.
+  for (const int64_t size : {plan.tokens, plan.slots, plan.experts, plan.capacity})
+    FP8MOE_CHECK(size <= kMaxRows, "[", op_, "] plan must have no size over 2^31 - 256; got ",
+                 size);
+  FP8MOE_CHECK(plan.columns() <= kMaxRows && plan.tokens * plan.slots <= kMaxRows, "[", op_,
+               "] plan must have at most 2^31 - 256 rows; got ", plan.columns(), " and ",
+               plan.tokens * plan.slots, " assignments");
+}
+
+void Checker::plan(const RoutingPlan& plan) const {
+  plan_sizes(plan);
+  tensor(plan.buffer, "plan", {plan.buffer_size()});
+  dtype(plan.buffer, "plan", {DType::i32});
+  aligned(plan.buffer, "plan");
+}
+
+void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,
+                      const RoutingPlan& plan) const {
+  fp8(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm});
+}
+
+void Checker::aligned(const Tensor& t, const char* name) const {
+  const auto address = reinterpret_cast<uintptr_t>(t.data);
+  FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name,
+               " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
+}
+
+void Checker::rule(ScaleRule rule) const {
+  FP8MOE_CHECK(rule.eps >= 0.0f && std::isfinite(rule.eps), "[", op_,
+               "] eps must be finite and not negative; got ", rule.eps);
+}
+
+void Checker::disjoint(std::initializer_list<Memory> outputs,
+                       std::initializer_list<Memory> inputs) const {
+  std::vector<Extents> all;  // outputs, then inputs
+  all.reserve(outputs.size() + inputs.size());
+  for (const Memory& memory : outputs) all.emplace_back(memory);
+  for (const Memory& memory : inputs) all.emplace_back(memory);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    FP8MOE_CHECK(!all[i].parts[0].overlaps(all[i].parts[1]), "[", op_, "] ", all[i].name,
+                 " must not share memory with its scales; got ranges that overlap");
+    for (size_t j = i + 1; j < all.size(); ++j)
+      FP8MOE_CHECK(!all[i].overlap(all[j]), "[", op_, "] ", all[i].name, " and ", all[j].name,
+                   " must not share memory; got ranges that overlap");
+  }
+}
+
+}  // namespace fp8moe

@@ -1,0 +1,90 @@
+// Argument checks of the one door: "[op] rule; got value", in the order ndim, device, dtype, shape.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "fp8moe/error.h"
+#include "fp8moe/ops.h"
+#include "fp8moe/plan.h"
+#include "fp8moe/tensor.h"
+
+namespace fp8moe {
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw InvalidArgument(message.str());
+}
+
+#define FP8MOE_CHECK(condition, ...)               \
+  do {                                             \
+    if (!(condition)) ::fp8moe::fail(__VA_ARGS__); \
+  } while (false)
+
+const char* name_of(DType dtype);
+const char* name_of(ScaleLayout layout);
+std::string name_of(Device device);
+std::string shape_of(const Tensor& t);  // "[4, 128]"
+
+inline bool is_fp8(DType d) { return d == DType::e4m3 || d == DType::e5m2; }
+
+// The memory of an argument; an FP8 tensor's codes and scales.
+struct Memory {
+  Memory(const Tensor& t, const char* name) : parts{&t, nullptr}, name(name) {}
+  Memory(const Fp8Tensor& t, const char* name) : parts{&t.data, &t.scale_inv}, name(name) {}
+
+  const Tensor* parts[2];
+  const char* name;
+};
+
+// The checks of one op. Names are the argument names of ops.h.
+class Checker {
+ public:
+  Checker(const char* op, Device device) : op_(op), device_(device) {}
+
+  // Defined, on the op's device, of this exact shape, dense, and not null where it has elements.
+  // part: what of `name` it is (".scale_inv"), for the message.
+  void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+              const char* part = "") const;
+  void ndim(const Tensor& t, const char* name, int ndim) const;
+  void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
+             const char* part = "") const;
+  void multiple(int64_t value, const char* name, int64_t of) const;
+  // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
+  void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+           std::initializer_list<ScaleLayout> layouts) const;
+  // Weights and activations are in E4M3: E5M2 is for gradients alone.
+  void e4m3(const Fp8Tensor& t, const char* name) const;
+  // fp8() of [M, K], where rows of the data, and of scales in row layout, may lie row_stride
+  // apart: of the data multiples of 16 bytes.
+  void strided_fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                   std::initializer_list<ScaleLayout> layouts) const;
+  // Numbers that make a plan: sizes in range, align one of 1, 16, 32, 128.
+  void plan_sizes(const RoutingPlan& plan) const;
+  // A whole plan: its numbers, and a buffer of the size that follows.
+  void plan(const RoutingPlan& plan) const;
+  // A transposed operand [C, Kcap] of `plan`, layout block or gemm.
+  void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
+  // Data rows move in 16-byte pieces: the data starts at a multiple of 16 bytes.
+  void aligned(const Tensor& t, const char* name) const;
+  // eps finite and not negative.
+  void rule(ScaleRule rule) const;
+  // No output overlaps an input or another output. Shapes are already checked.
+  void disjoint(std::initializer_list<Memory> outputs, std::initializer_list<Memory> inputs) const;
+
+  // The scratch of an op that needs `bytes`, if it needs any.
+  void workspace(const Tensor& t, int64_t bytes) const;
+
+  const char* op() const { return op_; }
+
+ private:
+  const char* op_;
+  Device device_;
+};
+
+}  // namespace fp8moe
