@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.bench import layer, layer_plot
 from fp8moe_cutlass.bench.contender import Contender, Inputs, block, routing
 from fp8moe_cutlass.bench.layer import OURS, QUANTIZING, REUSING, SHAPES, TORCH, limit
-from fp8moe_cutlass.bench.torch_experts import TorchExperts, compiled
+from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import Kernel, kernels_of, profile, roles
 from layer_baselines import IndexingTorchExperts, peers
@@ -192,18 +191,3 @@ def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # The installed command has no such net: the shape is an error, and the command goes on.
     (row,) = layer.run_layer(CPU, quick=True)["results"]
     assert (row["ms"], row["error"]) == (None, "no such kernel")
-
-
-def test_peers_stay_compiled_at_any_number_of_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives up after eight recompilations, and a peer would be timed eager unawares."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-
-    def traced(x: torch.Tensor) -> torch.Tensor:
-        return x + int(torch.compiler.is_compiling())
-
-    limits = {"recompile_limit": 8, "fail_on_recompile_limit_hit": False}
-    with torch._dynamo.config.patch(limits):  # torch's own; given back at the end
-        function = compiled(traced)
-        for width in range(8, 20):
-            for rows in (3, 7):
-                assert function(torch.zeros(rows, width)).all()

@@ -225,8 +225,7 @@ def snr(
     row_probs = saved.row_probs.masked_fill(~defined[:, 0], 0.0)
     x_rows = x.bfloat16()[token].masked_fill(~defined, 0.0)
     dy = dout.bfloat16()[token].masked_fill(~defined, 0.0)
-    h = bf16.swiglu(z, row_probs)
-    dz, _ = bf16.swiglu_backward(dh, z, row_probs)
+    dz, _, h = bf16.swiglu_backward(dh, z, row_probs)
     ends = plan.row_offsets[1:].contiguous()
     pairs = {
         "fprop-1": (z, bf16.grouped_mm(x_rows, gate_up.mT, ends)),

@@ -1,7 +1,7 @@
-"""The expert block in bfloat16, in plain torch: what FP8 is compared with, and runs anywhere.
+"""The expert block in bfloat16, in torch alone: what FP8 is compared with, and runs anywhere.
 
 The same steps, the same names and the same deterministic sums as fp8.py, without FP8 and without
-this library's kernels.
+this library's kernels. On a GPU torch.compile fuses SwiGLU and the sums over slots.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.autograd.weight_grad import Gradients, Wgrad
 
 
@@ -19,8 +20,7 @@ class Groups(NamedTuple):
     """Assignments grouped by expert, in token order; dropped ones come last."""
 
     order: Tensor  # [R] i64: the assignment (token * S + slot) of each row
-    row_of: Tensor  # [T, S] i64: the row of each assignment; any row where it is not kept
-    kept: Tensor  # [T, S] bool
+    row_of: Tensor  # [T, S] i64: the row of each assignment; -1 where it is dropped
     offsets: Tensor  # [E] i32: the end of each expert's rows
 
     @property
@@ -33,23 +33,25 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
 
     There are capacity rows (T S if None); assignments that find none are dropped too.
     """
-    bad = (topk_idx < -1) | (topk_idx >= num_experts)
-    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
-        value = int(topk_idx[bad][0])
-        raise ValueError(f"[route] expert ids must lie in [-1, {num_experts}); got {value}")
-    kept = (topk_idx >= 0) & ~bad
-    expert = torch.where(kept, topk_idx, num_experts).long().flatten()
+    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling():
+        bad = (topk_idx < -1) | (topk_idx >= num_experts)
+        if bool(bad.any()):
+            value = int(topk_idx[bad][0])
+            raise ValueError(f"[route] expert ids must lie in [-1, {num_experts}); got {value}")
+    kept = (topk_idx >= 0) & (topk_idx < num_experts)
+    # int32: a radix sort of half the passes that int64 takes.
+    expert = torch.where(kept, topk_idx, num_experts).int().flatten()
     grouped, order = torch.sort(expert, stable=True)
     row_of = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.numel(), device=order.device)
     )
-    ids = torch.arange(num_experts, device=order.device)
+    ids = torch.arange(num_experts, dtype=expert.dtype, device=order.device)
     offsets = torch.searchsorted(grouped, ids, right=True, out_int32=True)
     row_of = row_of.view(topk_idx.shape)
     if capacity is not None and capacity < order.numel():
         order, offsets = order[:capacity], offsets.clamp(max=capacity)
-        kept, row_of = kept & (row_of < capacity), row_of.clamp(max=capacity - 1)
-    return Groups(order, row_of, kept, offsets)
+        kept = kept & (row_of < capacity)
+    return Groups(order, torch.where(kept, row_of, -1), offsets)
 
 
 def forward(
@@ -59,7 +61,7 @@ def forward(
     z = rows_times(x[groups.token_of_row], gate_up.mT, groups)
     h = swiglu(z, probs.flatten()[groups.order])
     y = rows_times(h, down.mT, groups)
-    return sum_slots(y, groups.row_of, groups.kept), z
+    return sum_slots(y, groups.row_of), z
 
 
 def backward(
@@ -77,28 +79,28 @@ def backward(
 
     z None: it is computed again from x.
     """
-    x_rows = x[groups.token_of_row]
+    token, p = groups.token_of_row, probs.flatten()[groups.order]
+    x_rows = x[token]
     if z is None:
         z = rows_times(x_rows, gate_up.mT, groups)
-    p = probs.flatten()[groups.order]
-    dy = dout[groups.token_of_row]
+    dy = dout[token]
     dh = rows_times(dy, down, groups)
-    dz, row_dprobs = swiglu_backward(dh, z, p)
-    dprobs = row_dprobs[groups.row_of].masked_fill(~groups.kept, 0.0)
+    dz, row_dprobs, h = swiglu_backward(dh, z, p)
+    dropped = groups.row_of < 0
+    dprobs = row_dprobs[groups.row_of.clamp(min=0)].masked_fill(dropped, 0.0)
 
     def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
         return _deliver(grouped_mm(dz.t(), x_rows, groups.offsets), out, accumulate)
 
     def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        h = swiglu(z, p)
         return _deliver(grouped_mm(dy.t(), h, groups.offsets), out, accumulate)
 
-    dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of, groups.kept) if need_dx else None
+    dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of) if need_dx else None
     return Gradients(
         dx,
         dprobs,
         Wgrad(gate_up_wgrad, (dz, x_rows, groups)),
-        Wgrad(down_wgrad, (dy, z, p, groups)),
+        Wgrad(down_wgrad, (dy, h, groups)),
     )
 
 
@@ -128,30 +130,35 @@ def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(*experts, a.shape[0], b.shape[-1])
 
 
-def sum_slots(rows: Tensor, row_of: Tensor, kept: Tensor) -> Tensor:
-    """out[t] = sum over kept slots of rows[row_of[t, s]], in f32, rounded once. Slot by slot: no
-    tensor [T, S, H], and inductor's reduction over slots takes ten times the bytes' time."""
+@compiled
+def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
+    """out[t] = the sum over slots of rows[row_of[t, s]], in f32, rounded once; -1 adds nothing.
+    Slot by slot: no tensor [T, S, H], and inductor's reduction over slots takes ten times the
+    bytes' time."""
     total = rows.new_zeros(row_of.shape[0], rows.shape[1], dtype=torch.float32)
-    for row, keep in zip(row_of.unbind(1), kept.unbind(1), strict=True):
-        total = total + rows[row].float().masked_fill(~keep[:, None], 0.0)
+    for row in row_of.unbind(1):
+        total += rows[row.clamp(min=0)].masked_fill_((row < 0)[:, None], 0.0)
     return total.to(rows.dtype)
 
 
+@compiled
 def swiglu(z: Tensor, p: Tensor) -> Tensor:
-    gate, up = z.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up * p[:, None]).to(z.dtype)
+    gate, up = z.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
 
 
-def swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """dz [A, 2I] and the rows' dprob [A] f32."""
+@compiled
+def swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dz [A, 2I], the rows' dprob [A] f32, and `swiglu` [A, I] again, from one pass over z."""
     gate, up = z.float().chunk(2, dim=-1)
     dh = dh.float()
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     dsilu = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     dout = dh * p[:, None]
-    dz = torch.cat([dout * dsilu * up, dout * silu], dim=-1).to(z.dtype)
-    return dz, (silu * up * dh).sum(dim=-1)
+    dz = torch.cat([(dout * dsilu * up).to(z.dtype), (dout * silu).to(z.dtype)], dim=-1)
+    h = silu * up
+    return dz, (h * dh).sum(dim=-1), (h * p[:, None]).to(z.dtype)
 
 
 def _deliver(dw: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd import bf16
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
 
 from .contender import Inputs
 from .timing import Run, Runs, Sample, back_to_back
-from .torch_experts import compiled
 
 
 class Team:
@@ -129,17 +126,7 @@ class Bf16Layer(nn.Module):
         options: Any = {"group": layer.group, "capacity": capacity, "device": "meta"}
         self.experts = MoEExperts(*sizes, recipe=None, **options)
         self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
-        if layer.gate_up_proj.is_cuda:
-            compile_elementwise()
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
         out: Tensor = self.experts(x, topk_idx, probs)
         return out
-
-
-def compile_elementwise() -> None:
-    """Have autograd.bf16 run compiled, in this process."""
-    for name in ("swiglu", "swiglu_backward", "sum_slots"):
-        function: Callable[..., Any] = getattr(bf16, name)
-        if not hasattr(function, "__wrapped__"):
-            setattr(bf16, name, compiled(function))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.nn import MoEExperts
 
 
@@ -29,7 +28,7 @@ class TorchExperts(nn.Module):
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
         x_rows, p = self.to_rows(x, probs, order, row_of)
         z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
-        h = _fast(swiglu, z)(z, p)
+        h = swiglu(z, p)
         y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
         return self.to_tokens(y, order, row_of)
 
@@ -41,11 +40,13 @@ class TorchExperts(nn.Module):
         return out
 
 
+@compiled
 def swiglu(z: Tensor, p: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
 
 
+@compiled
 def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
     """Slot by slot: inductor's reduction over slots takes up to eight times as long."""
     first, *others = row_of.unbind(1)
@@ -53,28 +54,6 @@ def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
     for row in others:
         total = total + rows[row].float()
     return total.to(rows.dtype)
-
-
-def _fast(function: Callable[..., Tensor], like: Tensor) -> Callable[..., Tensor]:
-    return compiled(function) if like.is_cuda else function
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of tensors by torch.compile, once per width and for any number of rows (a dynamic
-    width makes gathers take three times as long). Raises where torch would fall back to eager."""
-    config: Any = torch._dynamo.config
-    config.recompile_limit, config.fail_on_recompile_limit_hit = 64, True
-    fast = torch.compile(function, dynamic=True)
-
-    @functools.wraps(function)
-    def run(*tensors: Tensor) -> Any:
-        for tensor in tensors:
-            if tensor.ndim == 2:
-                torch._dynamo.mark_static(tensor, 1)
-        return fast(*tensors)
-
-    return run
 
 
 class _ToRows(torch.autograd.Function):
@@ -86,14 +65,14 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx_rows: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:
         (row_of,) = ctx.saved_tensors
-        return _fast(sum_slots, dx_rows)(dx_rows, row_of), dp[row_of], None, None
+        return sum_slots(dx_rows, row_of), dp[row_of], None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(order, row_of)
-        return _fast(sum_slots, y)(y.detach(), row_of)  # detached: compiled once for both passes
+        return sum_slots(y.detach(), row_of)  # detached: compiled once for both passes
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:

@@ -39,18 +39,22 @@ def dispatch_plan(
         raise ValueError(f"[dispatch_plan] expert ids must lie in [-1, {num_experts}); got {value}")
     rank = torch.arange(ranks, device=topk_idx.device)
     owner = topk_idx.masked_fill(bad, -1).div(num_experts // ranks, rounding_mode="floor")
-    entries = (owner[:, :, None] == rank).sum(dim=1)  # [T, ranks]; -1 // n is nobody's
+    entries = (owner == rank[:, None, None]).sum(dim=2)  # [ranks, T]; -1 // n is nobody's
     hit = entries > 0
-    within = hit.cumsum(0) - 1
-    kept = hit & (within < segment) if segment else hit
-    total = hit.sum(dim=0)
-    start = rank * segment if segment else total.cumsum(0) - total
+    # One scan of ranks * T: along T alone a thread per rank would walk from token to token.
+    row = hit.flatten().cumsum(0).view(ranks, tokens) - 1
+    total = hit.sum(dim=1)
     bound = ranks * segment if segment else tokens * min(slots, ranks)
-    row_of = torch.where(kept, start + within, -1)
-    token = torch.arange(tokens, device=topk_idx.device)[:, None].expand(tokens, ranks)
-    at = torch.where(kept, row_of, bound).flatten()  # the row past the last is for the others
+    kept = hit
+    if segment:
+        within = row - (total.cumsum(0) - total)[:, None]
+        kept = hit & (within < segment)
+        row = rank[:, None] * segment + within
+    token = torch.arange(tokens, device=topk_idx.device).expand(ranks, tokens)
+    at = torch.where(kept, row, bound).flatten()  # the row past the last is for the others
     token_of_row = at.new_full((bound + 1,), -1).scatter_(0, at, token.flatten())[:bound]
-    counts = torch.stack([kept.sum(dim=0), (entries * kept).sum(dim=0)], dim=1).int()
+    row_of = torch.where(kept, row, -1).t().contiguous()
+    counts = torch.stack([kept.sum(dim=1), (entries * kept).sum(dim=1)], dim=1).int()
     status = torch.stack([total.sum() - kept.sum(), bad.sum()])
     return Plan(row_of, token_of_row, status), counts
 
@@ -108,7 +112,7 @@ class Bf16Block:
         topk_idx = topk_idx - mine.start
         topk_idx = topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= len(mine)), -1)
         groups = bf16.group(topk_idx, len(mine), sizes.assignments)
-        exchange.count(plan.status, (topk_idx >= 0).sum() - groups.kept.sum())
+        exchange.count(plan.status, (topk_idx >= 0).sum() - (groups.row_of >= 0).sum())
         out, z = bf16.forward(x, probs, groups, self.gate_up.bfloat16(), self.down.bfloat16())
         kept = z if self.keep == "bf16" else None
         return out, (x, kept, probs, groups, self.gate_up, self.down)
@@ -138,7 +142,7 @@ class Bf16Block:
         return grads if need["need_dprobs"] else replace(grads, dprobs=None)
 
     def combine(self, rows: Tensor, plan: Plan) -> Tensor:
-        return bf16.sum_slots(rows, plan.row_of.clamp(min=0), plan.row_of >= 0)
+        return bf16.sum_slots(rows, plan.row_of)
 
 
 def _parts(packed: Tensor, hidden: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,244 @@
+"""MoEExperts(recipe=None) beside torch's bf16 at its best: forward and backward, and forward alone.
+
+    python benchmarks/bf16_layer.py [--json FILE] [--kernels]
+    torchrun --nproc-per-node 2 benchmarks/bf16_layer.py [--json FILE]
+
+By torchrun: a training step of eight blocks of Qwen3-30B's experts, with Linears between and fused
+AdamW. One side has recipe=None with group= and the Linears under fully_shard; the other has torch's
+bf16 experts, all under fully_shard. A side's time is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from fp8moe_cutlass.bench.layer import SHAPES
+from fp8moe_cutlass.bench.torch_experts import TorchExperts
+from fp8moe_cutlass.nn import MoEExperts
+
+QUICK = {"tiny": {"E": 8, "S": 2, "H": 128, "I": 64}}
+OURS, BEST = "recipe=None", "torch bf16"
+
+Run = Callable[[], object]
+
+
+def inputs(tokens: int, experts: int, slots: int, hidden: int, device: Any) -> tuple[Tensor, ...]:
+    """x, topk_idx, probs and the gradient of the output."""
+    x = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
+    topk_idx = torch.rand(tokens, experts, device=device).topk(slots).indices
+    probs = torch.rand(tokens, slots, device=device).softmax(-1).requires_grad_()
+    return x, topk_idx, probs, torch.randn_like(x)
+
+
+def measure(runs: dict[str, Run], count: int, rounds: int, device: Any) -> dict[str, float]:
+    """Milliseconds per call of each run: `count` back to back, in turn, a round to warm up; the
+    median of `rounds`."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            wait(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                run()
+            wait(device)
+            if turn:
+                times[name].append(1e3 * (time.perf_counter() - start) / count)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def wait(device: Any) -> None:
+    """Until this device is idle and every rank is here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def peak(run: Run, device: Any) -> float:
+    """GiB at the most during a call."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def row(variant: str, runs: dict[str, Run], count: int, rounds: int, device: Any) -> dict[str, Any]:
+    ms = measure(runs, count, rounds, device)
+    gib = {name: peak(run, device) for name, run in runs.items()}
+    ratio = ms[OURS] / ms[BEST]
+    shown = ", ".join(f"{name} {ms[name]:.3f} ms {gib[name]:.2f} GiB" for name in runs)
+    print(f"{variant}: {shown}; ratio {ratio:.3f}", flush=True)
+    return {"variant": variant, "ms": ms, "ratio": ratio, "peak_gib": gib}
+
+
+# ---- one GPU ------------------------------------------------------------------------------------
+
+
+def layers(given: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
+    found = []
+    for name, shape in (QUICK if given.quick else SHAPES["cuda"]).items():
+        experts, slots, hidden, intermediate = (shape[letter] for letter in "ESHI")
+        layer = MoEExperts(experts, hidden, intermediate, recipe=None, device=device)
+        modules: dict[str, nn.Module] = {OURS: layer, BEST: TorchExperts(layer, slots)}
+        for tokens in given.tokens:
+            x, topk_idx, probs, dout = inputs(tokens, experts, slots, hidden, device)
+
+            def step(module: nn.Module) -> None:
+                for leaf in (x, probs, *module.parameters()):  # noqa: B023
+                    leaf.grad = None
+                module(x, topk_idx, probs).backward(dout)  # noqa: B023
+
+            def infer(module: nn.Module) -> None:
+                with torch.no_grad():
+                    module(x, topk_idx, probs)  # noqa: B023
+
+            for what, run in (("forward and backward", step), ("forward", infer)):
+                runs: dict[str, Run] = {n: lambda m=m, f=run: f(m) for n, m in modules.items()}  # type: ignore[misc]
+                found.append(row(f"{name}, T {tokens}, {what}", runs, 12, 5, device))
+            if given.kernels:
+                for who, module in modules.items():
+                    print(who, kernels(lambda m=module: step(m)), sep="\n")  # type: ignore[misc]
+        del layer, modules
+        gc.collect()
+    return found
+
+
+def kernels(run: Run) -> str:
+    """A table of what one call runs on the GPU, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    table: str = profiler.key_averages().table(
+        sort_by="self_device_time_total", row_limit=25, max_name_column_width=70
+    )
+    return table
+
+
+# ---- two GPUs and more --------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """x plus experts of a Linear of x, eight times."""
+
+    def __init__(self, experts: list[nn.Module], hidden: int, device: Any) -> None:
+        super().__init__()
+        options: Any = {"bias": False, "device": device, "dtype": torch.bfloat16}
+        self.linears = nn.ModuleList(nn.Linear(hidden, hidden, **options) for _ in experts)
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
+        for linear, experts in zip(self.linears, self.experts, strict=True):
+            x = x + experts(linear(x), topk_idx, probs)
+        return x
+
+
+def group(given: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
+    shape = QUICK["tiny"] if given.quick else SHAPES["cuda"]["Qwen3-30B, 128 experts"]
+    experts, slots, hidden, intermediate = (shape[letter] for letter in "ESHI")
+    world: Any = dist.group.WORLD
+    mesh = torch.distributed.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+
+    def ours() -> tuple[Blocks, list[torch.optim.Optimizer]]:
+        sizes: Any = (experts, hidden, intermediate)
+        made = [MoEExperts(*sizes, recipe=None, group=world, device=device) for _ in range(8)]
+        blocks = Blocks(list(made), hidden, device)
+        mine = set(blocks.experts.parameters())
+        for linear in blocks.linears:
+            fully_shard(linear, mesh=mesh)
+        fully_shard(blocks, mesh=mesh, ignored_params=mine)
+        rest = [p for p in blocks.parameters() if p not in mine]
+        return blocks, [adamw(mine), adamw(rest)]
+
+    def best() -> tuple[Blocks, list[torch.optim.Optimizer]]:
+        made: list[nn.Module] = [
+            TorchExperts(MoEExperts(experts, hidden, intermediate, recipe=None, device=device), 0)
+            for _ in range(8)
+        ]
+        blocks = Blocks(made, hidden, device)
+        for module in (*blocks.linears, *blocks.experts):
+            fully_shard(module, mesh=mesh)
+        fully_shard(blocks, mesh=mesh)
+        return blocks, [adamw(blocks.parameters())]
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    found = []
+    for tokens in given.tokens:
+        x, topk_idx, probs, dout = inputs(tokens, experts, slots, hidden, device)
+        results: dict[str, dict[str, Any]] = {}
+        # One after the other: both models with their optimizers do not fit at once.
+        for name, build in ((OURS, ours), (BEST, best)):
+            blocks, optimizers = build()
+
+            def step(blocks: Blocks = blocks, optimizers: Any = optimizers) -> None:
+                blocks(x, topk_idx, probs).backward(dout)  # noqa: B023
+                for parameter in blocks.parameters():
+                    if parameter.grad is not None and not hasattr(parameter, "full_tensor"):
+                        parameter.grad.div_(dist.get_world_size())
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            ms = measure({name: step}, 4, 5, device)[name]
+            slowest = torch.tensor(ms, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            results[name] = {"ms": float(slowest), "peak_gib": peak(step, device)}
+            del blocks, optimizers, step
+            gc.collect()
+        ratio = results[OURS]["ms"] / results[BEST]["ms"]
+        variant = f"eight blocks, {dist.get_world_size()} ranks, T {tokens} per rank"
+        found.append({"variant": variant, "ratio": ratio, **results})
+        if dist.get_rank() == 0:
+            print(f"{variant}: {results}; ratio {ratio:.3f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--quick", action="store_true", help="a tiny shape: does it run?")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    # A side that runs eagerly would be another one.
+    warnings.filterwarnings("error", message=r"\[MoEExperts\] torch cannot compile")
+    torch.manual_seed(0)
+    device = torch.device(given.device)
+    if "RANK" in os.environ:
+        if given.device == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if given.device == "cuda" else "gloo")
+        results = group(given, device)
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+    else:
+        results, first = layers(given, device), True
+    if given.json and first:
+        name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
+        record = {"device": name, "torch": torch.__version__, "results": results}
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
