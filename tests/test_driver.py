@@ -48,28 +48,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     version.parent.mkdir()
     version.write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n")
     includes = [f"-I{ROOT / 'src'}", f"-I{ROOT / 'include'}", f"-I{out}", f"-I{CUDA}/include"]
-    checks = SOURCES / "require_device.cpp", ROOT / "src/cuda/runtime.cpp"
-    build = CXX, "-std=c++20", "-DFP8MOE_HAS_CUDA=1", *includes, *checks
-    libraries = f"-L{CUDA}/lib64", "-lcudart_static", "-lpthread", "-ldl", "-lrt"
-    run(*build, *libraries, "-o", out / "real")
-    run(
-        *build,
+    names = (
+        SOURCES / "require_device.cpp",
+        ROOT / "src/cuda/runtime.cpp",
         SOURCES / "fake_cudart.cpp",
-        "-Wl,--unresolved-symbols=ignore-all",
-        "-o",
-        out / "pretended",
     )
-    run(
-        CXX,
-        "-x",
-        "c",
-        "-shared",
-        "-fPIC",
-        SOURCES / "fake_libcuda.c",
-        "-o",
-        out / "libcuda.so.1",
-        "-ldl",
-    )
+    objects = [out / f"{source.stem}.o" for source in names]
+    for source, to in zip(names, objects, strict=True):
+        run(
+            CXX,
+            "-std=c++20",
+            "-DFP8MOE_HAS_CUDA=1",
+            "-ffunction-sections",
+            *includes,
+            "-c",
+            source,
+            "-o",
+            to,
+        )
+    libraries = f"-L{CUDA}/lib64", "-lcudart_static", "-lpthread", "-ldl", "-lrt"
+    run(CXX, *objects[:2], *libraries, "-o", out / "real")
+    run(CXX, *objects, "-Wl,--gc-sections", "-o", out / "pretended")
+    c = SOURCES / "fake_libcuda.c"
+    run(CXX, "-x", "c", "-shared", "-fPIC", c, "-o", out / "libcuda.so.1", "-ldl")
     return out
 
 
