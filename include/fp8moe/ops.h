@@ -206,4 +206,8 @@ struct BuildInfo {
 };
 FP8MOE_API BuildInfo build_info();
 
+// Returns where this build can run on that GPU; else throws what the first CUDA tensor would:
+// DeviceUnavailable (no backend, no driver, one too old, no GPU) or UnsupportedDevice.
+FP8MOE_API void require_cuda(int device = 0);
+
 }  // namespace fp8moe

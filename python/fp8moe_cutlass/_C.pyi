@@ -88,3 +88,8 @@ def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_cou
     """
 
 def build_info() -> dict[str, Any]: ...
+
+def require_cuda(device: int = 0) -> None:
+    """
+    Returns where this build runs on that GPU; else raises what the first CUDA array would.
+    """

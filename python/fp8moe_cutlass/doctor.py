@@ -97,30 +97,39 @@ def here(cards: list[Gpu], torch: str | None) -> list[Finding]:
     ]
 
 
-def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list[Finding]:
-    """What would run where, and what to do about what would not."""
-    isa = info["cpu_isa"]
-    fits = "portable" if isa == "baseline" else "vectorized"
-    found = [Finding("CPU tensors", f"run here: {isa} ({fits}), {threads()}", True)]
+def cuda_tensors(info: dict[str, object], cards: list[Gpu]) -> Finding:
+    """Whether CUDA tensors run on the first GPU, else what to do, in the library's own words."""
     hopper = [g for g in cards if g.capability == HOPPER]
-    if not cards:
-        text = "do not run: no NVIDIA driver or GPU is visible; use CPU tensors"
-        found.append(Finding("CUDA tensors", text))
-    elif not hopper:
+    if cards and not hopper:
         names = ", ".join(g.name for g in cards)
-        text = f"do not run: the kernels need a Hopper GPU (sm_90); here is {names}"
-        found.append(Finding("CUDA tensors", text, False))
-    elif not info["cuda"]:
+        text = f"do not run: they need a Hopper GPU (sm_90); here is {names}; use CPU tensors"
+        return Finding("CUDA tensors", text, False)
+    if hopper and not info["cuda"]:
         text = (
             f"do not run: {hopper[0].name} is here, but this build has no CUDA backend. Install a "
             "CUDA toolkit (12.8 or newer, nvcc on PATH or CUDA_HOME set) and build again with "
             "FP8MOE_CUDA=ON"
         )
-        found.append(Finding("CUDA tensors", text, False))
-    else:
-        found.append(Finding("CUDA tensors", f"run on {hopper[0].name}", True))
+        return Finding("CUDA tensors", text, False)
+    try:
+        _C.require_cuda()
+    except (_C.DeviceUnavailable, _C.UnsupportedDevice, _C.CudaError) as error:
+        reason = str(error).removeprefix("[require_cuda] ")
+        return Finding("CUDA tensors", f"do not run: {reason}", False if cards else None)
+    return Finding("CUDA tensors", f"run on {hopper[0].name if hopper else 'cuda:0'}", True)
+
+
+def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list[Finding]:
+    """What would run where, and what to do about what would not."""
+    isa = info["cpu_isa"]
+    fits = "portable" if isa == "baseline" else "vectorized"
+    found = [Finding("CPU tensors", f"run here: {isa} ({fits}), {threads()}", True)]
+    found.append(cuda_tensors(info, cards))
     if torch is None:
-        text = "`_C` and the C++ library work; ops, nn and train need pip install torch"
+        text = (
+            "do not run: nn, autograd and train need pip install 'fp8moe-cutlass[torch]'; ops on "
+            "NumPy and other DLPack arrays, and the C++ library, run without"
+        )
         found.append(Finding("torch layers", text, False))
     else:
         found.append(Finding("torch layers", "run", True))

@@ -370,4 +370,6 @@ NB_MODULE(_C, m) {
     d["cpu_isa"] = info.cpu_isa;
     return d;
   });
+  m.def("require_cuda", &require_cuda, "device"_a = 0,
+        "Returns where this build runs on that GPU; else raises what the first CUDA array would.");
 }

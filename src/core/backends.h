@@ -17,12 +17,9 @@
     }                                       \
   } while (false)
 #else
-#define FP8MOE_DISPATCH(op, device, ...)                                                \
-  do {                                                                                  \
-    if ((device).type != DeviceType::cpu)                                               \
-      throw DeviceUnavailable("[" op                                                    \
-                              "] this build has no CUDA backend; pass CPU tensors, or " \
-                              "reinstall with FP8MOE_CUDA=ON");                         \
-    return cpu::__VA_ARGS__;                                                            \
+#define FP8MOE_DISPATCH(op, device, ...)                                              \
+  do {                                                                                \
+    if ((device).type != DeviceType::cpu) ::fp8moe::cuda::require_device(device, op); \
+    return cpu::__VA_ARGS__;                                                          \
   } while (false)
 #endif

@@ -1,6 +1,8 @@
 // Compiled with -ffp-contract=fast (CMakeLists.txt): a*b is exact here, so fusing changes no bit.
 #include "cpu/gemm_tile.h"
 
+#include "cpu/multiversion.h"
+
 namespace fp8moe::cpu {
 namespace {
 
@@ -33,7 +35,7 @@ void run_baseline(const float* a, const float* b, int depth, float* partial) {
   run_tile<4, 2, 4>(a, b, depth, partial);
 }
 
-#if defined(__x86_64__)
+#if FP8MOE_MULTIVERSION
 __attribute__((target("arch=x86-64-v3"))) void run_v3(const float* a, const float* b, int depth,
                                                       float* partial) {
   run_tile<6, 2, 8>(a, b, depth, partial);
@@ -49,9 +51,9 @@ __attribute__((target("arch=x86-64-v4"))) void run_v4(const float* a, const floa
 
 std::vector<TileKernel> tile_kernels() {
   std::vector<TileKernel> kernels;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("x86-64-v4")) kernels.push_back({12, 32, run_v4});
-  if (__builtin_cpu_supports("x86-64-v3")) kernels.push_back({6, 16, run_v3});
+#if FP8MOE_MULTIVERSION
+  if (has_v4()) kernels.push_back({12, 32, run_v4});
+  if (has_v3()) kernels.push_back({6, 16, run_v3});
 #endif
   kernels.push_back({4, 8, run_baseline});
   return kernels;

@@ -2,14 +2,15 @@
 // sanitizer builds, which have no clones, run these too.
 #include "cpu/transpose_band.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include <cstring>
 #include <utility>
 
 #include "common/host_device.h"
+#include "cpu/multiversion.h"
+
+#if FP8MOE_MULTIVERSION
+#include <immintrin.h>
+#endif
 
 namespace fp8moe::cpu {
 namespace {
@@ -26,21 +27,24 @@ using Bytes = typename Vector<kSize>::type;
 template <int kHalf, int kSize, size_t... I>
 FP8MOE_HD void interleave(const Bytes<kSize>& x, const Bytes<kSize>& y, Bytes<kSize>& to,
                           std::index_sequence<I...>) {
+#if defined(__clang__)
   to = __builtin_shufflevector(x, y, (I / 16 * 16 + I % 16 / 2 + 8 * kHalf + I % 2 * kSize)...);
+#else  // GCC 11 has this one alone, clang the other alone
+  to = __builtin_shuffle(x, y,
+                         Bytes<kSize>{(I / 16 * 16 + I % 16 / 2 + 8 * kHalf + I % 2 * kSize)...});
+#endif
 }
 
 // Bytes [kFirst, kFirst + 16) of x.
-template <int kFirst, int kSize, size_t... I>
-FP8MOE_HD void store_16(const Bytes<kSize>& x, uint8_t* to, std::index_sequence<I...>) {
-  const Bytes<16> lane = __builtin_shufflevector(x, x, (kFirst + I)...);
-  memcpy(to, &lane, 16);
+template <int kFirst, int kSize>
+FP8MOE_HD void store_16(const Bytes<kSize>& x, uint8_t* to) {
+  memcpy(to, reinterpret_cast<const uint8_t*>(&x) + kFirst, 16);
 }
 
 // kSize channels at a time, a 16x16 of bytes in each 16 bytes of the vectors.
 template <int kSize>
 FP8MOE_HD void turn(const uint8_t (*band)[kTile], int first, CodeTile& turned) {
   constexpr auto kEvery = std::make_index_sequence<kSize>();
-  constexpr auto kLane = std::make_index_sequence<16>();
   for (int c = 0; c < kTile; c += kSize) {
     Bytes<kSize> a[16], b[16];
 #pragma GCC unroll 16
@@ -58,8 +62,8 @@ FP8MOE_HD void turn(const uint8_t (*band)[kTile], int first, CodeTile& turned) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
-      store_16<0, kSize>(a[i], &turned.code[c + i][first], kLane);
-      if constexpr (kSize == 32) store_16<16, kSize>(a[i], &turned.code[c + 16 + i][first], kLane);
+      store_16<0, kSize>(a[i], &turned.code[c + i][first]);
+      if constexpr (kSize == 32) store_16<16, kSize>(a[i], &turned.code[c + 16 + i][first]);
     }
   }
 }
@@ -71,7 +75,7 @@ void turn_16(const uint8_t (*band)[kTile], int first, CodeTile& turned) {
   turn<16>(band, first, turned);
 }
 
-#if defined(__x86_64__)
+#if FP8MOE_MULTIVERSION
 #define FP8MOE_V3 __attribute__((target("arch=x86-64-v3")))
 #define FP8MOE_V4 __attribute__((target("arch=x86-64-v4")))
 
@@ -97,9 +101,9 @@ FP8MOE_V4 void stream_v4(const uint8_t (*lines)[kTile], int n, uint8_t* out, int
 #endif
 
 Turn* widest_turn() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("x86-64-v4")) return turn_v4;
-  if (__builtin_cpu_supports("x86-64-v3")) return turn_v3;
+#if FP8MOE_MULTIVERSION
+  if (has_v4()) return turn_v4;
+  if (has_v3()) return turn_v3;
 #endif
   return turn_16;
 }
@@ -112,8 +116,8 @@ void turn_band(const uint8_t (*band)[kTile], int first, CodeTile& turned) {
 }
 
 void write_lines(const uint8_t (*lines)[kTile], int n, uint8_t* out, int64_t stride) {
-#if defined(__x86_64__)
-  static Write* const stream = __builtin_cpu_supports("x86-64-v4") ? stream_v4 : stream_16;
+#if FP8MOE_MULTIVERSION
+  static Write* const stream = has_v4() ? stream_v4 : stream_16;
   const bool whole = (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(stride)) % 64 == 0;
   if (whole) return stream(lines, n, out, stride);
 #endif
@@ -121,7 +125,7 @@ void write_lines(const uint8_t (*lines)[kTile], int n, uint8_t* out, int64_t str
 }
 
 void finish_lines() {
-#if defined(__x86_64__)
+#if FP8MOE_MULTIVERSION
   _mm_sfence();
 #endif
 }

@@ -112,6 +112,24 @@ unsigned persistent_grid(Device device, int64_t work, int per_sm) {
 
 namespace {
 
+// The oldest driver: minor versions of CUDA run on each other's.
+std::string needed_driver() {
+  constexpr int kMajor = CUDART_VERSION / 1000;
+  const char* oldest = kMajor == 12 ? " (525 or newer)" : kMajor == 13 ? " (580 or newer)" : "";
+  return "an NVIDIA driver for CUDA " + std::to_string(kMajor) + oldest;
+}
+
+// Why the runtime finds no driver it can use, and what to do.
+std::string unusable_driver(cudaError_t error) {
+  if (error == cudaErrorStubLibrary)
+    return "the toolkit's stub of libcuda: take its folder out of LD_LIBRARY_PATH";
+  int version = 0;  // of CUDA, the newest that the driver knows
+  if (cudaDriverGetVersion(&version) != cudaSuccess || version == 0)
+    return "none: install one, or start the container with its GPUs";
+  return "one for CUDA " + std::to_string(version / 1000) + "." +
+         std::to_string(version % 1000 / 10) + ": update it, or build with an older CUDA toolkit";
+}
+
 // Reads the number of devices, or says in the user's words why there is none.
 int device_count(const std::string& tag) {
   int count = 0;  // some failures leave it untouched
@@ -119,15 +137,12 @@ int device_count(const std::string& tag) {
   if (error == cudaSuccess) return count;
   cudaGetLastError();
   if (error == cudaErrorInsufficientDriver || error == cudaErrorStubLibrary)
-    throw DeviceUnavailable(tag +
-                            "no usable NVIDIA driver for CUDA " FP8MOE_CUDA_TOOLKIT
-                            "; install or update the driver, or pass CPU tensors; got " +
-                            cudaGetErrorName(error));
+    throw DeviceUnavailable(tag + "CUDA tensors need " + needed_driver() + "; got " +
+                            unusable_driver(error) + ", or pass CPU tensors");
   if (error == cudaErrorNoDevice)
     throw DeviceUnavailable(tag +
-                            "no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES?); pass CPU "
-                            "tensors; got " +
-                            cudaGetErrorName(error));
+                            "CUDA tensors need a Hopper GPU; got a driver that shows none: look at "
+                            "nvidia-smi and CUDA_VISIBLE_DEVICES, or pass CPU tensors");
   throw_cuda_error(error, "cudaGetDeviceCount(&count)");
 }
 

@@ -1,8 +1,8 @@
 // The transpose and the stores of a tile, at every width this machine has; and the shift of a line.
 // The kernels are private to the library: their source is compiled into the test.
 #include "check.h"
-#include "cpu/lines.cpp"
 #include "cpu/shift_line.h"
+#include "cpu/transpose_band.cpp"
 
 using namespace fp8moe;
 using namespace fp8moe::cpu;
@@ -83,11 +83,11 @@ int main() {
   Random random(31);
   turns(turn_16, random);
   turns(turn_band, random);
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("x86-64-v3")) turns(turn_v3, random);
-  if (__builtin_cpu_supports("x86-64-v4")) turns(turn_v4, random);
+#if FP8MOE_MULTIVERSION
+  if (has_v3()) turns(turn_v3, random);
+  if (has_v4()) turns(turn_v4, random);
   writes(stream_16, 64, random);
-  if (__builtin_cpu_supports("x86-64-v4")) writes(stream_v4, 64, random);
+  if (has_v4()) writes(stream_v4, 64, random);
 #endif
   writes(write_lines, 16, random);
   writes(write_lines, 24, random);
