@@ -1,7 +1,7 @@
 """How far the GEMMs are from float64: ours and others', on the same operands, in one unit.
 
 c is what a result lost beyond the rounding of its dtype, in units of 2^-13 of the largest value
-that the accumulator held (docs/numerics.md). Operands are random and adversarial.
+that the accumulator held (docs/reference/numerics.md). Operands are random and adversarial.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The memory of one expert layer, by arithmetic and by the CUDA allocator. Letters as in
-docs/layouts.md."""
+docs/reference/layouts.md."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
 The first runs over the package that `import fp8moe_cutlass` finds: run it once per build, on the
 same machine, with PYTHONPATH or the build's own interpreter. Inputs are random with fixed seeds:
 200 small shapes, on a GPU some large ones too. Each shape takes a share of every operator's
-options; together they take all. Only what docs/layouts.md specifies is digested. --shapes takes the
-first N and leaves the layer out, for a quick look.
+options; together they take all. Only what docs/reference/layouts.md specifies is digested.
+--shapes takes the first N and leaves the layer out, for a quick look.
 
 A key is operator/options#shape, in today's words; NAMES has the words that older builds use. A case
 that raises has its error in place of a digest. `compare` fails (1) where digests differ, where BASE

@@ -165,7 +165,7 @@ def test_loss_curve_of_the_command(text: Path, tmp_path: Path) -> None:
     for variant in ("fp8", "bf16"):
         a, b = one[variant], two[variant]
         # The first loss differs by sums taken in another order; later ones by what the optimizer
-        # makes of bf16 partial sums too (docs/scale-out.md has figures).
+        # makes of bf16 partial sums too (docs/how-to/several-gpus.md has figures).
         assert a["loss"][0] == pytest.approx(b["loss"][0], rel=2e-5)
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
         assert a["heldout"][-1] == pytest.approx(b["heldout"][-1], rel=1e-3)

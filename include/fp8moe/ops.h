@@ -8,7 +8,7 @@
 // CPU, memory that runs out inside a parallel region ends the process: some ops hold a few rows a
 // thread there. What lies in a plan's buffer is trusted on CUDA, where nobody on the host can read
 // it; the CPU checks it (InvalidArgument) before it indexes by it. Letters: plan.h.
-// docs/numerics.md states what each op guarantees bit by bit.
+// docs/reference/numerics.md states what each op guarantees bit by bit.
 #pragma once
 
 #include "fp8moe/error.h"
@@ -17,7 +17,7 @@
 
 namespace fp8moe {
 
-// How a tile's scale follows from its largest magnitude (docs/numerics.md, "Scale rule").
+// How a tile's scale follows from its largest magnitude (docs/reference/numerics.md, "Scale rule").
 struct ScaleRule {
   bool pow2 = true;    // power-of-two scales; false: float32 scales
   float eps = 1e-10f;  // floor of the magnitude

@@ -62,7 +62,8 @@ struct Tensor {
   }
 };
 
-// Where the scales of an FP8 tensor [M, K] (or [E, M, K]) live; docs/layouts.md has the pictures.
+// Where the scales of an FP8 tensor [M, K] (or [E, M, K]) live; pictures:
+// docs/reference/layouts.md.
 enum class ScaleLayout : int32_t {
   row,    // 1x128 tiles:   [M, cdiv(K,128)]          what travels on the wire
   gemm,   // 1x128 tiles:   [cdiv(K,128), pad4(M)]    M contiguous: what the GEMM's TMA reads

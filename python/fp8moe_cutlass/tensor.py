@@ -36,7 +36,7 @@ class Fp8Tensor:
 
     data: [M, K] or [E, M, K], float8_e4m3fn or float8_e5m2, or uint8 codes with `fp8_dtype` given
     ("e4m3" or "e5m2"; frameworks without FP8 dtypes). scale_inv: float32.
-    scale_layout: the tiles, and where their scales are (docs/layouts.md):
+    scale_layout: the tiles, and where their scales are (docs/reference/layouts.md):
       "row"   [M, cdiv(K, 128)]        tiles 1x128
       "gemm"  [cdiv(K, 128), pad4(M)]  tiles 1x128, what the GEMMs read
       "block" [(E,) cdiv(M, 128), cdiv(K, 128)]  tiles 128x128

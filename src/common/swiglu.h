@@ -72,7 +72,7 @@ struct SwigluGrad {
 };
 
 // prob comes last, as in swiglu: a kernel may fold it into the scale of the codes
-// (docs/numerics.md).
+// (docs/reference/numerics.md).
 FP8MOE_HD SwigluGrad swiglu_grad(SwigluInput z, float sigmoid, float prob, float dh) {
   const float silu = z.gate * sigmoid;
   const float dsilu = std::fma(silu, 1.0f - sigmoid, sigmoid);

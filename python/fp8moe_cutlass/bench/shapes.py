@@ -1,5 +1,5 @@
 """The shapes at which `bench ops` times each operator, by kind of operator. Letters as in
-docs/layouts.md.
+docs/reference/layouts.md.
 
 cuda: layers of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3. cpu: smaller, yet past the caches. quick:
 one tiny shape, to see that everything runs.

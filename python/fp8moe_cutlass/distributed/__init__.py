@@ -1,7 +1,7 @@
 """Expert parallelism over torch.distributed: tokens travel to their experts in FP8, and back.
 
-`nn.MoEExperts(..., group=)` is what uses this; docs/scale-out.md says what travels and what it
-costs.
+`nn.MoEExperts(..., group=)` is what uses this; docs/how-to/several-gpus.md shows how,
+docs/explanation/expert-parallelism.md what travels and what it costs.
 """
 
 from fp8moe_cutlass.distributed.bf16 import Bf16Block

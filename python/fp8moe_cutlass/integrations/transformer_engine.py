@@ -1,6 +1,7 @@
 """The permutation functions of transformer_engine.pytorch, over this library's operators.
 
-Names, arguments, results and gradients are TransformerEngine's; docs/migration.md has what differs.
+Names, arguments, results and gradients are TransformerEngine's. What differs:
+docs/how-to/from-transformer-engine.md.
 `inp` is float32, float16 or bfloat16 of a hidden size that is a multiple of 16, or an Fp8Tensor,
 which is permuted as it is: any number of tokens, scales in the layout of `inp` unless scale_layout=
 says otherwise, no gradient. CPU tensors are taken too.

@@ -81,7 +81,7 @@ class MoEExperts(nn.Module):
       size, capturable in a CUDA graph after one forward like it. What finds no place is dropped
       (its output and gradients are 0) and counted: `dropped`, `check()`.
     Ranks that disagree (sizes, slots, recipe, capacity, what requires grad) all raise, naming
-    who passed what; with a capacity, in the first forward of its kind. docs/scale-out.md.
+    who passed what; with a capacity, in the first forward of its kind. docs/how-to/several-gpus.md.
     """
 
     recipe: Fp8Recipe | None

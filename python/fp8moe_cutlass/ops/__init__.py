@@ -2,8 +2,8 @@
 
 They run on the device of their arguments, allocate what `out=` does not give, and build no autograd
 graph: an argument that requires grad is refused while grad mode is on. A wrong shape, dtype,
-stride, device or word is a ValueError, and nothing is written then. docs/numerics.md says what each
-guarantees bit by bit.
+stride, device or word is a ValueError, and nothing is written then. docs/reference/numerics.md says
+what each guarantees bit by bit.
 """
 
 from fp8moe_cutlass.ops.act_quantize import act_quantize, act_quantize_backward

@@ -23,7 +23,7 @@ _op = define(
 def packed_row_bytes(hidden: int, slots: int) -> int:
     """Bytes of a row: codes, float32 scales, int32 ids, float32 probs, up to a multiple of 16.
 
-    slots 0: a gradient, codes and scales alone. docs/layouts.md has the picture.
+    slots 0: a gradient, codes and scales alone. docs/reference/layouts.md has the picture.
     """
     return cdiv(hidden + 4 * cdiv(hidden, 128) + 8 * slots, 16) * 16
 

@@ -1,7 +1,7 @@
 """Every operator against an independent reference on this machine: what it promises, what it does.
 
 `run(device)` yields a Check a contract. Movers, quantizers and transposes must agree in every bit;
-SwiGLU within one code; the GEMMs within the bound of docs/numerics.md.
+SwiGLU within one code; the GEMMs within the bound of docs/reference/numerics.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // The grouped GEMM kernel: a thread plans tiles, a thread feeds a ring of stages, a warp the scales
 // of blocks; two or three consumer warpgroups multiply 64 rows each and promote every K-block into
-// fp32 sums. docs/grouped-gemm.md explains it.
+// fp32 sums. docs/notes/grouped-gemm-kernel.md explains it.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
