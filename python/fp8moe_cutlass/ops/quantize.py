@@ -23,7 +23,8 @@ def quantize(
     """Quantizes x [M, K] (float32, float16 or bfloat16; K a multiple of 16) by tiles of 1x128.
 
     A tile with largest magnitude a has the scale (docs/reference/numerics.md) that maps max(a, eps)
-    to the largest FP8 value, rounded to a power of two for scale="pow2". scale_layout: "row" or "gemm".
+    to the largest FP8 value, rounded to a power of two for scale="pow2". scale_layout: "row" or
+    "gemm".
     """
     pow2 = is_pow2("quantize", scale)
     if out is None:

@@ -28,7 +28,8 @@ from .compare import (
 )
 
 # c of the GEMM bound in docs/reference/numerics.md: twice, and one and a half times, the largest
-# that the tests met. The CPU sums in float32; a tensor core truncates products to 2^-13 of their block's largest.
+# that the tests met. The CPU sums in float32; a tensor core truncates products to 2^-13 of their
+# block's largest.
 MAX_C = {"cpu": 0.0086, "cuda": 13.35}
 
 
