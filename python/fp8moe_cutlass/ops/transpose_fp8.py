@@ -38,7 +38,8 @@ def transpose_fp8(
     Each tile (128x128 for columns="block", 1x128 along tokens for "column") gets one power-of-two
     scale and codes RNE(code * 2^-k), exact where nothing underflows
     (docs/reference/numerics.md). That needs power-of-two scales: t.pow2=False is a ValueError.
-    requantize=True dequantizes and quantizes again by `scale` and `eps` instead: a second rounding, any scales.
+    requantize=True dequantizes and quantizes again by `scale` and `eps` instead: a second rounding,
+    any scales.
     A scale that is no power of two after all: ValueError on the CPU; CUDA counts it in plan.status.
     """
     pow2 = is_pow2("transpose_fp8", scale)
