@@ -32,6 +32,7 @@ if [ ! -e "$work/tools/done" ]; then
   touch "$work/tools/done"
 fi
 tools="$work/tools/bin"
+export PATH="$tools:$PATH"
 if [ "$FP8MOE_CUDA" = ON ] && [ ! -d "$work/cutlass" ]; then
   pip install -q --no-deps --target "$work/cutlass" nvidia-cutlass==4.2.0.0
 fi
@@ -64,21 +65,23 @@ mkdir -p "$work/dist" "$work/raw" "$work/full"
 for python in "$@"; do
   step "wheel by $python"
   rm -rf "$work/venv" && "$python" -m venv "$work/venv"
+  "$work/venv/bin/pip" install -q -U "pip>=23.1" # for -C
   "$work/venv/bin/pip" wheel -q . --no-deps -w "$work/raw" \
     -Ccmake.define.CMAKE_SHARED_LINKER_FLAGS="$shared" -Ccmake.define.CMAKE_MODULE_LINKER_FLAGS="$module"
 done
 
 step "libgomp, its licence, and the tag"
 for wheel in "$work"/raw/*.whl; do
-  rm -rf "$work/unpacked" && "$tools/wheel" unpack -q -d "$work/unpacked" "$wheel" 2>/dev/null || "$tools/wheel" unpack -d "$work/unpacked" "$wheel"
+  rm -rf "$work/unpacked" && wheel unpack -d "$work/unpacked" "$wheel"
   inside=$(echo "$work"/unpacked/*)
   cp -L "$libraries/libgomp.so.1" "$inside/fp8moe_cutlass/lib/libgomp.so.1"
+  patchelf --set-rpath '$ORIGIN' "$inside/fp8moe_cutlass/lib/libfp8moe.so"
   licences=$(echo "$inside"/*.dist-info/licenses)
   { cat "$root/usr/share/doc/gcc-10-base/copyright"; cat /usr/share/common-licenses/GPL-3; } >"$licences/third_party/licenses/libgomp.txt"
-  "$tools/wheel" pack -d "$work/full" "$inside"
+  wheel pack -d "$work/full" "$inside"
 done
 for wheel in "$work"/full/*.whl; do
-  "$tools/auditwheel" repair --plat "$policy" --only-plat -w "$work/dist" "$wheel"
+  auditwheel repair --plat "$policy" --only-plat -w "$work/dist" "$wheel"
 done
 
 step "source distribution"
@@ -86,10 +89,10 @@ step "source distribution"
 
 step "checks"
 for wheel in "$work"/dist/*.whl; do
-  "$tools/auditwheel" show "$wheel"
+  auditwheel show "$wheel"
   unzip -Z1 "$wheel" | grep -c '/licenses/'
-  case "$wheel" in *abi3*) "$tools/abi3audit" --strict --summary "$wheel" ;; esac
+  case "$wheel" in *abi3*) abi3audit --strict --summary "$wheel" ;; esac
 done
-"$tools/twine" check --strict "$work"/dist/*
+twine check --strict "$work"/dist/*
 ls -l "$work/dist"
 step "done"
