@@ -4,7 +4,7 @@
     scripts/gate_ptx.py BASE [--new REV] [-j 2] [--only GLOB]
 
 Compiles every .cu under src/ of both (NEW: the working tree unless --new is given) to PTX, with the
-flags of each side's CMakeLists.txt. What a rename or a move changes is masked: names of kernels,
+flags of each side's CMake files. What a rename or a move changes is masked: names of kernels,
 parameters, functions and variables, labels, linkage, comments. A kernel stands with the functions
 and variables that it uses. A kernel of NEW passes if one of BASE has the same text; kernels that
 only BASE has were deleted. Exit status 1 if any kernel is only in NEW.
@@ -57,17 +57,18 @@ class Kernel:
 
 
 class Tree:
-    """The sources of one side and how its CMakeLists.txt compiles them."""
+    """The sources of one side and how its CMake files compile them."""
 
     def __init__(self, root: Path, cutlass: Path) -> None:
         self.root = root
-        cmake = (root / "CMakeLists.txt").read_text()
+        files = [root / "CMakeLists.txt", *sorted(root.glob("cmake/*.cmake"))]
+        cmake = "\n".join(file.read_text() for file in files)
         flags = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:([^>]*)>", cmake)
         arch = re.search(r"CMAKE_CUDA_ARCHITECTURES (\w+)-real", cmake)
         standard = re.search(r"CMAKE_CUDA_STANDARD (\d+)", cmake)
         if not (flags and arch and standard):
             sys.exit(
-                f"gate_ptx: CMakeLists.txt must name CUDA flags, arch and standard; got {root}"
+                f"gate_ptx: the CMake files must name CUDA flags, arch and standard; got {root}"
             )
         self.flags = [
             *("-ptx", "-DNDEBUG", f"-std=c++{standard[1]}"),
@@ -263,7 +264,10 @@ def find_nvcc() -> str:
 
 def archive(rev: str, into: Path) -> Path:
     """The sources of a commit, in a folder of their own."""
-    paths = ["CMakeLists.txt", "include", "src"]
+    listed = subprocess.run(
+        ["git", "ls-tree", "--name-only", rev], cwd=ROOT, capture_output=True, text=True
+    )
+    paths = [p for p in ("CMakeLists.txt", "cmake", "include", "src") if p in listed.stdout.split()]
     run = subprocess.run(["git", "archive", rev, *paths], cwd=ROOT, capture_output=True)
     if run.returncode:
         sys.exit(f"gate_ptx: no such commit: {rev}\n{run.stderr.decode()}")

@@ -130,7 +130,9 @@ def quantize(shape: Shape, device: torch.device) -> Iterator[Work]:
 def quantize_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
     w = normal(shape["E"], shape["N"], shape["K"], device=device)
     run, out = into(ops.quantize_weight, w)
-    yield Work("both copies", run, size_of(w, out))
+    yield Work("for fprop and dgrad", run, size_of(w, out))
+    run, one = into(ops.quantize_weight, w, only="rows")
+    yield Work("for fprop", run, size_of(w, one))
 
 
 @case("matrix")

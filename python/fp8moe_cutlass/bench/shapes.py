@@ -32,7 +32,7 @@ _LAYERS = [  # rows, hidden, intermediate, experts
 SHAPES: dict[str, dict[str, list[Shape]]] = {
     "cuda": {
         "matrix": [matrix(32768, 7168), matrix(4096, 7168), matrix(32768, 2048)],
-        "weight": [weight(32, 4096, 7168), weight(128, 1536, 2048)],
+        "weight": [weight(e, n, k) for _, h, i, e in _LAYERS for n, k in ((2 * i, h), (h, i))],
         "routing": [routing(4096, 256, 8, 1), routing(4096, 512, 8, 1), routing(65536, 256, 8, 1)],
         "permute": [
             moe(4096, 64, 7, 1280, 16),
