@@ -27,6 +27,9 @@ def peers(device: torch.device) -> dict[str, Factory]:
     if device.type == "cuda":
         if importable("transformer_engine.pytorch"):
             found["TransformerEngine FP8"] = lambda layer, slots: TransformerEngineExperts(layer)
+            found["TransformerEngine FP8, quantized in each step"] = lambda layer, slots: (
+                TransformerEngineExperts(layer, reuse=False)
+            )
             found["TransformerEngine bf16"] = lambda layer, slots: TransformerEngineExperts(
                 layer, fp8=False
             )
@@ -60,8 +63,9 @@ class TransformerEngineExperts(nn.Module):
     sizes are lists on the host: it waits for the device (its grouped product without wants cuBLAS
     13.4 on Hopper, 13.6 with FP8 blocks, newer than what torch brings)."""
 
-    def __init__(self, layer: MoEExperts, fp8: bool = True) -> None:
+    def __init__(self, layer: MoEExperts, fp8: bool = True, reuse: bool = True) -> None:
         super().__init__()
+        self.reuse = reuse  # FP8 weights of the first step; else each step quantizes them
         self.te: Any = importlib.import_module("transformer_engine.pytorch")
         recipes = importlib.import_module("transformer_engine.common.recipe")
         self.fp8, recipe = fp8, recipes.Float8BlockScaling() if fp8 else None
@@ -89,7 +93,7 @@ class TransformerEngineExperts(nn.Module):
         else:
             rows, p, row_map = self.te.moe_permute_with_probs(x, dense, mask, topk_idx.numel())
         splits = counts.tolist()
-        first = not self.weights_ready
+        first = not self.weights_ready if self.reuse else None
         with self.autocast():
             z = self.fc1(rows, splits, is_first_microbatch=first)
             h = swiglu(z, p)

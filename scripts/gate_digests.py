@@ -44,7 +44,7 @@ NAMES = {
     "limit": ("clamp",),
 }
 # Options that some builds lack: left out there if they have this value, or any value if None.
-WITHOUT = {"block": None, "fp8_dtype": "e4m3", "h_fp8_dtype": "e4m3"}
+WITHOUT = {"block": None, "fp8_dtype": "e4m3"}
 
 FORMATS = ("e4m3", "e5m2")
 SCALES = ("pow2", "fp32")
@@ -282,33 +282,19 @@ def shapes(device: str) -> Iterator[tuple[str, Shape]]:
 
 def quantization(s: Shape, deal: Any, out: Digests) -> None:
     m, k, e, n = s.tokens, s.hidden, s.experts, s.intermediate
-    layouts = (*LAYOUTS, "block")
-    for o in deal("quantize", 3, DTYPES, FORMATS, layouts, SCALES, (1e-10, 1e-2)):
-        x, block = s.normal(m, k, dtype=o[0]), (128, 128) if o[2] == "block" else (1, 128)
-        how = {"fp8_dtype": o[1], "scale_layout": o[2], "scale": o[3], "eps": o[4], "block": block}
+    for o in deal("quantize", 3, DTYPES, FORMATS, LAYOUTS, SCALES, (1e-10, 1e-2)):
+        x = s.normal(m, k, dtype=o[0])
+        how = {"fp8_dtype": o[1], "scale_layout": o[2], "scale": o[3], "eps": o[4]}
         out.add("quantize", o, lambda: s.of_rows(op("quantize", x, **how), m))
-    for o in deal("quantize_weight", 2, DTYPES, FORMATS, SCALES, (None, "rows", "transpose")):
-        w, how = s.normal(e, n, k, dtype=o[0]), {"fp8_dtype": o[1], "scale": o[2], "only": o[3]}
+    for o in deal("quantize_weight", 2, DTYPES, SCALES, (None, "rows", "transpose")):
+        w, how = s.normal(e, n, k, dtype=o[0]), {"scale": o[1], "only": o[2]}
 
         def weight() -> Any:
             q = op("quantize_weight", w, **how)
             return all_of(*((q,) if how["only"] else q))
 
         out.add("quantize_weight", o, weight)
-    for o in deal("interleave", 1, (8, 32), FORMATS):
-        w = s.normal(2, 512, k)
-        how = {"interleave": o[0], "fp8_dtype": o[1]}
-        out.add("quantize_weight/interleave", o, lambda: all_of(*op("quantize_weight", w, **how)))
-    for o in deal("quantize_dual", 1, DTYPES, COLUMNS, FORMATS, SCALES, LAYOUTS):
-        x = s.normal(s.plan.rows, k, dtype=o[0])
-        how = {"columns": o[1], "fp8_dtype": o[2], "scale": o[3], "scale_layout": o[4]}
-
-        def dual() -> Any:
-            rows, columns = op("quantize_dual", x, s.plan, **how)
-            return s.of_rows(rows), s.of_columns(columns)
-
-        out.add("quantize_dual", o, dual)
-    for o in deal("dequantize", 2, FORMATS, layouts, DTYPES, BOTH):
+    for o in deal("dequantize", 2, FORMATS, (*LAYOUTS, "block"), DTYPES, BOTH):
         shape = (e, n, k) if o[1] == "block" else (m, k)
         t = s.fp8(*shape, fp8=o[0], layout=o[1], pow2=o[3])
         out.add("dequantize", o, lambda: op("dequantize", t, dtype=o[2]))
@@ -385,14 +371,10 @@ def movement(s: Shape, deal: Any, out: Digests) -> None:
     for o in deal("unpermute_unpad", 1, DTYPES, BOTH):
         y, probs = s.normal(r, c, dtype=o[0]), s.probs(t, s.slots) if o[1] else None
         out.add("unpermute_unpad", o, lambda: op("unpermute_unpad", y, s.plan, probs))
-    for o in deal("unpermute_unpad_backward", 2, (*DTYPES, *FORMATS), BOTH):
-        if o[0] in FORMATS:
-            given: Any = (s.fp8(t, c, fp8=o[0], layout="row", pow2=o[1]), s.plan)
-        elif o[1]:
-            given = (s.normal(t, c, dtype=o[0]), s.plan, s.normal(r, c, dtype=o[0]))
-            given += (s.probs(t, s.slots),)
-        else:
-            given = (s.normal(t, c, dtype=o[0]), s.plan)
+    for o in deal("unpermute_unpad_backward", 2, DTYPES, BOTH):
+        given: tuple[Any, ...] = (s.normal(t, c, dtype=o[0]), s.plan)
+        if o[1]:
+            given += (s.normal(r, c, dtype=o[0]), s.probs(t, s.slots))
 
         def back() -> Any:
             dy, dprobs = op("unpermute_unpad_backward", *given)
@@ -432,31 +414,21 @@ def movement(s: Shape, deal: Any, out: Digests) -> None:
 def activation(s: Shape, deal: Any, out: Digests) -> None:
     r, i = s.plan.rows, s.intermediate
     limits, planned = (None, 0.75), ("no plan", "plan")
-    options = (planned, BOTH, limits, BOTH, DTYPES, FORMATS, SCALES, LAYOUTS)
+    options: tuple[Any, ...] = (planned, BOTH, limits, BOTH, DTYPES, SCALES, LAYOUTS)
     for o in deal("act_quantize", 4, *options):
         z, probs = s.plain(r, 2 * i, dtype=o[4]), s.uniform(r) if o[1] else None
         plan, rows = (s.plan, s.rows) if o[0] == "plan" else (None, r)
-        how = {"limit": o[2], "save_z": o[3], "fp8_dtype": o[5], "scale": o[6]}
-        how["scale_layout"] = o[7]
+        how = {"limit": o[2], "save_z": o[3], "scale": o[5], "scale_layout": o[6]}
 
         def forward() -> Any:
             got = op("act_quantize", z, plan, probs, **how)
             return [s.of_rows(t, rows) for t in (got if how["save_z"] else (got,))]
 
         out.add("act_quantize", o, forward)
-    for o in deal("act_quantize columns", 1, COLUMNS, BOTH, limits, BOTH, DTYPES, FORMATS, SCALES):
-        z, probs = s.plain(r, 2 * i, dtype=o[4]), s.uniform(r) if o[1] else None
-        how = {"columns": o[0], "limit": o[2], "save_z": o[3], "fp8_dtype": o[5], "scale": o[6]}
-
-        def with_columns() -> Any:
-            h, columns, *z_q = op("act_quantize", z, s.plan, probs, **how)
-            return s.of_rows(h), s.of_columns(columns), [s.of_rows(t) for t in z_q]
-
-        out.add("act_quantize/columns", o, with_columns)
-    options = (("z", "z_q"), BOTH, limits, DTYPES, FORMATS, SCALES, LAYOUTS)
+    options = (BOTH, limits, DTYPES, FORMATS, SCALES, LAYOUTS)
     for o in deal("act_quantize_backward", 2, planned, *options):
-        how = {"limit": o[3], "fp8_dtype": o[5], "scale": o[6], "scale_layout": o[7]}
-        given = backward_inputs(s, *o[1:5], o[6])
+        how = {"limit": o[2], "fp8_dtype": o[4], "scale": o[5], "scale_layout": o[6]}
+        given = backward_inputs(s, o[1], o[3])
         plan, rows = (s.plan, s.rows) if o[0] == "plan" else (None, r)
 
         def backward() -> Any:
@@ -465,11 +437,10 @@ def activation(s: Shape, deal: Any, out: Digests) -> None:
             return s.of_rows(dz, rows), s.of_rows(dprobs, rows)
 
         out.add("act_quantize_backward", o, backward)
-    h_formats = ("h e4m3", "h e5m2")
-    for o in deal("act_quantize_backward columns", 4, COLUMNS, *options, h_formats):
-        how = {"columns": o[0], "limit": o[3], "fp8_dtype": o[5], "scale": o[6]}
-        how |= {"scale_layout": o[7], "h_fp8_dtype": o[8][2:]}
-        given = backward_inputs(s, *o[1:5], o[6])
+    for o in deal("act_quantize_backward columns", 4, COLUMNS, *options):
+        how = {"columns": o[0], "limit": o[2], "fp8_dtype": o[4], "scale": o[5]}
+        how["scale_layout"] = o[6]
+        given = backward_inputs(s, o[1], o[3])
 
         def with_both() -> Any:
             dh, z, probs = given
@@ -480,33 +451,28 @@ def activation(s: Shape, deal: Any, out: Digests) -> None:
         out.add("act_quantize_backward/columns", o, with_both)
 
 
-def backward_inputs(
-    s: Shape, kind: str, weighted: bool, limit: float | None, dtype: str, scale: str
-) -> tuple[Any, ...]:
+def backward_inputs(s: Shape, weighted: bool, dtype: str) -> tuple[Any, ...]:
     r, i = s.plan.rows, s.intermediate
-    z: Any = s.plain(r, 2 * i, dtype=dtype)
-    if kind == "z_q":
-        z = op("quantize", z, scale=scale)
-    return s.plain(r, i, dtype=dtype), z, s.uniform(r) if weighted else None
+    dh, z = s.plain(r, i, dtype=dtype), s.plain(r, 2 * i, dtype=dtype)
+    return dh, z, s.uniform(r) if weighted else None
 
 
 def gemms(s: Shape, deal: Any, out: Digests) -> None:
     n, k, e = 2 * s.intermediate, s.hidden, s.experts
     large = s.seed >= SHAPES
-    pairs = tuple(itertools.product(FORMATS, FORMATS))
     outputs = ("bfloat16", "float32")
-    for (fa, fw), dtype, pow2 in deal("grouped_gemm", 16 if large else 3, pairs, outputs, BOTH):
+    for fa, dtype, pow2 in deal("grouped_gemm", 16 if large else 3, FORMATS, outputs, BOTH):
         a = s.grouped(fa, k, pow2)
-        w = s.fp8(e, n, k, fp8=fw, layout="block", pow2=pow2)
-        options = (f"{fa} by {fw}", dtype, "pow2" if pow2 else "fp32")
+        w = s.fp8(e, n, k, fp8="e4m3", layout="block", pow2=pow2)
+        options = (f"{fa} by e4m3", dtype, "pow2" if pow2 else "fp32")
         how = {"out_dtype": dtype}
         out.add("grouped_gemm", options, lambda: s.of_rows(op("grouped_gemm", a, w, s.plan, **how)))
-    choices = (pairs, COLUMNS, outputs, BOTH, BOTH)
-    for (fy, fx), columns, dtype, adds, pow2 in deal("wgrad", 16 if large else 4, *choices):
-        dy, x = (s.transposed(f, c, columns, pow2) for f, c in ((fy, n), (fx, k)))
+    choices = (FORMATS, COLUMNS, outputs, BOTH, BOTH)
+    for fy, columns, dtype, adds, pow2 in deal("wgrad", 16 if large else 4, *choices):
+        dy, x = (s.transposed(f, c, columns, pow2) for f, c in ((fy, n), ("e4m3", k)))
         before = s.plain(e, n, k, dtype=dtype) if adds else None
         how = {"out": before, "accumulate": True} if adds else {"out_dtype": dtype}
-        options = (f"{fy} by {fx}", columns, dtype, "adds" if adds else "writes")
+        options = (f"{fy} by e4m3", columns, dtype, "adds" if adds else "writes")
         options += ("pow2" if pow2 else "fp32",)
         out.add(
             "grouped_gemm_wgrad", options, lambda: op("grouped_gemm_wgrad", dy, x, s.plan, **how)
@@ -522,9 +488,6 @@ RECIPES: dict[str, dict[str, Any] | None] = {
     "e5m2 gradients": {"grad_dtype": "e5m2"},
     "e5m2 gradients, column": {"grad_dtype": "e5m2", "columns": "column"},
     "eps": {"eps": 1e-3},
-    "e5m2 weights": {"fp8_dtype": "e5m2"},
-    "requantize": {"requantize": True},
-    "requantize, fp32": {"scale": "fp32", "columns": "column", "requantize": True},
     "bf16": None,
 }
 MEMORY: dict[str, dict[str, Any]] = {
