@@ -88,13 +88,13 @@ def spans(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
 
 
 # Which call of an operator is what, in the order of autograd/fp8.py without recompute.
-_GEMMS = ("fprop-1", "fprop-2", "dgrad-2", "dgrad-1")
+GEMMS = ("fprop-1", "fprop-2", "dgrad-2", "dgrad-1")
 ROLES: dict[str, tuple[str, ...]] = {
     "route": ("route",),
     "quantize": ("quantize x", "quantize dout"),
     "quantize_weight": ("quantize gate_up", "quantize down"),
     "permute_pad": ("permute x", "permute dout"),
-    "grouped_gemm": _GEMMS,
+    "grouped_gemm": GEMMS,
     "act_quantize": ("swiglu",),
     "unpermute_unpad": ("unpermute",),
     "act_quantize_backward": ("swiglu backward",),
@@ -102,7 +102,6 @@ ROLES: dict[str, tuple[str, ...]] = {
     "permute_transpose_fp8": ("transpose x", "transpose dout"),
     "grouped_gemm_wgrad": ("wgrad-1", "wgrad-2"),
 }
-GEMMS = (*_GEMMS, "wgrad-1", "wgrad-2")
 
 
 def roles(kernels: list[Kernel]) -> dict[str, float]:

@@ -78,7 +78,7 @@ def to_save(
     down: Tensor,
     kept: Kept,
 ) -> tuple[Saved, ...]:
-    """What `backward` reads of a forward, as saving.save takes it; `from_saved` is the way back."""
+    """What `backward` reads of a forward, as ctx_io.save takes it; `from_saved` is the way back."""
     again = activations.z is None
     x = activations.x if again or kept.gate_up else None
     gate_up_t = weights.gate_up_t if kept.dx else None
@@ -92,7 +92,7 @@ def to_save(
 
 
 def from_saved(items: Sequence[Any]) -> tuple[Activations, RoutingPlan, BackwardWeights]:
-    """What saving.load returns of `to_save`."""
+    """What ctx_io.load returns of `to_save`."""
     return Activations(*items[:3]), items[3], BackwardWeights(*items[4:])
 
 

@@ -2,5 +2,5 @@
 
 Each module runs one subcommand and returns its record, a dict:
 {"environment": {...}, "results": [row, ...]}. record.py has the environment, timing.py the clocks,
-tables.py and plots.py show a record.
+tables.py and layer_plot.py show a record.
 """
