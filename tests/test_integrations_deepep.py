@@ -59,6 +59,28 @@ def run_ranks(
     return Result(*(torch.cat([getattr(r, name) for r in results]) for name in vars(results[0])))
 
 
+def test_no_grad_quantizes_one_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, only = problem(24, 2, E), []
+    quantize_weight = ops.quantize_weight
+
+    def spy(w: Tensor, **how: Any) -> Any:
+        only.append(how.get("only"))
+        return quantize_weight(w, **how)
+
+    monkeypatch.setattr(ops, "quantize_weight", spy)
+
+    def job(rank: int) -> Tensor:
+        layer = local_layer(p, rank, 1)
+        buffer = buffer_of("Buffer", world, rank, 24)
+        with torch.no_grad():
+            return deepep.experts(layer, buffer, p.x, p.topk_idx, p.probs, num_experts=E)
+
+    world = World(1)
+    [out] = world.run(job)
+    assert only == ["rows", "rows"]
+    assert torch.equal(out, p.run(p.experts()).out)
+
+
 def partial_sums(p: Problem, ranks: int) -> tuple[Tensor, Tensor]:
     """out and dx as bf16 partial sums of the experts of each rank, summed in rank order."""
     out, dx = torch.zeros(p.x.shape), torch.zeros(p.x.shape)
@@ -155,7 +177,7 @@ def test_expanded_rows_forward_and_backward() -> None:
         grads = deepep.backward(layer, held, saved, rows.plan, grad)
         assert grads.gate_up is not None
         assert grads.down is not None
-        dw = grads.gate_up(None, False, "bfloat16"), grads.down(None, False, "bfloat16")
+        dw = grads.gate_up.run(None, False, "bfloat16"), grads.down.run(None, False, "bfloat16")
         token, slot = handle.slots
         first = len(handle.sources[0])  # received rows of rank 0 come first
         held = token >= 0

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fp8moe_cutlass.autograd import Fp8Weights, fp8
 from fp8moe_cutlass.autograd.ctx_io import load, save
-from fp8moe_cutlass.autograd.experts import quantize
+from fp8moe_cutlass.autograd.experts import needs_grad, quantize
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads
 from fp8moe_cutlass.integrations.deepep_rows import (
@@ -122,11 +122,13 @@ def experts(
     gate_up, down = layer.gate_up_proj, layer.down_proj
     weights, grads = layer.prepare(gate_up, down, weights, overwrite_main_grad)
     transport = _Transport(buffer, num_experts, dict(dispatch or {}), dict(combine or {}))
+    probs = topk_weights.float()
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x,
-        topk_weights.float(),
+        probs,
         gate_up,
         down,
+        needs_grad(x, probs, gate_up, down),
         topk_idx,
         transport,
         layer,
@@ -203,6 +205,7 @@ class _Experts(torch.autograd.Function):
         probs: Tensor,
         gate_up: Tensor,
         down: Tensor,
+        trained: bool,
         topk_idx: Tensor,
         transport: _Transport,
         layer: MoEExperts,
@@ -214,11 +217,11 @@ class _Experts(torch.autograd.Function):
         rows, handle = transport.dispatch(x_q, topk_idx, probs, layer.num_experts)
         keep = "none" if layer.recompute == "expert" else layer.save_preactivation
         codes = layer.transposed_weights == "save"
-        wanted = fp8.Kept(keep, codes, gate_up=gate_up.requires_grad)
+        wanted = fp8.Kept(keep, codes, gate_up=gate_up.requires_grad) if trained else None
         weights, kept = fp8.weights_for(gate_up, down, weights, recipe, wanted)
-        assert kept is not None
         out, acts = fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
-        save(ctx, *fp8.to_save(acts, rows.plan, weights, gate_up, down, kept))
+        if kept is not None:
+            save(ctx, *fp8.to_save(acts, rows.plan, weights, gate_up, down, kept))
         ctx.recipe, ctx.dtype, ctx.grads = recipe, x.dtype, grads
         ctx.transport, ctx.handle = transport, handle
         combined: Tensor = transport.combine(out, handle)[0]
@@ -242,4 +245,4 @@ class _Experts(torch.autograd.Function):
         )
         dx, dprobs = ctx.transport.combine(made.dx, ctx.handle, made.dprobs)
         weight_grads = ctx.grads.accept(made.gate_up, made.down)
-        return dx.to(ctx.dtype), dprobs, *weight_grads, *(None,) * 6
+        return dx.to(ctx.dtype), dprobs, *weight_grads, *(None,) * 7
