@@ -182,7 +182,9 @@ class MoEExperts(nn.Module):
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
         parameters'. None: the parameters, quantized now.
         overwrite_main_grad: this forward's backward writes main_grad instead of adding to it. It
-        must be the first one to run after the optimizer's step; one that runs later raises.
+        must be the first one to run after the optimizer's step; one that runs later raises, but
+        not where it or the one before is compiled, nor under a reentrant checkpoint: then what
+        was added is lost.
         beside: with a group, is called as soon as the tokens are on their way to their experts, to
         queue (on another stream) what does not depend on them; else before anything.
         """
