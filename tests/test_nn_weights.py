@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizers
 
 from fp8moe_cutlass import Fp8Recipe, ops
 from fp8moe_cutlass.autograd import Fp8Weights, fp8_experts, quantize_weights
-from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
 from moe_problem import assert_same, problem
 
 E, H, I, T = 2, 128, 128, 16
@@ -399,6 +399,44 @@ def test_weights_are_a_value(name: str) -> None:
     assert equal(step(layer, weights=weights), fresh(layer, **OPTIONS[name]))
 
 
+def test_a_moe_updates_the_weights_it_made() -> None:
+    moe, x = MoE(H, I, E, 2), torch.randn(T, H)
+    weights = moe.quantize_weights()
+    in_place(moe.experts)
+    with torch.no_grad():
+        want = moe(x)
+        assert not torch.equal(moe(x, weights=weights), want)
+        weights.update_(moe)
+        assert torch.equal(moe(x, weights=weights), want)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = layer_of()
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.experts(*args)
+
+
+class GivenWeights(Net):
+    def forward(self, *args: Any) -> Tensor:
+        *tensors, weights = args
+        return self.experts(*tensors, weights=weights)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_weights(strict: bool) -> None:
+    net = GivenWeights()
+    program = torch.export.export(net, (*BATCH, net.experts.quantize_weights()), strict=strict)
+    in_place(net.experts)
+    weights = net.experts.quantize_weights()
+    assert torch.equal(program.module()(*BATCH, weights), net.experts(*BATCH))
+    spec = torch.utils._pytree.tree_structure(weights)  # as torch.export.save writes it
+    text = torch.utils._pytree.treespec_dumps(spec)
+    assert torch.utils._pytree.treespec_loads(text) == spec
+
+
 def test_an_update_before_the_backward_raises() -> None:
     layer = layer_of()
     weights = layer.quantize_weights()
@@ -446,6 +484,47 @@ def test_what_reuse_refuses() -> None:
     parametrize.register_parametrization(layer, "down_proj", Scaled())
     with pytest.raises(RuntimeError, match="got computed weights"):
         enter(layer)
+
+
+class Subclass(MoEExperts):
+    """A layer with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(E, H, I, dtype=torch.float32)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def test_reuse_looks_at_the_two_weights_by_name() -> None:
+    layer = Subclass()
+    with reuse_fp8_weights(layer):
+        layer(*BATCH)
+
+    def computed_inside() -> None:
+        with reuse_fp8_weights(layer):
+            parametrize.register_parametrization(layer, "down_proj", Scaled())
+            layer(*BATCH)
+
+    with pytest.raises(RuntimeError, match="got down_proj, which is another tensor"):
+        computed_inside()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_reuse_stands_for_no_other_parameters(compiled: bool) -> None:
+    torch._dynamo.reset()
+    layer = layer_of()
+    others = {name: w.detach() * 2 for name, w in layer.named_parameters()}
+
+    def call() -> Tensor:
+        return torch.func.functional_call(layer, others, BATCH)
+
+    run = torch.compile(call, backend="aot_eager") if compiled else call
+    want = run()
+    with (
+        pytest.raises(RuntimeError, match="got gate_up_proj, which is another tensor"),
+        reuse_fp8_weights(layer),
+    ):
+        run()
+    assert torch.equal(run(), want)
 
 
 def test_weights_of_another_kind_are_refused() -> None:
@@ -527,15 +606,6 @@ def test_a_merged_adapter_and_an_average_are_multiplied() -> None:
         w.data.copy_(own)
     assert equal(step(layer), step(merged))
     assert not equal(base, step(layer))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = layer_of()
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.experts(*args)
 
 
 def test_peft_itself() -> None:

@@ -43,6 +43,7 @@ class Fp8Weights:
         """Quantize the layer's parameters into these codes, in place: for a CUDA graph, which reads
         fixed addresses. A backward that has yet to read the old codes raises torch's "modified by
         an inplace operation"."""
+        layer = getattr(layer, "experts", layer)  # of a MoE
         self.check(layer.gate_up_proj, layer.down_proj, layer.recipe)
         _fill(self.gate_up, self.gate_up_t, layer.gate_up_proj, layer.recipe)
         _fill(self.down, self.down_t, layer.down_proj, layer.recipe)
@@ -167,9 +168,17 @@ def _flatten(weights: Fp8Weights) -> tuple[list[Tensor], Any]:
     return flatten(weights._parts)
 
 
+def _flatten_with_keys(weights: Fp8Weights) -> Any:
+    tensors, kinds = _flatten(weights)
+    return [(pytree.SequenceKey(n), t) for n, t in enumerate(tensors)], kinds
+
+
 pytree.register_pytree_node(
     Fp8Weights,
     _flatten,
     lambda tensors, kinds: _now_written(*unflatten(tensors, kinds)),
     serialized_type_name="fp8moe_cutlass.Fp8Weights",
+    to_dumpable_context=list,
+    from_dumpable_context=lambda kinds: tuple(map(tuple, kinds)),  # JSON has lists alone
+    flatten_with_keys_fn=_flatten_with_keys,
 )

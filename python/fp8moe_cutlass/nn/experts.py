@@ -243,8 +243,7 @@ class MoEExperts(nn.Module):
                 raise ValueError(f"[MoEExperts] weights must be Fp8Weights; got {type(weights)}")
             weights.check(gate_up, down, self.recipe)
         elif self._reused is not None:
-            if not torch.compiler.is_compiling():
-                self._reused.compare(self)
+            self._reused.compare(self)
             weights = self._reused.weights
         pending = self._pending if self.delay_wgrad else None
         return weights, weight_grads(gate_up, down, overwrite_main_grad, pending)
