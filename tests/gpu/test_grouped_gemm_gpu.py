@@ -164,8 +164,8 @@ def test_fprop_over_several_runs_of_scales(n: int, spare: int, tile: tuple[int, 
 def test_few_waves_have_the_bits_of_many(
     counts: list[int], n: int, tile: tuple[int, int], k: int
 ) -> None:
-    """Few rows, or the last of more, come from split tiles; before those of a large expert they come
-    from tiles that are not cut."""
+    """Few rows, or the last of more, come from split tiles; before those of a large expert they
+    come from tiles that are not split."""
     sms = sms_here()
     few, many = plan_of(counts, spare=37), plan_of([*counts, 128 * sms])
     if sms == 132:  # else other tiles are chosen
