@@ -155,7 +155,7 @@ def test_expanded_rows_forward_and_backward() -> None:
         grads = deepep.backward(layer, held, saved, rows.plan, grad)
         assert grads.gate_up is not None
         assert grads.down is not None
-        dw = grads.gate_up(None, False, "bfloat16"), grads.down(None, False, "bfloat16")
+        dw = grads.gate_up.run(None, False, "bfloat16"), grads.down.run(None, False, "bfloat16")
         token, slot = handle.slots
         first = len(handle.sources[0])  # received rows of rank 0 come first
         held = token >= 0
