@@ -74,7 +74,7 @@ def test_counts_are_those_of_a_walk(product: str, m: int, n: int, k: int, expert
     assert c["tiles"] == tiles
     assert c["waves"] == pytest.approx(tiles / 20)
     full, left = divmod(tiles, 20)
-    # Of few waves the last one's tiles are cut into thin ones where these fit into it.
+    # Of few waves the last one's tiles are split where these fit into it.
     columns = -(-(k if name == "dgrad" else n) // 192)
     few = name != "wgrad" and sum(c["tile"]) == 320 and columns * (m // 128 + experts) < 10 * 20
     cut = few and 3 * left <= 20
@@ -101,19 +101,19 @@ def test_tall_tiles_where_experts_have_rows_enough() -> None:
     def tile(*sizes: int) -> object:
         return _C.explain_grouped_gemm("fprop", *sizes, 132)["tile"]
 
-    tall, wide = (192, 128), (128, 192)
-    assert [tile(32768, 4096, 7168, e) for e in (32, 33)] == [tall, wide]
-    assert [tile(32768, 4096, 2048, e) for e in (8, 16)] == [tall, wide]
-    assert [tile(32768, 2048, 768, e) for e in (64, 128)] == [tall, wide]  # 10.67 columns of tiles
-    assert tile(32768, 2880, 2880, 8) == wide  # 15 columns of tiles, of tall ones 22.5
+    m192, wide = (192, 128), (128, 192)
+    assert [tile(32768, 4096, 7168, e) for e in (32, 33)] == [m192, wide]
+    assert [tile(32768, 4096, 2048, e) for e in (8, 16)] == [m192, wide]
+    assert [tile(32768, 2048, 768, e) for e in (64, 128)] == [m192, wide]  # 10.67 columns of tiles
+    assert tile(32768, 2880, 2880, 8) == wide  # 15 columns of tiles, of 192x128 22.5
 
 
 def test_few_waves_are_of_the_tiles_that_take_least_time() -> None:
     def tile(*sizes: int) -> object:
         return _C.explain_grouped_gemm("fprop", *sizes, 132)["tile"]
 
-    assert tile(4096, 4096, 7168, 1) == (192, 128)  # 5 of them and a thin one, as of wide ones
-    assert tile(4096, 4096, 7168, 8) == (128, 192)  # 5 and a thin one, and of tall ones 6
+    assert tile(4096, 4096, 7168, 1) == (192, 128)  # 5 and a split one, as of 128x192
+    assert tile(4096, 4096, 7168, 8) == (128, 192)  # 5 and a split one, and of 192x128 6
     assert tile(512, 4096, 7168, 1) == (128, 128)  # one, as of the larger ones
 
 
@@ -122,7 +122,7 @@ def test_bands_are_as_high_as_a_wave_that_takes_all_columns() -> None:
         return _C.explain_grouped_gemm(name, *sizes, 132)["raster_group"]
 
     assert raster_group("fprop", 32768, 2048, 7168, 128) == 132 // 11  # columns of tiles
-    assert raster_group("fprop", 32768, 2048, 7168, 8) == 16  # of tall tiles a wave takes 8 rows
+    assert raster_group("fprop", 32768, 2048, 7168, 8) == 16  # of 192x128 tiles a wave takes 8 rows
     assert (
         raster_group("fprop", 32768, 4096, 7168, 8)
         == raster_group("fprop", 32768, 0, 7168, 8)
@@ -148,13 +148,13 @@ def test_wgrad_is_described_as_it_is_asked_for() -> None:
         c = _C.explain_grouped_gemm("wgrad", 32768, 768, 1408, experts, 132, *options)
         return c["tile"], c["dynamic"]
 
-    wide, tall = (128, 192), (192, 128)
+    wide, m192 = (128, 192), (192, 128)
     assert wgrad(8) == (wide, False)
-    assert wgrad(8, "float32") == (tall, False)  # all of D, where wide tiles have 128 columns more
+    assert wgrad(8, "float32") == (m192, False)  # all of D, where wide tiles have 128 columns more
     assert wgrad(8, "float32", True) == (wide, False)
-    assert wgrad(32, "float32", True) == (tall, True)
+    assert wgrad(32, "float32", True) == (m192, True)
     assert wgrad(32, "bfloat16", True) == (wide, False)
-    assert [wgrad(8, d, a, "column")[0] for d in DTYPES for a in (False, True)] == [tall] * 4
+    assert [wgrad(8, d, a, "column")[0] for d in DTYPES for a in (False, True)] == [m192] * 4
 
 
 def test_no_rows_are_no_tiles() -> None:

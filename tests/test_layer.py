@@ -264,11 +264,11 @@ def test_saved_for_backward() -> None:
     rows = t * s
     probs = rows * 4
     z = rows * 2 * i
-    remade = {"transposed_weights": "recompute"}
-    assert saved_bytes(p, recompute="expert", **remade) == x + probs + plan
-    assert saved_bytes(p, **remade) == x + probs + plan + 2 * z
+    fresh = {"transposed_weights": "recompute"}
+    assert saved_bytes(p, recompute="expert", **fresh) == x + probs + plan
+    assert saved_bytes(p, **fresh) == x + probs + plan + 2 * z
     fp8_z = z + z // 128 * 4
-    assert saved_bytes(p, save_preactivation="fp8", **remade) == x + probs + plan + fp8_z
+    assert saved_bytes(p, save_preactivation="fp8", **fresh) == x + probs + plan + fp8_z
     gate_up, down = (n * (1 + 4 / 128**2) for n in (e * 2 * i * h, e * h * i))
     assert saved_bytes(p) == x + probs + plan + 2 * z + gate_up + down
     assert saved_bytes(p, recompute="expert") == x + probs + plan + 2 * gate_up + down

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The C ABI: every operator of ops.h, under the same name and contract, for C and for any language
  * that calls C. Memory belongs to the caller; nothing here allocates or throws.
  *

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The exceptions of the C++ API. Messages read "[op] rule; got value".
 #pragma once
 

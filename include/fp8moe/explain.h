@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which kernel a grouped GEMM runs on CUDA, and how well its tiles fit. No device is asked; a build
 // without the CUDA backend answers, too.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators. Each runs on the device of its tensors: CPU, or CUDA (sm_90a) on `stream`.
 //
 // Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RoutingPlan: where each (token, slot) assignment lands once rows are grouped by expert.
 #pragma once
 

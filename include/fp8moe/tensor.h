@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What crosses the API: dense row-major views over memory the caller owns. Nothing here allocates.
 #pragma once
 

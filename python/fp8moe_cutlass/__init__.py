@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Casting-free blockwise FP8 for Mixture-of-Experts training.
 
 Importing this needs neither torch nor a GPU and makes no CUDA call. `ops` (the operators), `nn`

@@ -1,4 +1,4 @@
-// quantize, quantize_dual, quantize_weight, dequantize: every code is a nearest one under its
+// quantize, quantize_weight, dequantize: every code is a nearest one under its
 // scale, every scale follows from its tile's largest magnitude.
 #include "check.h"
 

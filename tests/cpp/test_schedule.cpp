@@ -20,7 +20,7 @@ using fp8moe::cuda::LaunchNumbers;
 namespace {
 
 constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::fprop
-int thin_low = 0, thin_flank = 0, thin_whole = 0, thin_tall = 0;  // met
+int split_tail_m = 0, split_tail_n = 0, split_whole = 0, split_m192 = 0;  // met
 
 // Walks all CTAs. d_row [E+1]: where the experts' rows of D begin. uncut: the tiles, where the last
 // wave is to be cut.
@@ -52,10 +52,10 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row, int uncut
       if (kKind == Kind::fprop && !split)
         CHECK(tile.tail_m() == (TileM + TileN == 5 * kBox && tile.rows <= kBox));
       if (split)
-        ++(third                            ? thin_tall
-           : tile.tail_m()                  ? thin_low
-           : sizes.tail_n && end == sizes.n ? thin_flank
-                                            : thin_whole);
+        ++(third                            ? split_m192
+           : tile.tail_m()                  ? split_tail_m
+           : sizes.tail_n && end == sizes.n ? split_tail_n
+                                            : split_whole);
       const int rows = std::min(kBox * tile.boxes_a, tile.rows);
       const int first = kKind == Kind::fprop ? tile.row : d_row[tile.expert] + tile.row;
       CHECK(rows > 0 && first >= d_row[tile.expert] && first + rows <= d_row[tile.expert + 1]);
@@ -250,5 +250,5 @@ int main() {
       rows<kTileM192, 128>(counts, n, 132);
     }
   }
-  CHECK(thin_low > 0 && thin_flank > 0 && thin_whole > 0 && thin_tall > 0);
+  CHECK(split_tail_m > 0 && split_tail_n > 0 && split_whole > 0 && split_m192 > 0);
 }

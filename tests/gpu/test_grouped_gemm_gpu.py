@@ -25,7 +25,7 @@ COUNTS = {
     "one expert": [300],
     "no tokens": [0, 0],
     "many": [e % 5 * 33 for e in range(70)],
-    "long": [900, 0, 130, 257],  # enough rows for flank tiles
+    "long": [900, 0, 130, 257],  # enough rows for tail tiles in N
     "many rows each": [1100, 0, 700],
     "edges of tiles": [64, 65, 192, 193, 449, 320, 0, 1, 780, 1100],
 }
@@ -119,10 +119,10 @@ def test_fprop_formats_and_adversarial_operands(kind: str, fp8: str) -> None:
 @pytest.mark.parametrize(
     ("n", "spare", "tile"),
     [
-        (144, 0, (128, 192)),  # thin ones
+        (144, 0, (128, 192)),  # split tiles
         (128, 0, (128, 192)),
         (1216, 0, (128, 128)),
-        # Whole and low (30 rows), with flank ones beside wide ones: the capacity decides which.
+        # Whole tiles and tail tiles in M (30 rows), in N beside 128x192: the capacity decides.
         (1216, 710, (192, 128)),
         (1216, 1480, (128, 192)),
     ],
@@ -151,12 +151,12 @@ def test_fprop_over_several_runs_of_scales(n: int, spare: int, tile: tuple[int, 
         ([64], 1536, (128, 192)),
         ([0, 1, 0, 70], 1040, (128, 192)),
         ([900, 0, 130, 257, 100], 272, (128, 192)),
-        ([0, 690, 100], 832, (128, 192)),  # flank tiles
-        # A wave and some tiles for a second one, few enough to be cut: with flank and low ones,
+        ([0, 690, 100], 832, (128, 192)),  # tail tiles in N
+        # A wave and some tiles for a second one, few enough to be split: with both tails,
         ([0, 2312, 0], 1600, (128, 192)),
         ([2416, 0, 0], 1600, (128, 192)),  # without low ones,
-        ([2364], 1728, (128, 192)),  # without flank ones,
-        ([0, 2520, 0], 1600, (192, 128)),  # tall and low ones,
+        ([2364], 1728, (128, 192)),  # without a tail in N,
+        ([0, 2520, 0], 1600, (192, 128)),  # 192x128 and tail tiles in M,
         ([2052], 2048, (192, 128)),  # without low ones.
         ([980], 2048, (128, 128)),  # uncut
     ],
@@ -164,8 +164,8 @@ def test_fprop_over_several_runs_of_scales(n: int, spare: int, tile: tuple[int, 
 def test_few_waves_have_the_bits_of_many(
     counts: list[int], n: int, tile: tuple[int, int], k: int
 ) -> None:
-    """Few rows, or the last of more, come from thin tiles; before those of a large expert they come
-    from tiles that are not cut."""
+    """Few rows, or the last of more, come from split tiles; before those of a large expert they
+    come from tiles that are not split."""
     sms = sms_here()
     few, many = plan_of(counts, spare=37), plan_of([*counts, 128 * sms])
     if sms == 132:  # else other tiles are chosen
@@ -362,7 +362,7 @@ def test_wgrad_of_short_tiles_on_several_streams_and_in_graphs_at_once(
 
 @pytest.mark.parametrize(("m", "n"), [(48, 208), (48, 128), (176, 208)])
 def test_wgrad_over_several_runs_of_scales(m: int, n: int) -> None:
-    """The last by tall tiles."""
+    """The last by 192x128 tiles."""
     plan = plan_of([128 * 301, 0, 128 * 64, 300])
     dy = segments(on_gpu(noise(m, plan.columns, layout="block", fp8="e5m2")), plan)
     x = segments(on_gpu(noise(n, plan.columns, layout="block")), plan)
