@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
-from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, RoutingRule, reuse_fp8_weights
 from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
 from reference import Result, relative_error
@@ -421,6 +421,36 @@ def test_moe(pool: Pool) -> None:
     want = alone(pool, moe_on_a_rank, None, p.x, p.dout, [slice(None)])
     for name, a, b in zip(("out", "dx", "experts", "router", "shared"), got, want, strict=True):
         assert relative_error(a, b) < 0.01, name  # bfloat16 roundings of partial sums
+
+
+def router_on_a_rank(group: Any, x: Tensor, padding: Tensor, parts: list[slice]) -> list[Tensor]:
+    """The balancing loss and its gradient of this rank's tokens, the load of all."""
+    torch.manual_seed(2)
+    rule = RoutingRule(
+        score="sigmoid", selection_bias=True, num_groups=4, topk_groups=2, best_per_group=2
+    )
+    router = Router(HIDDEN, EXPERTS, SLOTS, rule, group=group)
+    router.selection_bias.normal_()
+    part = parts[rank_of(group) if group else 0]
+    routing = router(x[part], padding=padding[part])
+    loss = router.balancing_loss(routing)
+    loss.backward()
+    return [loss.detach(), router.weight.grad, routing.tokens_per_expert]
+
+
+def test_a_routers_loss_is_that_of_one_process(pool: Pool) -> None:
+    """The ranks' losses, averaged by their tokens without padding; a rank may have none."""
+    x, padding = torch.randn(300, HIDDEN), torch.rand(300) < 0.3
+    parts = shares([100, 80, 0, 120])
+    losses, grads, loads = zip(
+        *results(pool.run(4, router_on_a_rank, x, padding, parts)), strict=True
+    )
+    loss, grad, load = router_on_a_rank(None, x, padding, [slice(None)])
+    tokens = torch.tensor([int((~padding[part]).sum()) for part in parts])
+    by_tokens = tokens / tokens.sum()
+    torch.testing.assert_close(sum(by_tokens * torch.stack(losses)), loss)
+    torch.testing.assert_close(sum(w * g for w, g in zip(by_tokens, grads, strict=True)), grad)
+    assert all(torch.equal(of_rank, load) for of_rank in loads)
 
 
 def counted(group: Any, p: Problem, parts: list[slice]) -> Tensor:

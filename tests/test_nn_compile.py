@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoE
+from fp8moe_cutlass.nn import MoE, RoutingRule
 from moe_problem import assert_same, problem
 
 CASES: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def assert_step_is_that_of(moe: MoE, traced: Callable[..., Any]) -> None:
 
 def test_moe() -> None:
     torch.manual_seed(0)
-    moe = MoE(128, 128, 4, 2, score_function="sigmoid", shared_intermediate_size=128)
+    moe = MoE(128, 128, 4, 2, RoutingRule(score="sigmoid"), shared_intermediate_size=128)
     assert_step_is_that_of(moe, compiled(moe))
 
 

@@ -12,20 +12,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass.autograd import gate_logits
-from fp8moe_cutlass.nn import Router
+from fp8moe_cutlass.nn import Router, Routing, RoutingRule
 from gate_problem import IN_FLOAT32, gradients, operands
 from reference import relative_error
 
 # A tensor core may cut its float32 sum off after every 16 products; 7168 are 448 of these.
 SUMS = 448 * 2.0**-23
 
-V3: dict[str, Any] = {
-    "score_function": "sigmoid",
-    "selection_bias": True,
-    "num_groups": 8,
-    "topk_groups": 4,
-    "routed_scaling_factor": 2.5,
-}
+V3 = RoutingRule(
+    score="sigmoid",
+    selection_bias=True,
+    num_groups=8,
+    topk_groups=4,
+    best_per_group=2,
+    routed_scaling_factor=2.5,
+)
+RULES = pytest.mark.parametrize("rule", [RoutingRule(), V3], ids=["softmax", "v3"])
 
 
 @pytest.fixture
@@ -169,16 +171,17 @@ def test_strided_tokens_and_gradients(device: torch.device) -> None:
 # ---- what it saves ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, V3], ids=["softmax", "v3"])
-def test_no_copy_of_x_is_saved(options: dict[str, Any], device: torch.device) -> None:
-    router = Router(1024, 64, 8, device=device, **options)
+@RULES
+def test_no_copy_of_x_is_saved(rule: RoutingRule, device: torch.device) -> None:
+    router = Router(1024, 64, 8, rule, device=device)
     x = torch.randn(512, 1024, device=device).bfloat16().requires_grad_()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         routing = router(x)
+        loss = routing.topk_weights.sum() + router.balancing_loss(routing)
     large = [t for t in saved if t.numel() >= x.numel()]
     assert {t.data_ptr() for t in large} == {x.data_ptr()}
-    (routing.topk_weights.sum() + routing.aux_loss).backward()
+    loss.backward()
     assert x.grad is not None
     assert router.weight.grad is not None
     assert router.weight.grad.dtype == torch.float32
@@ -197,23 +200,28 @@ def test_compiled(experts: int, device: torch.device) -> None:
             assert relative_error(got, want) < (2.0**-9 if got.dtype == torch.bfloat16 else SUMS)
 
 
-@pytest.mark.parametrize("options", [{}, V3], ids=["softmax", "v3"])
-def test_compiled_router(options: dict[str, Any], device: torch.device) -> None:
+@RULES
+def test_compiled_router(rule: RoutingRule, device: torch.device) -> None:
     torch._dynamo.reset()
-    router = Router(1024, 256, 8, device=device, **options)
+    router = Router(1024, 256, 8, rule, device=device)
     x = torch.randn(512, 1024, device=device).bfloat16().requires_grad_()
-    got, want = torch.compile(router, fullgraph=True)(x), router(x)
+
+    def step(x: Tensor) -> tuple[Routing, Tensor]:
+        routing = router(x)
+        return routing, router.balancing_loss(routing)
+
+    (got, got_loss), (want, want_loss) = torch.compile(step, fullgraph=True)(x), step(x)
     same = (got.topk_idx == want.topk_idx).all(dim=1)
     assert same.float().mean() > 0.99  # all but near ties
     torch.testing.assert_close(got.topk_weights[same], want.topk_weights[same])
-    torch.testing.assert_close(got.aux_loss, want.aux_loss, rtol=1e-3, atol=0)
-    (got.topk_weights.square().sum() + got.aux_loss).backward()
+    torch.testing.assert_close(got_loss, want_loss, rtol=1e-3, atol=0)
+    (got.topk_weights.square().sum() + got_loss).backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
 
 
 def test_router_chooses_what_the_cpu_does(device: torch.device) -> None:
-    router = Router(1024, 256, 8, **V3)
+    router = Router(1024, 256, 8, V3)
     assert router.selection_bias is not None
     router.selection_bias.normal_(std=0.01)
     x = torch.randn(2000, 1024).bfloat16()
@@ -224,6 +232,16 @@ def test_router_chooses_what_the_cpu_does(device: torch.device) -> None:
         got.topk_weights.cpu()[same], want.topk_weights[same], rtol=1e-4, atol=0
     )
     assert int(got.tokens_per_expert.sum()) == 16_000
+
+
+@RULES
+def test_of_equals_the_lower_expert_wins(rule: RoutingRule, device: torch.device) -> None:
+    for experts, top_k in ((64, 8), (256, 8), (1024, 32)):
+        router = Router(64, experts, top_k, rule, device=device)
+        with torch.no_grad():
+            router.weight.zero_()
+        x = torch.randn(300, 64, device=device).bfloat16()
+        assert (router(x).topk_idx == torch.arange(top_k, device=device)).all()
 
 
 def test_in_a_graph(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.router import Router
+from fp8moe_cutlass.nn.rule import RoutingRule
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 
@@ -60,9 +61,8 @@ class SideStream:
 class MoE(nn.Module):
     """x [..., H] -> [..., H]: each token through its top_k of num_experts experts, weighted.
 
-    Router options (score_function, selection_bias, num_groups, topk_groups, normalize,
-    routed_scaling_factor) are Router's, expert options (recipe, recompute, save_preactivation,
-    transposed_weights, delay_wgrad, group, capacity, bias, activation) MoEExperts'.
+    rule is Router's; expert options (recipe, recompute, save_preactivation, transposed_weights,
+    delay_wgrad, group, capacity, bias, activation) are MoEExperts'.
     shared_intermediate_size adds a dense expert of that width in `dtype`. The gate is float32.
 
     After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
@@ -84,13 +84,8 @@ class MoE(nn.Module):
         intermediate_size: int,
         num_experts: int,
         top_k: int,
+        rule: RoutingRule = RoutingRule(),  # noqa: B008 (frozen)
         *,
-        score_function: str = "softmax",
-        selection_bias: bool = False,
-        num_groups: int = 1,
-        topk_groups: int = 1,
-        normalize: bool = True,
-        routed_scaling_factor: float = 1.0,
         shared_intermediate_size: int | None = None,
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         recompute: str = "none",
@@ -105,18 +100,7 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(
-            hidden_size,
-            num_experts,
-            top_k,
-            score_function=score_function,
-            selection_bias=selection_bias,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            normalize=normalize,
-            routed_scaling_factor=routed_scaling_factor,
-            device=device,
-        )
+        self.router = Router(hidden_size, num_experts, top_k, rule, device=device)
         self.experts = MoEExperts(
             num_experts,
             hidden_size,
@@ -146,7 +130,8 @@ class MoE(nn.Module):
         weights, overwrite_main_grad: as of MoEExperts."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
-        self.aux_loss, self.tokens_per_expert = routing.aux_loss, routing.tokens_per_expert
+        self.aux_loss = self.router.balancing_loss(routing)
+        self.tokens_per_expert = routing.tokens_per_expert
         beside = None
         if self.shared_expert is not None and self.experts.group is not None and tokens.is_cuda:
             beside = SideStream(self.shared_expert, tokens)

@@ -1,8 +1,9 @@
-"""Router: which experts a token goes to, with what weights, and the loss that balances them."""
+"""Router: which experts a token goes to, with what weights, and the losses that balance them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,34 +12,31 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits
 from fp8moe_cutlass.distributed import Shared
+from fp8moe_cutlass.nn.published import routing_of
+from fp8moe_cutlass.nn.rule import RoutingRule, best, shares
 
 
 class Routing(NamedTuple):
     """What a router decides for T tokens."""
 
-    topk_idx: Tensor  # [T, top_k] i64
+    topk_idx: Tensor  # [T, top_k] i64, best first
     topk_weights: Tensor  # [T, top_k] f32, differentiable
-    aux_loss: Tensor  # [] f32, differentiable
-    tokens_per_expert: Tensor  # [E] i64; with a group, of all its ranks
+    logits: Tensor  # [T, E] f32, differentiable
+    scores: Tensor  # [T, E] f32, differentiable: without bias and groups
+    tokens_per_expert: Tensor  # [E] i64 without padding; with a group, of all its ranks
+    padding: Tensor | None  # [T] bool, as given
 
 
 class Router(nn.Module):
-    """Scores of a linear gate in float32, then the top k experts of each token.
+    """Scores of a linear gate in float32, then the top k experts of each token by `rule`.
 
     The gate is float32 whatever autocast says. bfloat16 tokens on CUDA meet its weight as three
     bfloat16 parts on the tensor core, which sums in float32 (autograd.gate_logits says what that
-    rounds); other tokens are cast to float32.
-    score_function: "softmax" over the experts, or "sigmoid" of each.
-    selection_bias: a buffer [E] added to the scores to choose experts, not to weight them
-      (auxiliary-loss-free balancing, DeepSeek-V3); `update_selection_bias` moves it.
-    num_groups, topk_groups: experts are chosen within the topk_groups best of num_groups equal
-      groups; a group's score is the sum of its two best experts' (its best, where a group has one).
-    normalize: weights sum to 1 before routed_scaling_factor multiplies them.
-    Auxiliary loss (Switch Transformers, eq. 4, for top k): E * sum over e of
-    (share of assignments e received) * (mean probability of e); 1 when balanced.
-    group: a torch.distributed process group whose ranks route parts of one batch. The shares are
-      then those of the whole batch, the probabilities of this rank's tokens: the ranks' losses,
-      averaged by their tokens, are the loss of one process. Collective.
+    rounds); other tokens are cast to float32. The selection bias stays float32 when the module is
+    cast: bfloat16 would lose its small steps.
+    Of equal scores the lower expert wins, and of equal groups the lower group, on every device.
+    group: a torch.distributed process group whose ranks route parts of one batch; collective.
+      tokens_per_expert is then that of the whole batch, and balancing_loss says what it counts.
     """
 
     selection_bias: Tensor | None
@@ -48,50 +46,46 @@ class Router(nn.Module):
         hidden_size: int,
         num_experts: int,
         top_k: int,
+        rule: RoutingRule = RoutingRule(),  # noqa: B008 (frozen)
         *,
-        score_function: str = "softmax",
-        selection_bias: bool = False,
-        num_groups: int = 1,
-        topk_groups: int = 1,
-        normalize: bool = True,
-        routed_scaling_factor: float = 1.0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if score_function not in ("softmax", "sigmoid"):
-            raise ValueError(
-                f"[Router] score_function must be 'softmax' or 'sigmoid'; got {score_function!r}"
-            )
         for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts)):
             if size < 1:
                 raise ValueError(f"[Router] {name} must be at least 1; got {size}")
-        if num_groups < 1 or num_experts % num_groups:
-            raise ValueError(
-                f"[Router] num_groups must divide num_experts {num_experts}; got {num_groups}"
-            )
-        if not 1 <= topk_groups <= num_groups:
-            raise ValueError(
-                f"[Router] topk_groups must be in [1, {num_groups}]; got {topk_groups}"
-            )
-        reachable = num_experts // num_groups * topk_groups
-        if not 1 <= top_k <= reachable:
-            raise ValueError(f"[Router] top_k must be in [1, {reachable}]; got {top_k}")
+        rule.check(num_experts, top_k)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
-        self.score_function = score_function
-        self.num_groups = num_groups
-        self.topk_groups = topk_groups
-        self.normalize = normalize
-        self.routed_scaling_factor = routed_scaling_factor
+        self.rule = rule
         self._group = Shared(group)
-        factory: Any = {"dtype": torch.float32, "device": device}
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
-        self.register_buffer(
-            "selection_bias", torch.zeros(num_experts, **factory) if selection_bias else None
-        )
+
+        def empty(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(sizes, dtype=torch.float32, device=device))
+
+        self.weight = empty(num_experts, hidden_size)
+        self.bias = empty(num_experts) if rule.gate_bias else None
+        self.input_scale = None if rule.input_norm_eps is None else empty(hidden_size)
+        self.expert_scale = empty(num_experts) if rule.expert_scale else None
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("selection_bias", bias if rule.selection_bias else None)
         self.reset_parameters()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> Router:
+        """The router of a model, from its transformers config or Megatron's TransformerConfig.
+
+        Raises ValueError for a model that is not in docs/reference/routers.md.
+        """
+        return cls(*routing_of(config), group=group, device=device)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -103,39 +97,76 @@ class Router(nn.Module):
         self._group = Shared(group)
 
     def reset_parameters(self) -> None:
-        """Uniform within 1/sqrt(hidden_size), the selection bias 0."""
+        """The weight uniform within 1/sqrt(hidden_size), biases 0, scales 1."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         nn.init.uniform_(self.weight, -bound, bound)
-        if self.selection_bias is not None:
-            nn.init.zeros_(self.selection_bias)
+        for bias in (self.bias, self.selection_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for scale in (self.input_scale, self.expert_scale):
+            if scale is not None:
+                nn.init.ones_(scale)
 
-    def forward(self, x: Tensor) -> Routing:
-        """x [T, H] -> Routing."""
+    def forward(self, x: Tensor, *, padding: Tensor | None = None) -> Routing:
+        """x [T, H] -> Routing. padding [T] bool: tokens that no loss and no load counts; they are
+        routed all the same."""
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
-        logits = gate_logits(x, self.weight)
-        if self.score_function == "softmax":
-            scores = probability = logits.softmax(dim=-1)
-        else:
-            scores = logits.sigmoid()
-            probability = _shares(scores)
-        topk_idx = self._select(scores.detach())
-        topk_weights = scores.gather(1, topk_idx)
-        if self.normalize:
-            topk_weights = _shares(topk_weights)
-        if self.routed_scaling_factor != 1.0:
-            topk_weights = topk_weights * self.routed_scaling_factor
-
-        chosen = topk_idx.flatten()
-        counts = chosen.new_zeros(self.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        tokens = max(x.shape[0], 1)
-        routed: Tensor | int = tokens * self.top_k
+        tokens = x.shape[0]
+        if padding is not None and (padding.dtype != torch.bool or padding.shape != (tokens,)):
+            raise ValueError(
+                f"[Router] padding must be bool [{tokens}]; "
+                f"got {padding.dtype} {tuple(padding.shape)}"
+            )
+        logits = self._logits(x)
+        scores = self.rule.scores(logits)
+        compared = (scores if self.rule.select_by == "scores" else logits).detach()
+        if self.selection_bias is not None:
+            compared = compared + self.selection_bias
+        topk_idx = self.rule.choose(compared, self.top_k)
+        topk_weights = self.rule.weights(logits, scores, topk_idx)
+        if self.expert_scale is not None:
+            topk_weights = topk_weights * self.expert_scale.float()[topk_idx]
+        counts = self._count(topk_idx, padding, 1)
         if self.group is not None:
             dist.all_reduce(counts, group=self.group)
-            routed = counts.sum().clamp(min=1)
-        share = counts.float() / routed
-        aux_loss = self.num_experts * (share * probability.sum(dim=0) / tokens).sum()
-        return Routing(topk_idx, topk_weights, aux_loss, counts)
+        return Routing(topk_idx, topk_weights, logits, scores, counts, padding)
+
+    def balancing_loss(self, routing: Routing, *, sequences: int = 1) -> Tensor:
+        """E / (k T) * sum over e of n_e * (mean over tokens of p_te), a scalar; 1 when balanced.
+
+        p is the softmax, or each score over the sum of the token's. n_e counts the tokens that have
+        e among their k best scores, without bias and groups, as Megatron does; for k = 1 this is
+        eq. 4 of Switch Transformers. Padding counts nowhere.
+        sequences: the tokens are this many sequences of equal length, one after the other, and the
+          loss is the mean of theirs (DeepSeek-V3). A sequence of padding has loss 0.
+        With a group and sequences=1, n_e and T are those of all ranks, p of this rank's tokens: the
+        ranks' losses, averaged by their tokens, are the loss of one process. Collective.
+        """
+        tokens = routing.scores.shape[0]
+        if sequences < 1 or tokens % sequences:
+            raise ValueError(
+                f"[Router] sequences must divide the number of tokens {tokens}; got {sequences}"
+            )
+        p = routing.scores if self.rule.score == "softmax" else shares(routing.scores)
+        as_chosen = self.selection_bias is None and not self.rule.has_closed_groups
+        if as_chosen and sequences == 1:
+            counts = routing.tokens_per_expert
+        else:
+            chosen = routing.topk_idx if as_chosen else best(routing.scores.detach(), self.top_k)
+            counts = self._count(chosen, routing.padding, sequences)
+            if self.group is not None and sequences == 1:
+                dist.all_reduce(counts, group=self.group)
+        counts = counts.view(sequences, self.num_experts)
+        share = counts.float() / counts.sum(dim=1, keepdim=True).clamp(min=1)
+        length: Tensor | int = max(tokens // sequences, 1)
+        if routing.padding is not None:
+            real = ~routing.padding
+            p = p * real[:, None]
+            length = real.view(sequences, tokens // sequences).sum(dim=1, keepdim=True).clamp(min=1)
+        p = p.view(sequences, tokens // sequences, self.num_experts).sum(dim=1)
+        loss: Tensor = self.num_experts * (share * p / length).sum(dim=1).mean()
+        return loss
 
     @torch.no_grad()
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
@@ -145,18 +176,41 @@ class Router(nn.Module):
         load = tokens_per_expert.float()
         self.selection_bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
-    def _select(self, scores: Tensor) -> Tensor:
-        """The top k experts of each token [T, top_k], best first."""
-        choice = scores if self.selection_bias is None else scores + self.selection_bias
-        if self.topk_groups < self.num_groups:
-            groups = choice.view(-1, self.num_groups, self.num_experts // self.num_groups)
-            best = groups.topk(min(2, groups.shape[-1]), sorted=False).values.sum(dim=-1)
-            chosen = best.topk(self.topk_groups, sorted=False).indices
-            closed = torch.full_like(best, float("-inf")).scatter_(1, chosen, 0.0)
-            choice = (groups + closed[..., None]).flatten(1)
-        return choice.topk(self.top_k, dim=-1).indices
+    def _logits(self, x: Tensor) -> Tensor:
+        weight, eps = self.weight, self.rule.input_norm_eps
+        if self.input_scale is None or eps is None:
+            logits = gate_logits(x, weight)
+        else:  # The norm is a factor per token: applied to the logits, x stays as it is.
+            scale = self.input_scale.float() / math.sqrt(self.hidden_size)
+            square = x.float().square().mean(dim=1, keepdim=True)
+            logits = gate_logits(x, weight.float() * scale) * torch.rsqrt(square + eps)
+        return logits if self.bias is None else logits + self.bias.float()
+
+    def _count(self, chosen: Tensor, padding: Tensor | None, sequences: int) -> Tensor:
+        """chosen [T, k] -> how often each expert is in it, [sequences * E] i64."""
+        rows = chosen
+        if sequences > 1:
+            first = torch.arange(sequences, device=chosen.device) * self.num_experts
+            rows = (chosen.view(sequences, -1) + first[:, None]).view_as(chosen)
+        one = torch.ones_like(chosen)
+        if padding is not None:
+            one = one * ~padding[:, None]
+        counts = chosen.new_zeros(sequences * self.num_experts)
+        return counts.scatter_add_(0, rows.flatten(), one.flatten())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = self.selection_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:
+            self.selection_bias = bias.to(moved.device)
+        return self
 
 
-def _shares(scores: Tensor) -> Tensor:
-    """scores [T, k] over their sum; 0 where all are 0."""
-    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+def z_loss(routing: Routing) -> Tensor:
+    """The mean over the tokens, without padding, of logsumexp(logits)^2 (ST-MoE), a scalar."""
+    square = routing.logits.logsumexp(dim=1).square()
+    if routing.padding is None:
+        return square.sum() / max(square.shape[0], 1)
+    real = ~routing.padding
+    return (square * real).sum() / real.sum().clamp(min=1)

@@ -1,0 +1,398 @@
+"""Router: choices and weights against a loop over tokens, losses against float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass.nn import MoE, Router, Routing, RoutingRule, z_loss
+
+V3 = RoutingRule(
+    score="sigmoid",
+    selection_bias=True,
+    num_groups=3,
+    topk_groups=2,
+    best_per_group=2,
+    routed_scaling_factor=2.5,
+)
+AFTER: dict[str, Any] = {"softmax_after_topk": True, "select_by": "logits"}
+GROUPS: dict[str, Any] = {"num_groups": 4, "topk_groups": 2}
+RULES = {
+    "softmax": RoutingRule(),
+    "softmax_raw": RoutingRule(normalize=False, routed_scaling_factor=2.5),
+    "softmax_after": RoutingRule(**AFTER, gate_bias=True, routed_scaling_factor=2.5),
+    "softmax_after_groups": RoutingRule(**AFTER, **GROUPS, best_per_group=3),
+    "sigmoid": RoutingRule(score="sigmoid", epsilon=0.0),
+    "sigmoid_of_logits": RoutingRule(score="sigmoid", select_by="logits", normalize=False),
+    "sqrt_softplus": RoutingRule(score="sqrt_softplus", selection_bias=True),
+    "bias": RoutingRule(score="sigmoid", selection_bias=True),
+    "bias_masked_to_0": RoutingRule(
+        score="sigmoid", selection_bias=True, **GROUPS, best_per_group=2, closed_value=0.0
+    ),
+    "best_of_a_group": RoutingRule(**GROUPS, best_per_group=1, normalize=False),
+    "groups_of_one": RoutingRule(num_groups=12, topk_groups=5, best_per_group=1),
+    "gemma4": RoutingRule(input_norm_eps=1e-6, expert_scale=True),
+    "deepseek_v3": V3,
+}
+EACH = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+def router_of(rule: RoutingRule, hidden: int = 32, experts: int = 12, top_k: int = 4) -> Router:
+    """With no two parameters or biases alike."""
+    router = Router(hidden, experts, top_k, rule)
+    with torch.no_grad():
+        for t in (router.bias, router.selection_bias, router.input_scale, router.expert_scale):
+            if t is not None:
+                t.normal_()
+    return router
+
+
+def scores_of(rule: RoutingRule, logits: Tensor) -> Tensor:
+    """[T, E] float64, by the definition."""
+    if rule.score == "softmax":
+        e = torch.exp(logits)
+        return e / e.sum(dim=1, keepdim=True)
+    if rule.score == "sigmoid":
+        return 1 / (1 + torch.exp(-logits))
+    return torch.sqrt(torch.log1p(torch.exp(logits)))
+
+
+def logits_of(router: Router, x: Tensor) -> Tensor:
+    """[T, E] in float64 from the router's parameters in float64, by the definition."""
+    if router.rule.input_norm_eps is not None:
+        mean = (x * x).mean(dim=1, keepdim=True)
+        x = x / torch.sqrt(mean + router.rule.input_norm_eps) * router.input_scale.double()
+        x = x / math.sqrt(router.hidden_size)
+    logits = x @ router.weight.double().T
+    return logits if router.bias is None else logits + router.bias.double()
+
+
+def experts_of(rule: RoutingRule, compared: list[float], top_k: int) -> list[int]:
+    """One token's experts, best first; of equal ones the lower first, as sorted is stable."""
+    size = len(compared) // rule.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(rule.num_groups)]
+    if rule.topk_groups < rule.num_groups:
+        value = [sum(sorted(compared[e] for e in g)[-rule.best_per_group :]) for g in groups]
+        is_open = sorted(range(rule.num_groups), key=lambda g: -value[g])[: rule.topk_groups]
+        compared = [
+            c if e // size in is_open else rule.closed_value for e, c in enumerate(compared)
+        ]
+    return sorted(range(len(compared)), key=lambda e: -compared[e])[:top_k]
+
+
+def weights_of(rule: RoutingRule, logits: Tensor, scores: Tensor, idx: Tensor) -> Tensor:
+    """[T, k] without the scale per expert, by the definition."""
+    if rule.softmax_after_topk:
+        weights = scores_of(RoutingRule(), logits.gather(1, idx))
+    else:
+        weights = scores.gather(1, idx)
+        if rule.normalize:
+            weights = weights / weights.sum(dim=1, keepdim=True)
+    return weights * rule.routed_scaling_factor
+
+
+def balancing_loss_of(rule: RoutingRule, scores: Tensor, top_k: int) -> Tensor:
+    """E / (k T) sum_e n_e mean_t p_te, n_e by unbiased scores without groups."""
+    tokens, experts = scores.shape
+    counts = [0] * experts
+    for row in scores.tolist():
+        for e in experts_of(RoutingRule(), row, top_k):
+            counts[e] += 1
+    p = scores / scores.sum(dim=1, keepdim=True)
+    return experts / (top_k * tokens) * sum(n * p[:, e].mean() for e, n in enumerate(counts))
+
+
+@EACH
+def test_choices_weights_and_gradients_against_float64(rule: RoutingRule) -> None:
+    router = router_of(rule)
+    x = torch.randn(50, 32, requires_grad=True)
+    routing = router(x)
+    x64 = x.detach().double().requires_grad_()
+    logits = logits_of(router, x64)
+    scores = scores_of(rule, logits)
+    compared = (scores if rule.select_by == "scores" else logits).detach()
+    if router.selection_bias is not None:
+        compared = compared + router.selection_bias.double()
+    want = torch.tensor([experts_of(rule, row, 4) for row in compared.tolist()])
+    assert torch.equal(routing.topk_idx, want)
+    assert torch.equal(routing.tokens_per_expert, torch.bincount(want.flatten(), minlength=12))
+    weights = weights_of(rule, logits, scores, want)
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale.double()[want]
+    for got, exact in ((routing.logits, logits), (routing.scores, scores)):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(routing.topk_weights.double(), weights, rtol=1e-5, atol=1e-6)
+
+    by = torch.randn(50, 4)
+    leaves = list(router.parameters())
+    got = torch.autograd.grad((routing.topk_weights * by).sum(), [x, *leaves], retain_graph=True)
+    exact = torch.autograd.grad((weights * by).sum(), [x64, *leaves])
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+
+
+@EACH
+@pytest.mark.parametrize("sequences", [1, 5])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_losses_against_float64(rule: RoutingRule, sequences: int, padded: bool) -> None:
+    router = router_of(rule)
+    x = torch.randn(50, 32)
+    padding = torch.rand(50) < 0.3 if padded else None
+    routing = router(x, padding=padding)
+    real = torch.ones(50, dtype=torch.bool) if padding is None else ~padding
+    logits = logits_of(router, x.double())
+    parts = [
+        scores_of(rule, some[keep])
+        for some, keep in zip(logits.chunk(sequences), real.chunk(sequences), strict=True)
+    ]
+    losses = {
+        "balancing": (
+            router.balancing_loss(routing, sequences=sequences),
+            sum(balancing_loss_of(rule, part, 4) for part in parts) / sequences,
+        ),
+        "z": (z_loss(routing), (torch.logsumexp(logits[real], dim=1) ** 2).mean()),
+    }
+    assert int(routing.tokens_per_expert.sum()) == 4 * int(real.sum())
+    for name, (got, want) in losses.items():
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6, msg=name)
+        a, b = (torch.autograd.grad(t, router.weight, retain_graph=True)[0] for t in (got, want))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_loss_per_sequence_is_the_mean_of_a_call_per_sequence() -> None:
+    router = router_of(V3)
+    x = torch.randn(60, 32)
+    each = [router.balancing_loss(router(part)) for part in x.split(20)]
+    whole = router.balancing_loss(router(x), sequences=3)
+    torch.testing.assert_close(whole, torch.stack(each).mean())
+    with pytest.raises(ValueError, match="sequences must divide the number of tokens 60; got 7"):
+        router.balancing_loss(router(x), sequences=7)
+
+
+def test_a_sequence_of_padding_has_no_loss() -> None:
+    router = Router(32, 12, 4)
+    x = torch.randn(40, 32)
+    padding = torch.arange(40) >= 20
+    routing = router(x, padding=padding)
+    alone = router.balancing_loss(router(x[:20]))
+    torch.testing.assert_close(router.balancing_loss(routing, sequences=2), alone / 2)
+    torch.testing.assert_close(router.balancing_loss(routing), alone)
+    assert z_loss(router(x, padding=padding | True)) == 0
+
+
+def routed(rule: RoutingRule, top_k: int, logits: list[float]) -> tuple[Router, Routing, Tensor]:
+    """One token with these logits, and the logits as a leaf."""
+    router = Router(1, len(logits), top_k, rule)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor(logits)[:, None])
+    return router, router(torch.ones(1, 1)), router.weight
+
+
+def test_the_group_of_the_best_expert_as_in_deepseek_v2() -> None:
+    logits = [math.log(p) for p in (0.45, 0.01, 0.27, 0.27)]
+    for best, expert in ((1, 0), (2, 2)):
+        rule = RoutingRule(num_groups=2, topk_groups=1, best_per_group=best, normalize=False)
+        assert routed(rule, 1, logits)[1].topk_idx.tolist() == [[expert]]
+
+
+def test_groups_by_logits_as_in_megatron() -> None:
+    rule = RoutingRule(**AFTER, num_groups=2, topk_groups=1, best_per_group=2)
+    assert sorted(routed(rule, 2, [4, -9, 2, 2.9])[1].topk_idx[0].tolist()) == [2, 3]
+
+
+def test_a_loss_with_a_selection_bias_counts_unbiased_scores() -> None:
+    rule = RoutingRule(score="sigmoid", selection_bias=True, normalize=False)
+    router, _, logits = routed(rule, 1, [math.log(1.5), math.log(2 / 3)])  # sigmoids .6, .4
+    router.selection_bias.copy_(torch.tensor([0.0, 1.0]))
+    routing = router(torch.ones(1, 1))
+    assert routing.topk_idx.item() == 1
+    loss = router.balancing_loss(routing)
+    loss.backward()
+    assert abs(loss.item() - 1.2) < 1e-6
+    torch.testing.assert_close(logits.grad.flatten(), torch.tensor([0.192, -0.192 * 1.5]))
+
+
+def test_one_expert_by_sigmoid_or_sqrt_softplus() -> None:
+    _, routing, logits = routed(RoutingRule(score="sigmoid", normalize=False), 1, [0, 1])
+    routing.topk_weights.sum().backward()
+    assert abs(routing.topk_weights.item() - 0.7311) < 1e-4
+    assert abs(logits.grad[1].item() - 0.1966) < 1e-4
+    rule = RoutingRule(score="sqrt_softplus", normalize=False)
+    assert abs(routed(rule, 1, [0, 1])[1].topk_weights.item() - 1.14598) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "rule", [RoutingRule(), RoutingRule(score="sigmoid"), RoutingRule(**AFTER)], ids=str
+)
+def test_a_constant_weight_is_refused_unless_asked_for(rule: RoutingRule) -> None:
+    for module in (Router, MoE):
+        sizes = (64, 4, 1) if module is Router else (64, 64, 4, 1)
+        with pytest.raises(ValueError, match=r"top_k must be at least 2 .* gives the gate no grad"):
+            module(*sizes, rule)
+    asked = {**vars(rule), "constant_weights": True}
+    assert (Router(64, 4, 1, RoutingRule(**asked))(torch.randn(5, 64)).topk_weights == 1).all()
+
+
+@EACH
+def test_of_equals_the_lower_expert_wins(rule: RoutingRule) -> None:
+    for experts, top_k in ((12, 4), (192, 12)):
+        router = Router(8, experts, top_k, rule)
+        with torch.no_grad():
+            router.weight.zero_()
+        want = list(range(top_k))
+        assert router(torch.randn(30, 8)).topk_idx.tolist() == [want] * 30
+
+
+def test_the_selection_bias_stays_float32() -> None:
+    router = Router(16, 2, 1, RoutingRule(selection_bias=True, normalize=False))
+    router.selection_bias[0] = 1 + 2**-20
+    for cast in (torch.nn.Module.bfloat16, torch.nn.Module.half, torch.nn.Module.double):
+        twin = cast(copy.deepcopy(router))
+        assert twin.weight.dtype != torch.float32
+        assert twin.selection_bias.dtype == torch.float32
+        assert torch.equal(twin.selection_bias, router.selection_bias)
+        assert twin.state_dict()["selection_bias"].data_ptr() == twin.selection_bias.data_ptr()
+    router = Router(16, 2, 1, RoutingRule(selection_bias=True, normalize=False)).bfloat16()
+    for _ in range(2000):
+        router.update_selection_bias(torch.tensor([0, 1]))
+    torch.testing.assert_close(router.selection_bias, torch.tensor([2.0, -2.0]), atol=1e-3, rtol=0)
+    assert router.to("meta").bfloat16().selection_bias.is_meta
+    assert router.to_empty(device="cpu").selection_bias.dtype == torch.float32
+
+
+@EACH
+def test_a_router_of_no_tokens(rule: RoutingRule) -> None:
+    router = router_of(rule)
+    x = torch.zeros(0, 32, requires_grad=True)
+    routing = router(x)
+    assert routing.topk_idx.shape == routing.topk_weights.shape == (0, 4)
+    assert not routing.tokens_per_expert.any()
+    loss = router.balancing_loss(routing) + router.balancing_loss(routing, sequences=2)
+    loss = loss + z_loss(routing)
+    assert loss == 0
+    (routing.topk_weights.sum() + loss).backward()
+    assert x.grad is not None
+    assert not router.weight.grad.any()
+
+
+def test_balanced_routing_has_loss_one_and_collapse_num_experts() -> None:
+    router = Router(8, 8, 1, RoutingRule(normalize=False))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(8) * 100)
+    assert abs(router.balancing_loss(router(torch.eye(8))).item() - 1) < 1e-5
+    one = router(torch.eye(8)[:1].expand(8, 8))
+    assert abs(router.balancing_loss(one).item() - 8) < 1e-4
+    assert one.tokens_per_expert.tolist() == [8, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+def test_a_token_that_no_expert_wants_has_a_finite_loss(score: Any) -> None:
+    router = Router(32, 8, 2, RoutingRule(score=score, normalize=score == "sigmoid"))
+    with torch.no_grad():
+        router.weight.fill_(-1.0)
+    x = torch.full((4, 32), 4.0, requires_grad=True)  # scores of -128, 0 in float32
+    routing = router(x)
+    assert routing.topk_weights.max() < 1e-18
+    loss = router.balancing_loss(routing)
+    assert loss.isfinite()
+    (routing.topk_weights.sum() + loss).backward()
+    assert x.grad.isfinite().all()
+    assert router.weight.grad.isfinite().all()
+
+
+def test_balancing_loss_pushes_towards_balance() -> None:
+    router = Router(16, 4, 1, RoutingRule(normalize=False))
+    x = torch.randn(256, 16) + 1
+    with torch.no_grad():
+        router.weight[0] += 0.5
+    first = router(x)
+    optimizer = torch.optim.SGD(router.parameters(), lr=0.5)
+    for _ in range(50):
+        optimizer.zero_grad()
+        router.balancing_loss(router(x)).backward()
+        optimizer.step()
+    last = router(x)
+    assert router.balancing_loss(last) < router.balancing_loss(first)
+    assert last.tokens_per_expert.max() < first.tokens_per_expert.max()
+
+
+def test_selection_bias_moves_against_the_load() -> None:
+    router = Router(8, 4, 2, RoutingRule(selection_bias=True))
+    router.update_selection_bias(torch.tensor([10, 2, 0, 4]), rate=0.5)
+    assert router.selection_bias.tolist() == [-0.5, 0.5, 0.5, 0.0]
+    assert "selection_bias" in router.state_dict()
+    with pytest.raises(ValueError, match="selection_bias=True"):
+        Router(8, 4, 2).update_selection_bias(torch.zeros(4))
+
+
+@pytest.mark.parametrize("name", ["softmax_after_groups", "gemma4", "deepseek_v3"])
+def test_compiles_to_the_same_bits(name: str) -> None:
+    torch._dynamo.reset()
+    router = router_of(RULES[name])
+    padding = torch.arange(40) > 30
+
+    def step(x: Tensor) -> list[Tensor]:
+        routing = router(x, padding=padding)
+        loss = router.balancing_loss(routing, sequences=2) + z_loss(routing)
+        return [*routing[:5], loss]
+
+    x = torch.randn(40, 32)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x), step(x), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "relu"}, "score must be one of .* 'relu'"),
+        ({"select_by": "bias"}, "select_by must be one of .* 'bias'"),
+        ({"closed_value": 1.0}, "closed_value must be one of .* 1.0"),
+        ({"num_groups": 0}, "num_groups must be at least 1; got 0"),
+        ({"num_groups": 4, "topk_groups": 5}, "topk_groups .* 5"),
+        ({"num_groups": 4, "topk_groups": 2}, "best_per_group must be given .* got None"),
+        ({"softmax_after_topk": True}, "softmax_after_topk must .* 'scores'"),
+        ({**AFTER, "score": "sigmoid"}, "softmax_after_topk must .* 'sigmoid'"),
+        ({**AFTER, "selection_bias": True}, "selection_bias must .* 'logits'"),
+        ({"epsilon": -1.0}, "epsilon must .* -1.0"),
+    ],
+)
+def test_bad_rule(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutingRule(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be at least 1; got 0"),
+        ({"num_experts": 0}, "num_experts must be at least 1; got 0"),
+        ({"top_k": 0}, r"top_k must be in \[1, 12\]; got 0"),
+        ({"rule": RoutingRule(num_groups=5, topk_groups=5)}, "num_groups .* 5"),
+        ({"rule": RULES["best_of_a_group"], "top_k": 7}, r"top_k .* \[1, 6\]; got 7"),
+        (
+            {"rule": RoutingRule(num_groups=6, topk_groups=3, best_per_group=3)},
+            r"best_per_group must be in \[1, 2\]; got 3",
+        ),
+    ],
+)
+def test_bad_router(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Router(**{"hidden_size": 16, "num_experts": 12, "top_k": 4, **options})
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (16,), (2, 3, 16)])
+def test_a_router_refuses_other_tokens(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x must be \[T, 16\]; got"):
+        Router(16, 12, 4)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("padding", [torch.zeros(3), torch.zeros(4, dtype=torch.bool)], ids=str)
+def test_a_router_refuses_other_padding(padding: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"padding must be bool \[3\]; got"):
+        Router(16, 12, 4)(torch.zeros(3, 16), padding=padding)
