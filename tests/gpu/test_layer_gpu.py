@@ -564,6 +564,19 @@ def test_compiled_equals_eager(name: str, device: torch.device) -> None:
     assert_same(step(compiled, q, params), step(layer, q, params))
 
 
+def test_compiled_reuse_equals_eager(device: torch.device) -> None:
+    """`weights=` and reuse_fp8_weights under fullgraph, the codes made on this stream before."""
+    torch._dynamo.reset()
+    p = on(device, 512, 2, 4)
+    layer = layer_of(p)
+    params = tuple(layer.parameters())
+    compiled = torch.compile(layer, fullgraph=True)
+    want, weights = step(layer, p, params), layer.quantize_weights()
+    assert_same(step(lambda *given: compiled(*given, weights=weights), p, params), want)
+    with reuse_fp8_weights(layer):
+        assert_same(step(compiled, p, params), want)
+
+
 # ---- where weight gradients go ------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
@@ -63,7 +64,8 @@ def weights_for(
     """The weights a forward multiplies, those given or quantized now, and what it keeps. kept None:
     there is no backward."""
     if weights is not None:
-        weights.wait()
+        if not torch.compiler.is_compiling():  # dynamo traces no event
+            weights.wait()
         return weights, kept and kept._replace(codes=True)
     codes = kept is not None and kept.codes
     dx = kept is not None and kept.dx
