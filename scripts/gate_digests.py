@@ -494,7 +494,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     "none": {},
     "recompute": {"recompute": "expert"},
     "fp8 z": {"save_preactivation": "fp8"},
-    "remade": {},  # named below: builds have had two words
+    "recomputed codes": {"transposed_weights": "recompute"},
     "delayed": {"delay_wgrad": True},
 }
 
@@ -503,16 +503,13 @@ def layer(s: Shape, name: str, memory: str, dtype: str, main_grad: str | None) -
     """Output and gradients of two microbatches."""
     recipe = RECIPES[name]
     torch.manual_seed(s.seed)
-    old = "is_first_microbatch" in inspect.signature(nn.MoEExperts.forward).parameters
-    overwrite = "is_first_microbatch" if old else "overwrite_main_grad"
-    remade = {"transposed_weights": "remade" if old else "recompute"}
     experts = call(
         nn.MoEExperts,
         *(s.experts, s.hidden, s.intermediate),
         recipe=None if recipe is None else call(Fp8Recipe, **recipe),
         dtype=getattr(torch, dtype),
         device=s.device,
-        **(remade if memory == "remade" else MEMORY[memory]),
+        **MEMORY[memory],
     )
     weights = list(experts.parameters())
     for w in weights:
@@ -522,7 +519,7 @@ def layer(s: Shape, name: str, memory: str, dtype: str, main_grad: str | None) -
     for first in (True, False):
         x = s.plain(s.tokens, s.hidden, dtype=dtype).requires_grad_()
         probs = s.uniform(s.tokens, s.slots).requires_grad_()
-        y = experts(x, s.topk_idx, probs, **{overwrite: first})
+        y = experts(x, s.topk_idx, probs, overwrite_main_grad=first)
         y.backward(s.plain(s.tokens, s.hidden, dtype=dtype))
         if memory == "delayed":
             experts.backward_dw()
@@ -563,7 +560,9 @@ def layers(device: str, out: Digests) -> None:
 
         for name, recipe in RECIPES.items():
             for memory, options in MEMORY.items():
-                if recipe is None and ("save_preactivation" in options or memory == "remade"):
+                if recipe is None and (
+                    "save_preactivation" in options or "transposed_weights" in options
+                ):
                     continue
                 case = (name, memory, "bfloat16", None)
                 out.add("layer", case, lambda: layer(shape(), *case))
@@ -574,8 +573,8 @@ def layers(device: str, out: Digests) -> None:
             if case != (name, "none", "bfloat16", None):
                 out.add("layer", case, lambda: layer(shape(), *case))
         for score, bias, shared in itertools.product(("softmax", "sigmoid"), BOTH, (None, 64)):
-            how = {"score_function": score, "selection_bias": bias}
-            how["shared_intermediate_size"] = shared
+            rule = nn.RoutingRule(score=score, selection_bias=bias)
+            how = {"rule": rule, "shared_intermediate_size": shared}
             out.add("moe", (score, bias, shared), lambda: moe(shape(), **how))
 
 

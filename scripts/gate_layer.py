@@ -51,15 +51,7 @@ def milliseconds(run: Any, reps: int, blocks: int) -> float:
 
 
 def variants(layer: Any) -> dict[str, Any]:
-    """How a step quantizes its weights, by the arguments that this build's layer has."""
-    import inspect
-
-    if "is_first_microbatch" in inspect.signature(layer.forward).parameters:
-        layer.quantize_weights()
-        return {
-            "quantized in each step": lambda: {"is_first_microbatch": True},
-            "reused": lambda: {"is_first_microbatch": False},
-        }
+    """How a step gets its FP8 weights."""
     weights = layer.quantize_weights()
     return {"quantized in each step": dict, "reused": lambda: {"weights": weights}}
 
@@ -110,11 +102,9 @@ def stack(experts: int, slots: int, hidden: int, intermediate: int, t: int) -> d
     from fp8moe_cutlass import Fp8Recipe, nn
 
     figures = {}
-    old = "is_first_microbatch" in nn.MoEExperts.forward.__annotations__
-    kept, remade = ("kept", "remade") if old else ("save", "recompute")
     for label, options in {
-        "kept": {"recipe": Fp8Recipe(), "transposed_weights": kept},
-        "remade": {"recipe": Fp8Recipe(), "transposed_weights": remade},
+        "saved": {"recipe": Fp8Recipe(), "transposed_weights": "save"},
+        "recomputed": {"recipe": Fp8Recipe(), "transposed_weights": "recompute"},
         "recipe=None": {"recipe": None},
     }.items():
         layers = [

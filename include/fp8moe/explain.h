@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which kernel a grouped GEMM runs on CUDA, and how well its tiles fit. No device is asked; a build
-// without the CUDA backend answers, too.
+// Which kernel a grouped GEMM runs on CUDA, and how well its tiles fit. It needs no device, and no
+// CUDA backend in the build.
 #pragma once
 
 #include <cstdint>

@@ -41,6 +41,13 @@ def written(device: torch.device) -> Written | None:
     return Written(device) if eager_gpu else None
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as a checkpointed forward does that is computed again.
+    torch has no public word for it; without the private one: no."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
 def order_with_backward(device: torch.device) -> None:
     """In a backward: the stream that called backward() waits for what is queued here, as it does
     for every `.grad`."""

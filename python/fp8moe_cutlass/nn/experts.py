@@ -20,6 +20,7 @@ from fp8moe_cutlass.autograd import (
     weight_grads,
 )
 from fp8moe_cutlass.autograd import group as group_by_expert
+from fp8moe_cutlass.autograd.streams import in_backward
 from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
 from fp8moe_cutlass.distributed import (
     Bf16Block,
@@ -268,7 +269,7 @@ class MoEExperts(nn.Module):
                 "functional_call): backward_dw() has no way back to what they are made of; got True"
             )
         # A checkpointed forward runs again inside a backward: there others may be pending.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if torch.is_grad_enabled() and not in_backward():
             self._check_nothing_pending("the next training forward")
 
     def _check_nothing_pending(self, before: str) -> None:
