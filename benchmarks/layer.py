@@ -33,10 +33,10 @@ from kernel_trace import profile, roles
 from layer_baselines import peers
 
 FEW_TOKENS = (1, 16, 64, 512)
-# What saves memory: the variant, recompute, save_preactivation, what is kept of z.
+# What saves memory: the variant, preactivation, what is kept of z.
 MEMORY = (
-    (f"{REUSING}, FP8 pre-activation", "none", "fp8", "fp8"),
-    (f"{REUSING}, recompute", "expert", "bf16", "none"),
+    (f"{REUSING}, FP8 pre-activation", "save_fp8", "fp8"),
+    (f"{REUSING}, recompute", "recompute", "none"),
 )
 
 
@@ -140,8 +140,8 @@ class FullLayerBench(LayerBench):
 
     def other_memory(self) -> Iterator[Record]:
         e, h, i = (self.shape[name] for name in "EHI")
-        for variant, recompute, z, keep in MEMORY:
-            layer = MoEExperts(e, h, i, recompute=recompute, save_preactivation=z, device="meta")
+        for variant, preactivation, keep in MEMORY:
+            layer = MoEExperts(e, h, i, preactivation=preactivation, device="meta")
             layer.gate_up_proj, layer.down_proj = self.layer.gate_up_proj, self.layer.down_proj
             ours = Contender(layer, self.inputs)
             row = self.row(variant, {OURS: ours.step})

@@ -492,8 +492,8 @@ RECIPES: dict[str, dict[str, Any] | None] = {
 }
 MEMORY: dict[str, dict[str, Any]] = {
     "none": {},
-    "recompute": {"recompute": "expert"},
-    "fp8 z": {"save_preactivation": "fp8"},
+    "recompute": {"preactivation": "recompute"},
+    "fp8 z": {"preactivation": "save_fp8"},
     "recomputed codes": {"transposed_weights": "recompute"},
     "delayed": {"delay_wgrad": True},
 }
@@ -560,9 +560,7 @@ def layers(device: str, out: Digests) -> None:
 
         for name, recipe in RECIPES.items():
             for memory, options in MEMORY.items():
-                if recipe is None and (
-                    "save_preactivation" in options or "transposed_weights" in options
-                ):
+                if recipe is None and (memory == "fp8 z" or "transposed_weights" in options):
                     continue
                 case = (name, memory, "bfloat16", None)
                 out.add("layer", case, lambda: layer(shape(), *case))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe_cutlass import Fp8Recipe, telemetry
+from fp8moe_cutlass import Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, RoutingRule, reuse_fp8_weights
 from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
@@ -165,9 +165,9 @@ def test_equals_one_process(pool: Pool, ranks: int, recipe: Any) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "recompute": {"recipe": FP8, "recompute": "expert"},
-    "recompute_bf16": {"recipe": None, "recompute": "expert"},
-    "fp8_z": {"recipe": FP8, "save_preactivation": "fp8"},
+    "recompute": {"recipe": FP8, "preactivation": "recompute"},
+    "recompute_bf16": {"recipe": None, "preactivation": "recompute"},
+    "fp8_z": {"recipe": FP8, "preactivation": "save_fp8"},
     "column": {"recipe": Fp8Recipe(columns="column")},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2_gradients": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
@@ -459,7 +459,8 @@ def counted(group: Any, p: Problem, parts: list[slice]) -> Tensor:
     with telemetry.watch(layer, every=1) as seen:
         mine.run(layer)
     counts = seen.counters[""].counts
-    counts[len(telemetry.OPERANDS) :, :2] = 0  # of the rows there are, one a rank of the token's
+    # Of x and dout, and of the rows of both, one per rank of a token's experts.
+    counts[[0, 2, 4, 5], :2] = 0
     return counts
 
 
@@ -468,8 +469,30 @@ def test_telemetry_counts_what_one_process_counts(pool: Pool) -> None:
     p.x *= torch.exp2(torch.linspace(-9, 9, 100))[:, None].bfloat16()  # so that something is lost
     parts = results(pool.run(4, counted, p, shares([30, 0, 50, 20])))
     whole = alone(pool, counted, None, p, [slice(None)])
-    assert whole.any(dim=1).all()
+    assert whole[[1, 3, 4, 5]].any(dim=1).all()
     assert torch.equal(torch.stack(parts).sum(dim=0), whole)
+
+
+def received_codes(group: Any, p: Problem, parts: list[slice]) -> Tensor:
+    layer = layer_of(p, group)
+    with telemetry.watch(layer, every=1) as seen:
+        share(p, parts[rank_of(group)]).run(layer)
+    counts: Tensor = seen.counters[""].counts[[0, 2], :2]
+    return counts
+
+
+def test_telemetry_counts_the_rows_that_a_rank_receives(pool: Pool) -> None:
+    p = batch(100)
+    p.x *= torch.exp2(torch.linspace(-9, 9, 100))[:, None].bfloat16()
+    got = results(pool.run(4, received_codes, p, shares([30, 0, 50, 20])))
+    for rank, counts in enumerate(got):
+        here = (p.topk_idx // (EXPERTS // 4) == rank).any(dim=1)
+        for row, t in zip(counts, (p.x, p.dout), strict=True):
+            q = ops.quantize(t[here].contiguous())
+            plan = ops.route(1, topk_idx=torch.zeros(int(here.sum()), 1, dtype=torch.int64))
+            want = torch.zeros(21, dtype=torch.int64)
+            ops.count_codes(q, plan, want)
+            assert torch.equal(row, want[:2])
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -502,8 +525,8 @@ def kept_bytes(group: Any, p: Problem, keep: dict[str, Any]) -> tuple[int, int, 
     ("keep", "z"),
     [
         ({}, 4 * INTERMEDIATE),
-        ({"save_preactivation": "fp8"}, 2 * INTERMEDIATE + 4 * 2),
-        ({"recompute": "expert"}, 0),
+        ({"preactivation": "save_fp8"}, 2 * INTERMEDIATE + 4 * 2),
+        ({"preactivation": "recompute"}, 0),
     ],
 )
 def test_what_is_kept_for_backward(pool: Pool, keep: dict[str, Any], z: int) -> None:

@@ -168,11 +168,12 @@ def events_of(group: Any, capacity: Any) -> list[list[str]]:
 
     dist.all_to_all_single = all_to_all
     ops.quantize_pack = logged(ops.quantize_pack, "pack")
+    ops.quantize_weight = logged(ops.quantize_weight, "weight")
     ops.grouped_gemm = logged(ops.grouped_gemm, "gemm")
     ops.grouped_gemm_wgrad = logged(ops.grouped_gemm_wgrad, "wgrad")
     steps = []
     for _ in range(2):
-        out = layer(*inputs(), beside=lambda: seen.append("beside"))
+        out = layer(*inputs())
         out.backward(torch.ones_like(out))
         steps.append(list(seen))
         seen.clear()
@@ -181,17 +182,20 @@ def events_of(group: Any, capacity: Any) -> list[list[str]]:
 
 SIZES = ["int32 starts", "pack", "int32 awaited", "read"]
 AGREED = ["pack"]
-EXPERT_RUN = ["uint8 travels", "beside", "gemm", "gemm", "bfloat16 travels"]
+EXPERT_RUN = [
+    *("uint8 starts", "weight", "weight", "uint8 awaited"),
+    *("gemm", "gemm", "bfloat16 starts", "bfloat16 awaited"),
+]
 BACKWARD = [
-    *("pack", "uint8 travels", "gemm", "gemm", "float32 starts", "bfloat16 starts"),
+    *("pack", "uint8 starts", "uint8 awaited", "gemm", "gemm", "float32 starts", "bfloat16 starts"),
     *("wgrad", "wgrad", "float32 awaited", "bfloat16 awaited"),
 ]
 
 
 @pytest.mark.parametrize("capacity", [None, 30], ids=["exact", "capacity"])
 def test_one_read_a_forward_and_none_in_backward(capacity: Any) -> None:
-    """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. What runs
-    beside is queued behind the dispatch; gradients of the probs and dx leave before the weight
+    """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. Weights are
+    quantized while the rows travel; gradients of the probs and dx leave before the weight
     gradients."""
     pool = Pool(2, {2: [0, 1]})
     try:
@@ -219,7 +223,7 @@ def without_values(recipe: Any, capacity: Any, pipe: Any) -> None:
             shared_intermediate_size=64,
         )
         if capacity is not None:
-            layer.experts._exchange._agreed = Everything()
+            layer.experts._move.exchange._agreed = Everything()
         x = torch.randn(20, HIDDEN, requires_grad=True)
         try:
             out = layer(x)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepep_stand_in import Buffer, ElasticBuffer, World
 from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.autograd import fp8
+from fp8moe_cutlass.autograd import Options, fp8
 from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, problem
@@ -135,7 +135,7 @@ def test_one_rank_gets_all() -> None:
     check(p, run_ranks(p, [24, 24]), ranks=2)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "expert"}, {"delay_wgrad": True}])
+@pytest.mark.parametrize("options", [{"preactivation": "recompute"}, {"delay_wgrad": True}])
 def test_options_of_the_layer(options: dict[str, Any]) -> None:
     p = problem(tokens=64, slots=2, experts=E)
     check(p, run_ranks(p, [30, 34], **options), ranks=2)
@@ -171,12 +171,10 @@ def test_expanded_rows_forward_and_backward() -> None:
         )
         counts = handle.num_unaligned_recv_tokens_per_expert
         rows = deepep.received_expanded(data, weights, counts, align=align)
-        y, saved = deepep.forward(layer, held, rows, keep="bf16")
+        y, saved = deepep.forward(layer, held, rows, preactivation="save")
         dout_q = ops.quantize(dout, fp8_dtype=recipe.grad_dtype)
         grad = buffer.dispatch((dout_q.data, dout_q.scale_inv), handle=handle)[0]
-        grads = deepep.backward(layer, held, saved, rows.plan, grad)
-        assert grads.gate_up is not None
-        assert grads.down is not None
+        grads = deepep.backward(layer, saved, grad)
         dw = grads.gate_up.run(None, False, "bfloat16"), grads.down.run(None, False, "bfloat16")
         token, slot = handle.slots
         first = len(handle.sources[0])  # received rows of rank 0 come first
@@ -226,12 +224,13 @@ def test_low_latency_forward(round_scale: bool) -> None:
     got = torch.cat(world.run(job))
     # One process, each slot by itself and unweighted, weighted as combine does.
     layer = p.experts()
-    weights = layer.quantize_weights()
+    options = Options()
+    weights = fp8.weights(None, None, layer.quantize_weights(), options, None)
     x = ops.quantize(p.x, scale="pow2" if round_scale else "fp32")
     want, ones = torch.zeros(p.x.shape), torch.ones(40, 1)
     for slot in range(2):
         plan = ops.route(E, topk_idx=p.topk_idx[:, slot : slot + 1].contiguous())
-        y, _ = fp8.forward(x, ones, plan, weights, Fp8Recipe())
+        y, _ = fp8.forward(x, ones, plan, weights, options, None)
         want += p.probs[:, slot : slot + 1] * y.float()
     assert torch.equal(got, want.bfloat16())
 

@@ -38,12 +38,12 @@ def check(got: Result, want: Result, limit: float, record: Callable[[str, object
 RECIPES = {
     "default": (Fp8Recipe(), {}, SINGLE),
     "column": (Fp8Recipe(columns="column"), {}, SINGLE),
-    "recompute": (Fp8Recipe(), {"recompute": "expert"}, SINGLE),
-    "fp8_z": (Fp8Recipe(), {"save_preactivation": "fp8"}, TWICE),
+    "recompute": (Fp8Recipe(), {"preactivation": "recompute"}, SINGLE),
+    "fp8_z": (Fp8Recipe(), {"preactivation": "save_fp8"}, TWICE),
     "fp32_scales": (Fp8Recipe(scale="fp32", columns="column"), {}, TWICE),
     "e5m2_grads": (Fp8Recipe(grad_dtype="e5m2"), {}, E5M2),
     "bf16": (None, {}, 0.006),
-    "bf16_recompute": (None, {"recompute": "expert"}, 0.006),
+    "bf16_recompute": (None, {"preactivation": "recompute"}, 0.006),
 }
 
 
@@ -119,10 +119,10 @@ def test_routings(
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "expert"])
-def test_zero_tokens(recipe: Fp8Recipe | None, recompute: str) -> None:
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+def test_zero_tokens(recipe: Fp8Recipe | None, preactivation: str) -> None:
     p = problem(0)
-    got = p.run(p.experts(recipe=recipe, recompute=recompute))
+    got = p.run(p.experts(recipe=recipe, preactivation=preactivation))
     assert got.out.shape == got.dx.shape == (0, 256)
     assert got.dprobs.shape == (0, 2)
     assert not got.dgate_up.any()
@@ -134,7 +134,7 @@ def test_two_runs_and_recompute_are_bit_equal(recipe: Fp8Recipe | None) -> None:
     p = problem(300, 3, 5, 208, 144)
     first = p.run(p.experts(recipe=recipe))
     assert_same(p.run(p.experts(recipe=recipe)), first)
-    assert_same(p.run(p.experts(recipe=recipe, recompute="expert")), first)
+    assert_same(p.run(p.experts(recipe=recipe, preactivation="recompute")), first)
 
 
 # ---- what flows between the operators -----------------------------------------------------------
@@ -223,10 +223,10 @@ def test_float32_scales_are_requantized_by_the_recipe(monkeypatch: pytest.Monkey
         assert torch.equal(got.scale_inv[: end // 128], want.scale_inv[: end // 128])
 
 
-@pytest.mark.parametrize("recompute", ["none", "expert"])
-def test_two_casts_and_no_second_fprop(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+def test_two_casts_and_no_second_fprop(preactivation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem()
-    layer = p.experts(recompute=recompute)
+    layer = p.experts(preactivation=preactivation)
     names = ("quantize", "dequantize", "transpose_fp8", "quantize_weight")
     spy = Spy(monkeypatch, *names, "grouped_gemm", "act_quantize")
     p.run(layer)
@@ -234,7 +234,7 @@ def test_two_casts_and_no_second_fprop(recompute: str, monkeypatch: pytest.Monke
     assert not any(spy.calls[name] for name in names[1:-1])
     assert len(spy.calls["quantize_weight"]) == 2  # both directions of a projection in one pass
     # fprop-1, fprop-2, dgrad-2, dgrad-1, and fprop-1 again with recompute.
-    assert len(spy.calls["grouped_gemm"]) == (5 if recompute == "expert" else 4)
+    assert len(spy.calls["grouped_gemm"]) == (5 if preactivation == "recompute" else 4)
     assert len(spy.calls["act_quantize"]) == 1
 
 
@@ -265,13 +265,13 @@ def test_saved_for_backward() -> None:
     probs = rows * 4
     z = rows * 2 * i
     fresh = {"transposed_weights": "recompute"}
-    assert saved_bytes(p, recompute="expert", **fresh) == x + probs + plan
+    assert saved_bytes(p, preactivation="recompute", **fresh) == x + probs + plan
     assert saved_bytes(p, **fresh) == x + probs + plan + 2 * z
     fp8_z = z + z // 128 * 4
-    assert saved_bytes(p, save_preactivation="fp8", **fresh) == x + probs + plan + fp8_z
+    assert saved_bytes(p, preactivation="save_fp8", **fresh) == x + probs + plan + fp8_z
     gate_up, down = (n * (1 + 4 / 128**2) for n in (e * 2 * i * h, e * h * i))
     assert saved_bytes(p) == x + probs + plan + 2 * z + gate_up + down
-    assert saved_bytes(p, recompute="expert") == x + probs + plan + 2 * gate_up + down
+    assert saved_bytes(p, preactivation="recompute") == x + probs + plan + 2 * gate_up + down
 
 
 def test_no_grad_saves_nothing() -> None:

@@ -15,8 +15,8 @@ from moe_problem import assert_same, problem
 
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
-    "recompute": {"recompute": "expert"},
-    "fp8_z": {"save_preactivation": "fp8"},
+    "recompute": {"preactivation": "recompute"},
+    "fp8_z": {"preactivation": "save_fp8"},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "bf16": {"recipe": None},
 }

@@ -365,7 +365,7 @@ def test_functional_call_uses_the_given_weights() -> None:
     "options",
     [
         {},
-        {"recompute": "expert"},
+        {"preactivation": "recompute"},
         {"delay_wgrad": True},
         {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     ],
@@ -388,11 +388,9 @@ def test_recomputed_transposes_are_the_saved_ones(options: dict[str, Any]) -> No
 BAD_OPTIONS = {
     "bias": ({"bias": True}, NotImplementedError, "biases"),
     "activation": ({"activation": "swiglu_oai"}, NotImplementedError, "swiglu_oai"),
-    "recompute": ({"recompute": "all"}, ValueError, "'all'"),
-    "save": ({"save_preactivation": "fp16"}, ValueError, "'fp16'"),
+    "preactivation": ({"preactivation": "save_fp16"}, ValueError, "'save_fp16'"),
     "transposed": ({"transposed_weights": "none"}, ValueError, "'none'"),
-    "save_bf16": ({"save_preactivation": "fp8", "recipe": None}, ValueError, "recipe"),
-    "both": ({"save_preactivation": "fp8", "recompute": "expert"}, ValueError, "choose one"),
+    "save_bf16": ({"preactivation": "save_fp8", "recipe": None}, ValueError, "recipe"),
     "dtype": ({"dtype": torch.float64}, ValueError, "float64"),
     "recipe": ({"recipe": "fp8"}, ValueError, "an Fp8Recipe or None .* 'fp8'"),
     "hidden": ({"hidden_size": 100}, ValueError, "hidden_size .* 100"),

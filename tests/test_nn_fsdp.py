@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd import fp8_experts
+from fp8moe_cutlass.autograd import experts
 from fp8moe_cutlass.nn import reuse_fp8_weights
 from moe_problem import Problem, problem
 from ranks import Pool, results
@@ -143,8 +142,7 @@ class Foreign(nn.Module):
         self.gate_up, self.down = nn.Parameter(p.gate_up.clone()), nn.Parameter(p.down.clone())
 
     def forward(self, p: Problem) -> torch.Tensor:
-        plan = ops.route(len(self.down), topk_idx=p.topk_idx)
-        return fp8_experts(p.x, p.probs, plan, self.gate_up, self.down)
+        return experts(p.x, p.topk_idx, p.probs, self.gate_up, self.down)
 
 
 def foreign(_: Any) -> None:

@@ -92,8 +92,8 @@ def test_moe_trains_checkpoints_and_copies() -> None:
 
 
 def test_moe_passes_options_to_its_experts() -> None:
-    moe = MoE(128, 128, 4, 2, recompute="expert", delay_wgrad=True)
-    assert moe.experts.recompute == "expert"
+    moe = MoE(128, 128, 4, 2, preactivation="recompute", delay_wgrad=True)
+    assert moe.experts.preactivation == "recompute"
     x = torch.randn(64, 128).bfloat16()
     moe(x).sum().backward()
     assert moe.experts.down_proj.grad is None

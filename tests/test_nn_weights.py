@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.optim import optimizer as optimizers
 
-from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.autograd import Fp8Weights, fp8_experts, quantize_weights
+from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass.autograd import Fp8Weights, Options, experts, quantize_weights
 from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
 from moe_problem import assert_same, problem
 
@@ -22,8 +22,8 @@ E, H, I, T = 2, 128, 128, 16
 OPTIONS: dict[str, dict[str, Any]] = {
     "save": {},
     "recompute": {"transposed_weights": "recompute"},
-    "recompute_z": {"recompute": "expert"},
-    "fp8_z": {"save_preactivation": "fp8"},
+    "recompute_z": {"preactivation": "recompute"},
+    "fp8_z": {"preactivation": "save_fp8"},
 }
 
 
@@ -243,11 +243,11 @@ def test_experts_over_two_foreign_tensors(write: Callable[[Tensor], Any]) -> Non
     layer = layer_of()
     gate_up, down = (w.detach().clone().requires_grad_() for w in layer.parameters())
     x, idx, probs = BATCH
-    plan = ops.route(E, topk_idx=idx)
 
-    def run(**how: Any) -> list[Tensor]:
+    def run(transposed_weights: str = "save", **how: Any) -> list[Tensor]:
         leaf = x.clone().requires_grad_()
-        out = fp8_experts(leaf, probs, plan, gate_up, down, Fp8Recipe(), **how)
+        options = Options(transposed_weights=transposed_weights)
+        out = experts(leaf, idx, probs, gate_up, down, options, **how)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), [leaf, gate_up, down])]
 
     assert equal(run(), step(layer))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, ops, telemetry
 from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.train.pairs import seen_by_layers
 from moe_problem import Problem, assert_same, problem
 
 
@@ -87,22 +88,33 @@ def test_against_plain_counting(columns: Any, grad_dtype: Any) -> None:
     assert report["transposes"]["x columns"]["underflowed"] > 0 or columns == "column"
 
 
-@pytest.mark.parametrize("options", [{}, {"save_preactivation": "fp8"}, {"recompute": "expert"}])
-def test_underflow_of_h_and_dz(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"preactivation": "save_fp8"}, {"preactivation": "recompute"}]
+)
+def test_underflow_of_h_and_dz(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes as the layer hands them to the GEMMs, values from the formula in float64."""
     p = uneven()
     p.x /= 64  # no gate so far out that its sigmoid is a float32 subnormal
     layer = p.experts(**options)
     taken: dict[str, Any] = {}
-    layer.observer = lambda name, value, plan, source: taken.update({name: (value, plan, source)})
-    p.run(layer)
+
+    def taking(name: str, op: Any) -> Any:
+        def run(*args: Any, probs: Tensor, **how: Any) -> Any:
+            made = op(*args, probs=probs, **how)
+            taken[name] = made[0] if isinstance(made, tuple) else made, args, probs
+            return made
+
+        return run
+
+    for name, op in (("h", "act_quantize"), ("dz", "act_quantize_backward")):
+        monkeypatch.setattr(ops, op, taking(name, getattr(ops, op)))
     report = watched(p, layer)
     for name in ("h", "dz"):
-        q, plan, source = taken[name]
+        q, source, probs = taken[name]
+        plan = source[-1]
         z = source[0 if name == "h" else 1]
-        z = ops.dequantize(z, dtype="float32") if isinstance(z, Fp8Tensor) else z
         gate, up = z.double().chunk(2, dim=-1)
-        prob = source[-1].double()[:, None]
+        prob = probs.double()[:, None]
         if name == "h":
             values = gate * gate.sigmoid() * up * prob
         else:
@@ -131,7 +143,7 @@ def test_looking_changes_nothing_and_ends() -> None:
         with torch.no_grad():
             layer(p.x, p.topk_idx, p.probs)
         assert torch.equal(seen.counters[""].counts, 2 * once)
-    assert layer.observer is None
+    assert layer._counters is None
     p.run(layer)
     assert torch.equal(seen.counters[""].counts, 2 * once)
     seen.reset()
@@ -173,11 +185,30 @@ def test_refusals() -> None:
         telemetry.enable(p.experts(), every=0)
     with pytest.raises(ValueError, match="recipe"):
         telemetry.snr(p.experts(recipe=None), p.x, p.topk_idx, p.probs, p.dout)
-    layer = p.experts()
-    telemetry.enable(layer)
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="telemetry cannot be compiled"):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(p.x, p.topk_idx, p.probs)
+    module = nn.Sequential(p.experts(), p.experts())
+    with telemetry.watch(module[1]) as seen:
+        with pytest.raises(RuntimeError, match=r"watched once at a time; got one .* already, 1"):
+            telemetry.enable(module)
+        assert module[0]._counters is None  # nothing of a watch that is refused
+        p.run(module[1])
+        assert seen.counters[""].counts.any()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"preactivation": "recompute"}], ids=["save", "recompute"])
+def test_compiled_steps_count_alike(options: dict[str, Any], backend: str) -> None:
+    p = uneven()
+    counts = []
+    for compiled in (False, True):
+        layer = p.experts(**options)
+        torch._dynamo.reset()
+        run = torch.compile(layer, fullgraph=True, backend=backend) if compiled else layer
+        with telemetry.watch(layer, every=1) as seen:
+            for _ in range(2):
+                run(p.x, p.topk_idx, p.probs).backward(p.dout)
+            counts.append(seen.counters[""].counts)
+    assert counts[0].any(dim=1).all()
+    assert torch.equal(*counts)
 
 
 # ---- GEMMs against bfloat16 ---------------------------------------------------------------------
@@ -199,14 +230,17 @@ def test_snr_of_each_gemm() -> None:
         assert (coarse[name] < found[name] - 3) == (name not in ("fprop-1", "fprop-2")), coarse
 
 
-def test_tape_takes_any_call() -> None:
-    """By keyword, and an index that is not contiguous: what the layer takes."""
-    p = problem(64)
+def test_pairs_of_a_step() -> None:
+    """By keyword, an index that is not contiguous, backwards in another order than forwards."""
+    p, other = problem(64), problem(64, seed=1)
     layer = p.experts()
-    seen = []
-    for idx in (p.topk_idx, p.topk_idx.t().contiguous().t()):
-        with telemetry.tape(layer) as tape:
-            layer(p.x, topk_weights=p.probs, topk_idx=idx).backward(p.dout)
-        seen.append(tape.snr()[""])
-    want = telemetry.snr(layer, p.x, p.topk_idx, p.probs, p.dout)
-    assert seen == [want, want]
+    with seen_by_layers(layer) as pairs:
+        first = layer(p.x, topk_weights=p.probs, topk_idx=p.topk_idx.t().contiguous().t())
+        second = layer(other.x, other.topk_idx, other.probs)
+        for out, q in ((second, other), (first, p)):
+            out.backward(q.dout)
+            _, inputs = pairs[""]
+            assert all(map(torch.equal, inputs, (q.x, q.topk_idx, q.probs, q.dout)))
+            assert telemetry.snr(layer, *inputs) == telemetry.snr(
+                layer, q.x, q.topk_idx, q.probs, q.dout
+            )

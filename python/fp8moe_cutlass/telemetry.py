@@ -19,87 +19,72 @@ rows of x and of dout twice and R of h and dz once: (4 T H + 3 R I) / every byte
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd import bf16, fp8, quantize_weights
-from fp8moe_cutlass.autograd.experts import quantize
+from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
+from fp8moe_cutlass.autograd.counters import NAMES
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.ops.count_codes import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
 
-OPERANDS = ("x", "h", "dout", "dz")
-TRANSPOSES = ("x columns", "dout columns")
+OPERANDS, TRANSPOSES = NAMES[:4], NAMES[4:]
 EVERY = 8  # rows: one in so many is looked at
 
 Report = dict[str, Any]
-
-
-class Counters:
-    """The observer of one MoEExperts: a row of ops.count_codes' counters for each of OPERANDS and
-    TRANSPOSES, over every `every`-th row."""
-
-    def __init__(self, device: torch.device, every: int = EVERY) -> None:
-        if every < 1:
-            raise ValueError(f"[telemetry] every must be at least 1; got {every}")
-        names = OPERANDS + TRANSPOSES
-        self.counts = torch.zeros(len(names), COUNTS, dtype=torch.int64, device=device)
-        self.of = dict(zip(names, self.counts, strict=True))
-        self.every = every
-
-    @torch.no_grad()
-    def __call__(self, name: str, value: Any, plan: RoutingPlan, source: Any) -> None:
-        if name in OPERANDS:
-            ops.count_codes(value, plan, self.of[name], stride=self.every)
-        elif name in TRANSPOSES and source.pow2 and value.pow2:
-            ops.count_codes(source, plan, self.of[name], columns=value, stride=self.every)
-
-    def report(self) -> Report:
-        """Shares and counts as plain numbers; waits for the device."""
-        words = dict(zip(self.of, self.counts.tolist(), strict=True))
-        transposes: Report = {}
-        for name in TRANSPOSES:
-            _, _, moved, flushed, *shifts = words[name]
-            transposes[name] = {"underflowed": flushed / max(moved, 1), "shifts": shifts}
-        underflowed = {name: words[name][1] / max(words[name][0], 1) for name in OPERANDS}
-        return {"underflowed": underflowed, "transposes": transposes}
-
-    def reset(self) -> None:
-        """Start counting from zero, in place."""
-        self.counts.zero_()
 
 
 class Watch:
     """The counters of every watched layer, by its name in the module."""
 
     def __init__(self, layers: dict[str, MoEExperts], every: int = EVERY) -> None:
+        if every < 1:
+            raise ValueError(f"[telemetry] every must be at least 1; got {every}")
         self.layers = layers
-        self.counters = {n: Counters(m.gate_up_proj.device, every) for n, m in layers.items()}
+        self.counters: dict[str, Counters] = {}
+        for name, layer in layers.items():
+            device = layer.gate_up_proj.device
+            counts = torch.zeros(len(NAMES), COUNTS, dtype=torch.int64, device=device)
+            self.counters[name] = Counters(counts, every)
 
     def report(self) -> dict[str, Report]:
-        """Counters.report of each layer; waits for the device."""
-        return {name: counters.report() for name, counters in self.counters.items()}
+        """Shares and counts of each layer as plain numbers; waits for the device."""
+        return {name: _report(counters) for name, counters in self.counters.items()}
 
     def reset(self) -> None:
         """Start counting from zero, in place: a captured graph counts on."""
         for counters in self.counters.values():
-            counters.reset()
+            counters.counts.zero_()
+
+
+def _report(counters: Counters) -> Report:
+    words = dict(zip(NAMES, counters.counts.tolist(), strict=True))
+    transposes: Report = {}
+    for name in TRANSPOSES:
+        _, _, moved, flushed, *shifts = words[name]
+        transposes[name] = {"underflowed": flushed / max(moved, 1), "shifts": shifts}
+    underflowed = {name: words[name][1] / max(words[name][0], 1) for name in OPERANDS}
+    return {"underflowed": underflowed, "transposes": transposes}
 
 
 def enable(module: nn.Module, every: int = EVERY) -> Watch:
     """Count in every FP8 MoEExperts of `module`, on the device its parameters are on now, until
-    `disable`. Not in steps through integrations.deepep, which nothing watches. Raises ValueError if
-    there is none, or `every` is below 1."""
+    `disable`. Raises ValueError if there is none, or `every` is below 1, RuntimeError if one of
+    them is watched already."""
     seen = Watch(fp8_layers(module), every)
     for name, layer in seen.layers.items():
-        layer.observer = seen.counters[name]
+        if layer._counters is not None:
+            raise RuntimeError(
+                "[telemetry] a layer can be watched once at a time; got one that is watched "
+                f"already, {name or type(layer).__name__}"
+            )
+    for name, layer in seen.layers.items():
+        layer._counters = seen.counters[name]
     return seen
 
 
@@ -121,67 +106,17 @@ def disable(module: nn.Module) -> None:
     """Stop counting in `module`."""
     for m in module.modules():
         if isinstance(m, MoEExperts):
-            m.observer = None
+            m._counters = None
 
 
 @contextmanager
 def watch(module: nn.Module, every: int = EVERY) -> Iterator[Watch]:
     """`enable` for a scope."""
+    seen = enable(module, every)
     try:
-        yield enable(module, every)
+        yield seen
     finally:
         disable(module)
-
-
-class Tape:
-    """What came into every FP8 MoEExperts of a module in its last training forward, and the
-    gradient of what went out: what `snr` needs."""
-
-    def __init__(self, layers: dict[str, MoEExperts]) -> None:
-        self.layers = layers
-        self.inputs: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # x, topk_idx, topk_weights
-        self.douts: dict[str, Tensor] = {}
-
-    def snr(self, tokens: int = 2048) -> dict[str, dict[str, float]]:
-        """`snr` of each layer over the first `tokens` tokens it saw; waits for the device."""
-        found = {}
-        for name, dout in self.douts.items():
-            x, topk_idx, topk_weights = (t.flatten(0, -2)[:tokens] for t in self.inputs[name])
-            dout = dout.flatten(0, -2)[:tokens].to(x.dtype)
-            found[name] = snr(self.layers[name], x, topk_idx, topk_weights, dout)
-        return found
-
-    def _look(self, name: str, given: dict[str, Any], out: Tensor) -> None:
-        if not out.requires_grad:
-            return
-        x, topk_idx, topk_weights = (given[n] for n in ("x", "topk_idx", "topk_weights"))
-        # In the dtype the layer computed in, which under autocast is not x's.
-        self.inputs[name] = x.detach().to(out.dtype), topk_idx, topk_weights.detach()
-        hook = partial(self.douts.__setitem__, name)
-        out.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def tape(module: nn.Module) -> Iterator[Tape]:
-    """Record what `snr` needs of every FP8 MoEExperts in `module`, for a scope."""
-    tape = Tape(fp8_layers(module))
-    arguments = inspect.signature(MoEExperts.forward)
-
-    def looker(name: str) -> Any:
-        def look(layer: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-            tape._look(name, arguments.bind(layer, *args, **kwargs).arguments, out)
-
-        return look
-
-    hooks = [
-        layer.register_forward_hook(looker(name), with_kwargs=True)
-        for name, layer in tape.layers.items()
-    ]
-    try:
-        yield tape
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # ---- GEMMs against bfloat16 ---------------------------------------------------------------------
@@ -202,41 +137,42 @@ def snr(
         raise ValueError("[telemetry.snr] layer must have an FP8 recipe; got recipe=None")
     if layer.group is not None:
         raise ValueError("[telemetry.snr] layer must hold all experts; got one with a group")
-    seen: dict[str, Any] = {}
-
-    def keep(name: str, value: Any, plan: RoutingPlan, source: Any) -> None:
-        seen[name] = value
-
     probs = topk_weights.float().contiguous()
     plan = ops.route(layer.num_experts, topk_idx=topk_idx.contiguous())
-    x_q = quantize(x, recipe)
-    dout_q = quantize(dout, recipe, recipe.grad_dtype)
-    weights = quantize_weights(layer.gate_up_proj, layer.down_proj, recipe)
-    _, saved = fp8.forward(x_q, probs, plan, weights, recipe, keep="bf16", observe=keep)
-    grads = fp8.backward(dout_q, saved, plan, weights, recipe, observe=keep)
-    assert grads.gate_up is not None
-    assert grads.down is not None
+    w: Any = quantize_weights(layer.gate_up_proj, layer.down_proj, recipe)
+    x_q, dout_q = fp8.enter(x, recipe), fp8.enter(dout, recipe, gradient=True)
+    how: Any = {"scale": recipe.scale, "eps": recipe.eps}
+    row_probs: Any
+    rows, row_probs = ops.permute_pad(x_q, plan, probs)
+    z = ops.grouped_gemm(rows, w.gate_up, plan)
+    made: Any = ops.act_quantize(z, plan, row_probs, **how)
+    y = ops.grouped_gemm(made, w.down, plan)
+    dh = ops.grouped_gemm(ops.permute_pad(dout_q, plan)[0], w.down_t, plan)
+    made = ops.act_quantize_backward(
+        dh, z, plan, row_probs, columns=recipe.columns, fp8_dtype=recipe.grad_dtype, **how
+    )
+    dz_q, dz_columns, h_columns, _ = made
+    dx_rows = ops.grouped_gemm(dz_q, w.gate_up_t, plan)
+    d_gate_up = fp8.Wgrad("x", x_q, dz_columns, plan, recipe).run(None, False, "float32")
+    d_down = fp8.Wgrad("dout", dout_q, h_columns, plan, recipe).run(None, False, "float32")
 
     defined = _defined_rows(plan)[:, None]
     token = _tokens(plan)
     gate_up, down = layer.gate_up_proj.bfloat16(), layer.down_proj.bfloat16()
     # Rows past the last expert's hold anything, NaN as well: a masked copy, not a product with 0.
-    z, dh = (seen[name].masked_fill(~defined, 0.0) for name in ("z", "dh"))
-    row_probs = saved.row_probs.masked_fill(~defined[:, 0], 0.0)
+    z, dh = (t.masked_fill(~defined, 0.0) for t in (z, dh))
+    row_probs = row_probs.masked_fill(~defined[:, 0], 0.0)
     x_rows = x.bfloat16()[token].masked_fill(~defined, 0.0)
     dy = dout.bfloat16()[token].masked_fill(~defined, 0.0)
     dz, _, h = bf16.swiglu_backward(dh, z, row_probs)
     ends = plan.row_offsets[1:].contiguous()
     pairs = {
         "fprop-1": (z, bf16.grouped_mm(x_rows, gate_up.mT, ends)),
-        "fprop-2": (seen["y"], bf16.grouped_mm(h, down.mT, ends)),
+        "fprop-2": (y, bf16.grouped_mm(h, down.mT, ends)),
         "dgrad-2": (dh, bf16.grouped_mm(dy, down, ends)),
-        "dgrad-1": (seen["dx rows"], bf16.grouped_mm(dz, gate_up, ends)),
-        "wgrad-1": (
-            grads.gate_up.run(None, False, "float32"),
-            bf16.grouped_mm(dz.mT, x_rows, ends),
-        ),
-        "wgrad-2": (grads.down.run(None, False, "float32"), bf16.grouped_mm(dy.mT, h, ends)),
+        "dgrad-1": (dx_rows, bf16.grouped_mm(dz, gate_up, ends)),
+        "wgrad-1": (d_gate_up, bf16.grouped_mm(dz.mT, x_rows, ends)),
+        "wgrad-2": (d_down, bf16.grouped_mm(dy.mT, h, ends)),
     }
     found = {}
     for name, (got, want) in pairs.items():

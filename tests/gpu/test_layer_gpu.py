@@ -27,8 +27,8 @@ OTHER_BACKEND = 0.01
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "column": {"recipe": Fp8Recipe(columns="column")},
-    "recompute": {"recompute": "expert"},
-    "fp8_z": {"save_preactivation": "fp8"},
+    "recompute": {"preactivation": "recompute"},
+    "fp8_z": {"preactivation": "save_fp8"},
     "transposes_recomputed": {"transposed_weights": "recompute"},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2_grads": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
@@ -126,10 +126,10 @@ def test_routings(
         assert not got.dx.any()
 
 
-@pytest.mark.parametrize("recompute", ["none", "expert"])
-def test_zero_tokens(recompute: str, device: torch.device) -> None:
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+def test_zero_tokens(preactivation: str, device: torch.device) -> None:
     p = on(device, 0)
-    got = p.run(layer_of(p, recompute=recompute))
+    got = p.run(layer_of(p, preactivation=preactivation))
     assert got.out.shape == got.dx.shape == (0, 256)
     assert not got.dgate_up.any()
     assert not got.ddown.any()
@@ -146,7 +146,7 @@ def test_two_runs_are_bit_equal(name: str, device: torch.device) -> None:
 def test_recompute_is_bit_equal(name: str, device: torch.device) -> None:
     p = on(device, 1500, 3, 5, 208, 144)
     want = p.run(layer_of(p, **OPTIONS[name]))
-    assert_same(p.run(layer_of(p, recompute="expert", **OPTIONS[name])), want)
+    assert_same(p.run(layer_of(p, preactivation="recompute", **OPTIONS[name])), want)
 
 
 def test_bad_expert_ids_are_dropped(device: torch.device) -> None:
@@ -175,12 +175,12 @@ BACKWARD = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["none", "expert"])
-def test_two_casts_and_nothing_of_torch(recompute: str, device: torch.device) -> None:
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+def test_two_casts_and_nothing_of_torch(preactivation: str, device: torch.device) -> None:
     """The kernels of a step, as the profiler saw them on the device: those of the operators above,
     quantize twice, and no copy, cast or fill of torch's."""
     p = on(device, 512, 4, 8, 512, 256)
-    layer = layer_of(p, recompute=recompute)
+    layer = layer_of(p, preactivation=preactivation)
     params = tuple(layer.parameters())
     step(layer, p, params)
     events = trace(lambda: step(layer, p, params), device)
@@ -193,7 +193,7 @@ def test_two_casts_and_nothing_of_torch(recompute: str, device: torch.device) ->
             launched.append((kernel.op, kernel.call))
     ops = [op for op, _ in launched]
     assert ops.count("quantize") == 2
-    again = ["permute_pad", "grouped_gemm"] if recompute == "expert" else []
+    again = ["permute_pad", "grouped_gemm"] if preactivation == "recompute" else []
     assert sorted(ops) == sorted(FORWARD + BACKWARD + again)
     # Inside the operators the host neither waits nor allocates.
     calls = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(PREFIX)]

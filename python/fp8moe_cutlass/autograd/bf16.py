@@ -6,26 +6,65 @@ this library's kernels. On a GPU torch.compile fuses SwiGLU and the sums over sl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
 from fp8moe_cutlass.autograd.compiled import compiled
-from fp8moe_cutlass.autograd.weight_grad import Gradients, Wgrad
+from fp8moe_cutlass.autograd.counters import Counters
 
 
 class Groups(NamedTuple):
-    """Assignments grouped by expert, in token order; dropped ones come last."""
+    """Assignments grouped by expert, in token order; dropped ones come last. Of rows that came
+    grouped the end of each expert's alone."""
 
-    order: Tensor  # [R] i64: the assignment (token * S + slot) of each row
-    row_of: Tensor  # [T, S] i64: the row of each assignment; -1 where it is dropped
     offsets: Tensor  # [E] i32: the end of each expert's rows
+    order: Any = None  # [R] i64: the assignment (token * S + slot) of each row
+    row_of: Any = None  # [T, S] i64: the row of each assignment; -1 where it is dropped
 
-    @property
-    def token_of_row(self) -> Tensor:
-        return self.order // self.row_of.shape[1]
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """tokens [T, C] -> their rows [R, C]."""
+        return tokens if self.order is None else tokens[self.order // self.row_of.shape[1]]
+
+    def sums_of(self, rows: Tensor) -> Tensor:
+        """rows [R, C] -> the sum of each token's [T, C]."""
+        return rows if self.row_of is None else sum_slots(rows, self.row_of)
+
+
+class Saved(NamedTuple):
+    """What the backward reads of the forward."""
+
+    groups: Groups
+    x: Tensor  # [T, H] bf16
+    z: Tensor | None  # [R, 2I] bf16; None: computed again
+    probs: Tensor | None
+    gate_up: Tensor  # the parameters
+    down: Tensor
+
+
+class Wgrad(NamedTuple):
+    """The gradient of one weight, still to be computed."""
+
+    left: Tensor
+    right: Tensor
+    groups: Groups
+
+    def run(
+        self, out: Tensor | None, accumulate: bool, dtype: str, counters: Counters | None = None
+    ) -> Tensor:
+        """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor."""
+        dw = grouped_mm(self.left.t(), self.right, self.groups.offsets)
+        if out is None:
+            return dw
+        return out.add_(dw) if accumulate else out.copy_(dw)
+
+
+def enter(t: Tensor, recipe: None, *, gradient: bool = False, grouped: bool = False) -> Tensor:
+    """t in bfloat16."""
+    return t.bfloat16()
 
 
 def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Groups:
@@ -51,57 +90,74 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
     if capacity is not None and capacity < order.numel():
         order, offsets = order[:capacity], offsets.clamp(max=capacity)
         kept = kept & (row_of < capacity)
-    return Groups(order, torch.where(kept, row_of, -1), offsets)
+    return Groups(offsets, order, torch.where(kept, row_of, -1))
+
+
+def dropped(topk_idx: Tensor, groups: Groups) -> Tensor:
+    """[1] how many entries found no place in the groups' capacity."""
+    found: Tensor = (topk_idx >= 0).sum() - (groups.row_of >= 0).sum()
+    return found[None]
+
+
+def weights(
+    gate_up: Tensor, down: Tensor, given: None, options: Options, need: Need | None
+) -> ForwardWeights:
+    """The parameters in bfloat16."""
+    return ForwardWeights((gate_up.bfloat16(), down.bfloat16()), (gate_up, down))
 
 
 def forward(
-    x: Tensor, probs: Tensor, groups: Groups, gate_up: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16 and the pre-activation z [A, 2I] bf16."""
-    z = rows_times(x[groups.token_of_row], gate_up.mT, groups)
-    h = swiglu(z, probs.flatten()[groups.order])
-    y = rows_times(h, down.mT, groups)
-    return sum_slots(y, groups.row_of), z
+    x: Tensor,
+    probs: Tensor | None,
+    groups: Groups,
+    weights: ForwardWeights,
+    options: Options,
+    need: Need | None,
+    counters: Counters | None = None,
+) -> tuple[Tensor, Saved | None]:
+    """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16, and what `backward` reads, if there is a
+    `need`. Grouped: x [R, H], probs [R] or None -> out [R, H]."""
+    gate_up, down = weights.multiplied
+    z = rows_times(groups.rows_of(x), gate_up.mT, groups)
+    h = swiglu(z, _row_probs(probs, z, groups))
+    out = groups.sums_of(rows_times(h, down.mT, groups))
+    if need is None:
+        return out, None
+    kept = None if options.preactivation == "recompute" else z
+    return out, Saved(groups, x, kept, probs, *weights.source)
 
 
 def backward(
-    dout: Tensor,
-    x: Tensor,
-    z: Tensor | None,
-    probs: Tensor,
-    groups: Groups,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    need_dx: bool = True,
+    dout: Tensor, saved: Saved, options: Options, need: Need, counters: Counters | None = None
 ) -> Gradients:
-    """The gradients of `forward`, given that of its output, dout [T, H] bf16.
-
-    z None: it is computed again from x.
-    """
-    token, p = groups.token_of_row, probs.flatten()[groups.order]
-    x_rows = x[token]
+    """The gradients of `forward`, given that of its output, of x's form, in bf16."""
+    groups, x, z, probs, gate_up, down = saved
+    gate_up, down = gate_up.bfloat16(), down.bfloat16()
+    x_rows = groups.rows_of(x)
     if z is None:
         z = rows_times(x_rows, gate_up.mT, groups)
-    dy = dout[token]
+    dy = groups.rows_of(dout)
     dh = rows_times(dy, down, groups)
-    dz, row_dprobs, h = swiglu_backward(dh, z, p)
-    dropped = groups.row_of < 0
-    dprobs = row_dprobs[groups.row_of.clamp(min=0)].masked_fill(dropped, 0.0)
-
-    def gate_up_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        return _deliver(grouped_mm(dz.t(), x_rows, groups.offsets), out, accumulate)
-
-    def down_wgrad(out: Tensor | None, accumulate: bool, dtype: str) -> Tensor:
-        return _deliver(grouped_mm(dy.t(), h, groups.offsets), out, accumulate)
-
-    dx = sum_slots(rows_times(dz, gate_up, groups), groups.row_of) if need_dx else None
+    dz, row_dprobs, h = swiglu_backward(dh, z, _row_probs(probs, z, groups))
+    dprobs = None
+    if need.probs:
+        dprobs = row_dprobs if groups.row_of is None else _by_slot(row_dprobs, groups.row_of)
     return Gradients(
-        dx,
+        groups.sums_of(rows_times(dz, gate_up, groups)) if need.x else None,
         dprobs,
-        Wgrad(gate_up_wgrad, (dz, x_rows, groups)),
-        Wgrad(down_wgrad, (dy, h, groups)),
+        Wgrad(dz, x_rows, groups) if need.gate_up else None,
+        Wgrad(dy, h, groups) if need.down else None,
     )
+
+
+def _row_probs(probs: Tensor | None, z: Tensor, groups: Groups) -> Tensor:
+    if probs is None:
+        return z.new_ones(z.shape[0], dtype=torch.float32)
+    return probs if groups.order is None else probs.flatten()[groups.order]
+
+
+def _by_slot(row_dprobs: Tensor, row_of: Tensor) -> Tensor:
+    return row_dprobs[row_of.clamp(min=0)].masked_fill(row_of < 0, 0.0)
 
 
 def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
@@ -159,9 +215,3 @@ def swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor, T
     dz = torch.cat([(dout * dsilu * up).to(z.dtype), (dout * silu).to(z.dtype)], dim=-1)
     h = silu * up
     return dz, (h * dh).sum(dim=-1), (h * p[:, None]).to(z.dtype)
-
-
-def _deliver(dw: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
-    if out is None:
-        return dw
-    return out.add_(dw) if accumulate else out.copy_(dw)

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.ctx_io import Saved, flatten
+from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
-
-
-class Wgrad(NamedTuple):  # a tuple: dynamo of torch 2.11 calls no function that an object holds
-    """run(out, accumulate, dtype) -> dW [E, N, K]. With `out` the gradient is written (accumulate:
-    added) there; else a new tensor is returned, of `dtype` ("float32" or "bfloat16"; bf16.py's is
-    bfloat16)."""
-
-    run: Callable[[Tensor | None, bool, str], Tensor]
-    operands: tuple[Saved, ...]  # what it reads
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of one backward; what was not asked for is None. Wgrads are still to be run."""
-
-    dx: Tensor | None  # [T, H] bf16
-    dprobs: Tensor | None  # [T, S] f32
-    gate_up: Wgrad | None
-    down: Wgrad | None
 
 
 @dataclass(frozen=True)
@@ -47,13 +28,12 @@ class Destination:
     overwrite: bool = False
     writes: int = 0  # to main_grad, by backwards that had run at the forward
 
-    def deliver(self, wgrad: Wgrad) -> Tensor | None:
+    def deliver(self, wgrad: Any, counters: Counters | None) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
-        run, _ = wgrad
         main_grad = self.main_grad
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            return cast(run(None, False, exact), self.dtype)
+            return cast(wgrad.run(None, False, exact, counters), self.dtype)
         eager = not torch.compiler.is_compiling()
         if eager and self.overwrite and _writes(self.weight) != self.writes:
             raise RuntimeError(
@@ -61,7 +41,7 @@ class Destination:
                 "got a main_grad that another backward has written since the forward"
             )
         into = dense(main_grad)
-        run(into, not self.overwrite, "float32")
+        wgrad.run(into, not self.overwrite, "float32", counters)
         if into is not main_grad:
             main_grad.copy_(into)
         if eager:
@@ -90,14 +70,15 @@ class Pending:
     """A weight gradient whose backward has run but whose GEMM has not."""
 
     to: Destination
-    wgrad: Wgrad
+    wgrad: Any  # fp8.Wgrad or bf16.Wgrad
     operands: Written | None
+    counters: Counters | None
 
     def run(self) -> None:
         """Into main_grad or .grad, on the current stream."""
         if self.operands is not None:
-            self.operands.wait(flatten(self.wgrad.operands)[0])
-        weight, grad = self.to.weight, self.to.deliver(self.wgrad)
+            self.operands.wait(tensors_of(self.wgrad))
+        weight, grad = self.to.weight, self.to.deliver(self.wgrad, self.counters)
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
@@ -110,8 +91,10 @@ class WeightGrads:
     down: Destination
     pending: list[Pending] | None  # not None: they wait here
 
-    def accept(self, gate_up: Wgrad | None, down: Wgrad | None) -> list[Tensor | None]:
-        """Run or defer both; what the backward returns for the weights.
+    def accept(
+        self, gate_up: Any, down: Any, counters: Counters | None = None
+    ) -> list[Tensor | None]:
+        """Run or defer both wgrads; what the backward returns for the weights.
 
         As Megatron expects, a weight that has the attribute `grad_added_to_main_grad` gets it set
         and returns a placeholder, so that hooks on the gradient run; else .grad stays None.
@@ -122,9 +105,10 @@ class WeightGrads:
             if wgrad is None:
                 continue
             if self.pending is not None:
-                self.pending.append(Pending(to, wgrad, written(to.weight.device)))
+                operands = written(to.weight.device)
+                self.pending.append(Pending(to, wgrad, operands, counters))
                 continue
-            returned[n] = grad = to.deliver(wgrad)
+            returned[n] = grad = to.deliver(wgrad, counters)
             if grad is None:
                 in_place = True
                 if hasattr(to.weight, "grad_added_to_main_grad"):

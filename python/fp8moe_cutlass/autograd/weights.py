@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.ctx_io import flatten, unflatten
 from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, written
 from fp8moe_cutlass.ops._library import new_fp8
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -36,7 +36,7 @@ class Fp8Weights:
     def wait(self) -> None:
         """The current stream waits until the codes are written."""
         if self.written is not None:
-            self.written.wait(flatten(self._parts)[0])
+            self.written.wait(tensors_of(self._parts))
 
     @torch.no_grad()
     def update_(self, layer: Any) -> None:
@@ -162,23 +162,19 @@ def _now_written(
     return Fp8Weights(gate_up, down, gate_up_t, down_t, written(gate_up.device))
 
 
-def _flatten(weights: Fp8Weights) -> tuple[list[Tensor], Any]:
+def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor | None], None]:
     if not torch.compiler.is_compiling():
         weights.wait()  # so that _unflatten's event is one of all that was written
-    return flatten(weights._parts)
-
-
-def _flatten_with_keys(weights: Fp8Weights) -> Any:
-    tensors, kinds = _flatten(weights)
-    return [(pytree.SequenceKey(n), t) for n, t in enumerate(tensors)], kinds
+    return list(weights._parts), None
 
 
 pytree.register_pytree_node(
     Fp8Weights,
     _flatten,
-    lambda tensors, kinds: _now_written(*unflatten(tensors, kinds)),
+    lambda parts, _: _now_written(*parts),
     serialized_type_name="fp8moe_cutlass.Fp8Weights",
-    to_dumpable_context=list,
-    from_dumpable_context=lambda kinds: tuple(map(tuple, kinds)),  # JSON has lists alone
-    flatten_with_keys_fn=_flatten_with_keys,
+    flatten_with_keys_fn=lambda weights: (
+        [(pytree.SequenceKey(n), part) for n, part in enumerate(_flatten(weights)[0])],
+        None,
+    ),
 )

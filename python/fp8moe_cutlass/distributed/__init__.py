@@ -4,17 +4,7 @@
 docs/explanation/expert-parallelism.md what travels and what it costs.
 """
 
-from fp8moe_cutlass.distributed.bf16 import Bf16Block
-from fp8moe_cutlass.distributed.exchange import Exchange, Shared, make_exchange
-from fp8moe_cutlass.distributed.experts import Block, dispatched_experts
-from fp8moe_cutlass.distributed.fp8 import Fp8Block
+from fp8moe_cutlass.distributed.exchange import Exchange, Shared
+from fp8moe_cutlass.distributed.move import GroupMove
 
-__all__ = [
-    "Bf16Block",
-    "Block",
-    "Exchange",
-    "Fp8Block",
-    "Shared",
-    "dispatched_experts",
-    "make_exchange",
-]
+__all__ = ["Exchange", "GroupMove", "Shared"]

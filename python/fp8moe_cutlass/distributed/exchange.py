@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ _DROPPED = (
 )
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True)
+class Sizes:
     """What one dispatch moves. Its gradient moves the same way; both return in mirror image."""
 
     sent: list[int] | None  # rows to each rank; None: as many to every rank
@@ -29,20 +30,6 @@ class Sizes(NamedTuple):
     rows_sent: int
     rows: int  # received
     assignments: int  # at most so many entries of topk_idx travel on the received rows
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Rows on their way, in a collective that runs beside what is queued meanwhile."""
-
-    rows: Tensor
-    work: Any
-    source: Tensor  # is read until the work is done
-
-    def wait(self) -> Tensor:
-        """The rows; on a GPU it is the current stream that waits."""
-        self.work.wait()
-        return self.rows
 
 
 @dataclass(frozen=True)
@@ -61,17 +48,6 @@ class Shared:
             "[MoEExperts] a module with a group cannot be pickled: a process group is of this "
             "process alone; save its state_dict"
         )
-
-
-def make_exchange(
-    group: dist.ProcessGroup | None, num_experts: int, capacity: int | tuple[int, int] | None
-) -> Exchange | None:
-    """The exchange of a layer's options; None without a group."""
-    if group is None:
-        if capacity is not None:
-            raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
-        return None
-    return Exchange(group, num_experts, capacity)
 
 
 class Exchange:
@@ -125,10 +101,10 @@ class Exchange:
         share = self.num_experts // self.ranks
         return range(self._rank * share, (self._rank + 1) * share)
 
-    def exchange_sizes(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
+    def start_sizes(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
 
-        Returns how to learn the sizes, once: there the host waits for the device. Raises ValueError
+        Returns how to learn the sizes: there the host waits for the device. Raises ValueError
         on every rank if the ranks' terms differ. With a capacity nothing is exchanged but the
         terms, and they only until they have been agreed upon.
         """
@@ -143,7 +119,6 @@ class Exchange:
         torch.cat([counts, self._words_of(terms, counts.device)], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
 
-        @functools.cache
         def sizes() -> Sizes:
             sent, received = _read(message, work)
             terms.check([words[2:] for words in received], self._names)
@@ -155,29 +130,29 @@ class Exchange:
 
         return sizes
 
-    def dispatch(self, rows: Tensor, sizes: Sizes) -> Tensor:
-        """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
+    def start(self, rows: Tensor, sizes: Sizes) -> Callable[[], Tensor]:
+        """Send the first sizes.rows_sent of rows [., C], beside what is queued meanwhile; returns
+        how to wait for those this rank gets [sizes.rows, C]."""
         got = rows.new_empty(sizes.rows, rows.shape[1])
-        sent = rows[: sizes.rows_sent]
-        dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
-        return got
+        return self._travel(got, got, rows[: sizes.rows_sent], sizes.received, sizes.sent)
 
-    def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
-        """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
-        return self._back(rows, bound, sizes, beside=False).rows
-
-    def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Pending:
-        """The same, beside what is queued until its `wait`."""
-        return self._back(rows, bound, sizes, beside=True)
-
-    def _back(self, rows: Tensor, bound: int, sizes: Sizes, beside: bool) -> Pending:
+    def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Callable[[], Tensor]:
+        """Send rows [sizes.rows, C] where they came from; returns how to wait for this rank's, the
+        first of [bound, C]."""
         rows = rows.contiguous()
         got = rows.new_empty(bound, rows.shape[1])
-        into = got[: sizes.rows_sent]
-        work = dist.all_to_all_single(
-            into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
-        )
-        return Pending(got, work, rows)
+        return self._travel(got, got[: sizes.rows_sent], rows, sizes.sent, sizes.received)
+
+    def _travel(
+        self, got: Tensor, into: Tensor, rows: Tensor, to: Any, of: Any
+    ) -> Callable[[], Tensor]:
+        work: Any = dist.all_to_all_single(into, rows, to, of, group=self.group, async_op=True)
+
+        def arrive(source: Tensor = rows) -> Tensor:  # which is read until then
+            work.wait()  # on a GPU it is the current stream that waits
+            return got
+
+        return arrive
 
     def count(self, *dropped: Tensor) -> None:
         """Add what a forward dropped: integers, in the order of `dropped`."""
@@ -219,14 +194,9 @@ def _read(message: Tensor, work: Any) -> Any:
     if not message.is_cuda:
         work.wait()
         return message.tolist()
-    beside = _reading_stream(message.device)
+    beside = torch.cuda.Stream(message.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(beside):
         work.wait()
         found = message.to("cpu", non_blocking=True)
     beside.synchronize()
     return found.tolist()
-
-
-@functools.cache
-def _reading_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -23,18 +23,15 @@ keeps that contract. Not run: DeepEP itself, in any mode, and this file on a GPU
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fp8moe_cutlass.autograd import Fp8Weights, fp8
-from fp8moe_cutlass.autograd.ctx_io import load, save
-from fp8moe_cutlass.autograd.experts import needs_grad, quantize
-from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
-from fp8moe_cutlass.autograd.weight_grad import WeightGrads
+from fp8moe_cutlass.autograd import Fp8Weights, Need, Options, fp8
+from fp8moe_cutlass.autograd.block import Arrived
+from fp8moe_cutlass.autograd.body import Gradients
 from fp8moe_cutlass.integrations.deepep_rows import (
     Pair,
     Received,
@@ -45,7 +42,6 @@ from fp8moe_cutlass.integrations.deepep_rows import (
 )
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.recipe import Fp8Recipe
-from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 __all__ = [
@@ -60,36 +56,27 @@ __all__ = [
 
 
 def forward(
-    layer: MoEExperts, weights: Fp8Weights, rows: Received, *, keep: str = "none"
-) -> tuple[Tensor, fp8.Activations]:
+    layer: MoEExperts, weights: Fp8Weights, rows: Received, *, preactivation: str = "recompute"
+) -> tuple[Tensor, fp8.Saved]:
     """This rank's partial sums [R, H] bf16, what combine takes, and what `backward` needs.
 
-    weights: layer.quantize_weights(). keep: as of autograd.fp8.forward; "none" computes the
-    pre-activation again in backward.
+    weights: layer.quantize_weights(). preactivation: as of MoEExperts.
     """
-    recipe = _recipe(layer)
-    weights.wait()
-    return fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
+    options = Options(_recipe(layer), preactivation)
+    used = fp8.weights(layer.gate_up_proj, layer.down_proj, weights, options, Need())
+    out, saved = fp8.forward(rows.x, rows.probs, rows.plan, used, options, Need())
+    assert saved is not None
+    return out, saved
 
 
-def backward(
-    layer: MoEExperts,
-    weights: Fp8Weights,
-    saved: fp8.Activations,
-    plan: RoutingPlan,
-    grad: Pair,
-    *,
-    pow2: bool = True,
-) -> fp8.Gradients:
-    """Gradients from what the dispatch of the quantized gradient (same handle) returned, by the
-    forward's weights.
+def backward(layer: MoEExperts, saved: fp8.Saved, grad: Pair, *, pow2: bool = True) -> Gradients:
+    """Gradients from what the dispatch of the quantized gradient (same handle) returned.
 
     dx [R, H] bf16 and dprobs [R, S] f32 are what the backward's combine takes as x and
-    topk_weights; gate_up and down are this rank's weight gradients, still to be run.
+    topk_weights; gate_up and down are this rank's weight gradients, still to be run:
+    `gate_up.run(out, accumulate, dtype)`.
     """
-    dout = fp8_rows("backward", grad, pow2)
-    weights.wait()
-    return fp8.backward(dout, saved, plan, weights, _recipe(layer))
+    return fp8.backward(fp8_rows("backward", grad, pow2), saved, Options(_recipe(layer)), Need())
 
 
 def experts(
@@ -113,30 +100,19 @@ def experts(
     num_sms, expert_alignment, num_worst_tokens, ...); not those of events: all runs in the order of
     the current stream. weights, overwrite_main_grad: as of MoEExperts.
     """
-    recipe = _recipe(layer)
+    _recipe(layer)
     if num_experts % layer.num_experts:
         raise ValueError(
             f"[deepep.experts] num_experts must be a multiple of the layer's {layer.num_experts}; "
             f"got {num_experts}"
         )
-    gate_up, down = layer.gate_up_proj, layer.down_proj
-    weights, grads = layer.prepare(gate_up, down, weights, overwrite_main_grad)
-    transport = _Transport(buffer, num_experts, dict(dispatch or {}), dict(combine or {}))
-    probs = topk_weights.float()
-    out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x,
-        probs,
-        gate_up,
-        down,
-        needs_grad(x, probs, gate_up, down),
-        topk_idx,
-        transport,
-        layer,
-        recipe,
-        weights,
-        grads,
+    move = _DeepEp(
+        buffer, num_experts, layer.num_experts, dict(dispatch or {}), dict(combine or {})
     )
-    return out
+    probs = topk_weights.float()
+    # Ranks that asked for different gradients would wait for each other: all move both.
+    need = Need(gate_up=layer.gate_up_proj.requires_grad, down=layer.down_proj.requires_grad)
+    return layer.run(move, x, topk_idx, probs, weights, overwrite_main_grad, need=need)
 
 
 def _recipe(layer: MoEExperts) -> Fp8Recipe:
@@ -154,18 +130,52 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
 
 
 @dataclass(frozen=True)
-class _Transport:
-    """The two generations of buffers under one pair of calls."""
+class _Handle:
+    """What the dispatch returned, for its gradient and both combines. No pytree: its tensors are
+    DeepEP's."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class _DeepEp:
+    """The move by a buffer of either generation (autograd/block.py)."""
 
     buffer: Any
-    num_experts: int
+    num_experts: int  # of all ranks
+    local_experts: int
     dispatch_options: dict[str, Any]
     combine_options: dict[str, Any]
+    collective = True
 
-    def dispatch(self, x: Fp8Tensor, topk_idx: Tensor, weights: Tensor, local: int) -> Any:
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, probs: Tensor, recipe: Any, need: Need | None
+    ) -> Callable[[], Arrived]:
+        rows, handle = self._dispatch(fp8.enter(x, recipe), topk_idx, probs)
+        arrived = Arrived(rows.x, rows.probs, rows.plan, _Handle(handle))
+        return lambda: arrived
+
+    def combine(self, out: Tensor, route: _Handle) -> Tensor:
+        combined: Tensor = self._combine(out, route)[0]
+        return combined
+
+    def dispatch_grad(self, dout: Tensor, route: _Handle, recipe: Any) -> Fp8Tensor:
+        sent = fp8.enter(dout, recipe, gradient=True)
+        options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
+        pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.of, **options)[0]
+        return fp8_rows("experts", pair, sent.pow2)
+
+    def combine_grads(
+        self, dx: Tensor | None, dprobs: Tensor | None, route: _Handle
+    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+        combined = self._combine(dx, route, dprobs)
+        return lambda: combined
+
+    def _dispatch(self, x: Fp8Tensor, topk_idx: Tensor, weights: Tensor) -> Any:
         """(Received, handle)."""
         given: dict[str, Any] = {"topk_idx": topk_idx, "topk_weights": weights}
         given |= self.dispatch_options
+        local = self.local_experts
         if getattr(self.buffer, "get_dispatch_layout", None) is not None:
             per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
                 topk_idx, self.num_experts
@@ -186,63 +196,7 @@ class _Transport:
         rows = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         return received(data, ids, probs, local, counts=counts, rows=rows, pow2=x.pow2), handle
 
-    def dispatch_again(self, x: Fp8Tensor, handle: Any) -> Pair:
-        """Where the rows of the handle's dispatch went."""
-        options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
-        pair: Pair = self.buffer.dispatch((x.data, x.scale_inv), handle=handle, **options)[0]
-        return pair
-
-    def combine(self, rows: Tensor, handle: Any, weights: Tensor | None = None) -> Any:
+    def _combine(self, rows: Any, route: _Handle, weights: Tensor | None = None) -> Any:
         """(sums [T, H] bf16, sums of the weights [T, S] | None)."""
-        return self.buffer.combine(rows, handle, topk_weights=weights, **self.combine_options)[:2]
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        probs: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        trained: bool,
-        topk_idx: Tensor,
-        transport: _Transport,
-        layer: MoEExperts,
-        recipe: Fp8Recipe,
-        weights: Fp8Weights | None,
-        grads: WeightGrads,
-    ) -> Tensor:
-        x_q = quantize(x, recipe)
-        rows, handle = transport.dispatch(x_q, topk_idx, probs, layer.num_experts)
-        keep = "none" if layer.recompute == "expert" else layer.save_preactivation
-        codes = layer.transposed_weights == "save"
-        wanted = fp8.Kept(keep, codes, gate_up=gate_up.requires_grad) if trained else None
-        weights, kept = fp8.weights_for(gate_up, down, weights, recipe, wanted)
-        out, acts = fp8.forward(rows.x, rows.probs, rows.plan, weights, recipe, keep=keep)
-        if kept is not None:
-            save(ctx, *fp8.to_save(acts, rows.plan, weights, gate_up, down, kept))
-        ctx.recipe, ctx.dtype, ctx.grads = recipe, x.dtype, grads
-        ctx.transport, ctx.handle = transport, handle
-        combined: Tensor = transport.combine(out, handle)[0]
-        return combined.to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *_, need_gate_up, need_down = ctx.needs_input_grad[:4]
-        kept, plan, weights = fp8.from_saved(load(ctx))
-        dout_q = quantize(dout, ctx.recipe, ctx.recipe.grad_dtype)
-        pair = ctx.transport.dispatch_again(dout_q, ctx.handle)
-        made = fp8.backward(
-            fp8_rows("experts", pair, dout_q.pow2),
-            kept,
-            plan,
-            weights,
-            ctx.recipe,
-            need_gate_up=need_gate_up,
-            need_down=need_down,
-        )
-        dx, dprobs = ctx.transport.combine(made.dx, ctx.handle, made.dprobs)
-        weight_grads = ctx.grads.accept(made.gate_up, made.down)
-        return dx.to(ctx.dtype), dprobs, *weight_grads, *(None,) * 7
+        combined = self.buffer.combine(rows, route.of, topk_weights=weights, **self.combine_options)
+        return combined[:2]

@@ -22,8 +22,7 @@ def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, mult
 
 def check_options(
     recipe: Fp8Recipe | None,
-    recompute: str,
-    save_preactivation: str,
+    preactivation: str,
     transposed_weights: str,
     bias: bool,
     activation: str,
@@ -39,18 +38,15 @@ def check_options(
             "[MoEExperts] activation must be 'swiglu', silu(gate) * up; the shifted, clamped one "
             f"of GPT-OSS is not supported; got {activation!r}"
         )
-    if recompute not in ("none", "expert"):
-        raise ValueError(f"[MoEExperts] recompute must be 'none' or 'expert'; got {recompute!r}")
-    if save_preactivation not in ("bf16", "fp8"):
+    if preactivation not in ("save", "save_fp8", "recompute"):
         raise ValueError(
-            f"[MoEExperts] save_preactivation must be 'bf16' or 'fp8'; got {save_preactivation!r}"
+            "[MoEExperts] preactivation must be 'save', 'save_fp8' or 'recompute'; "
+            f"got {preactivation!r}"
         )
-    if save_preactivation == "fp8" and recipe is None:
-        raise ValueError("[MoEExperts] save_preactivation must be 'bf16' without a recipe")
-    if save_preactivation == "fp8" and recompute == "expert":
+    if preactivation == "save_fp8" and recipe is None:
         raise ValueError(
-            "[MoEExperts] save_preactivation='fp8' saves what recompute='expert' computes again; "
-            "choose one"
+            "[MoEExperts] preactivation must be 'save' or 'recompute' without a recipe; "
+            "got 'save_fp8'"
         )
     if transposed_weights not in ("save", "recompute"):
         raise ValueError(

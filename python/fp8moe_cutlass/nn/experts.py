@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import (
+    Counters,
     Fp8Weights,
-    Observer,
-    bf16_experts,
-    fp8_experts,
+    Local,
+    Move,
+    Options,
+    experts,
     quantize_weights,
     weight_grads,
 )
-from fp8moe_cutlass.autograd import group as group_by_expert
 from fp8moe_cutlass.autograd.streams import in_backward
 from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
-from fp8moe_cutlass.distributed import (
-    Bf16Block,
-    Fp8Block,
-    dispatched_experts,
-    make_exchange,
-)
+from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import whole, writable
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 if TYPE_CHECKING:
     from fp8moe_cutlass.nn.reuse import Reused
-
-# What a layer is made with; another layer over the same parameters may have others.
-OPTIONS = ("recipe", "recompute", "save_preactivation", "transposed_weights", "delay_wgrad")
 
 
 class MoEExperts(nn.Module):
@@ -47,10 +38,9 @@ class MoEExperts(nn.Module):
     float32 or float16). H and I are multiples of 16 with an FP8 recipe, of 8 without.
 
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
-    recompute: "expert" saves x alone and computes the pre-activation again in backward; "none"
-      saves it too, as save_preactivation says: "bf16", or "fp8" (half the memory; the weight
-      gradient of down_proj then sees the quantized pre-activation). Gradients with "expert" are
-      bit-equal to those of "none" with "bf16".
+    preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
+      memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
+      saved, and z computed again; the same bits as "save".
     transposed_weights: what dgrad reads of the weights. "save": their FP8 codes, made in forward
       and kept until the backward, one byte per parameter for each forward in flight. "recompute":
       each backward makes them from the parameters, which must then be what they were (torch's
@@ -59,7 +49,7 @@ class MoEExperts(nn.Module):
     delay_wgrad: backward leaves the weight gradients to `backward_dw()`, which must run before the
       next training forward. Hooks on the parameters, and so DistributedDataParallel's average,
       have run by then: average those gradients yourself.
-    These options are fixed once the layer is made.
+    These options are read-only.
 
     Each forward quantizes the parameters it multiplies, in FP8, and nothing of that stays. To
     quantize once for several forwards, pass them `weights=layer.quantize_weights()`, or run them
@@ -85,12 +75,7 @@ class MoEExperts(nn.Module):
     who passed what; with a capacity, in the first forward of its kind. docs/how-to/several-gpus.md.
     """
 
-    recipe: Fp8Recipe | None
-    recompute: str
-    save_preactivation: str
-    transposed_weights: str
-    delay_wgrad: bool
-    observer: Observer | None = None  # is shown what flows through training forwards and backwards
+    _counters: Counters | None = None  # of telemetry
     _reused: Reused | None = None  # inside reuse_fp8_weights
 
     def __init__(
@@ -100,8 +85,7 @@ class MoEExperts(nn.Module):
         intermediate_size: int,
         *,
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
-        recompute: str = "none",
-        save_preactivation: str = "bf16",
+        preactivation: str = "save",
         transposed_weights: str = "save",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -113,23 +97,17 @@ class MoEExperts(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
-        check_options(
-            recipe, recompute, save_preactivation, transposed_weights, bias, activation, dtype
-        )
+        check_options(recipe, preactivation, transposed_weights, bias, activation, dtype)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.recipe = recipe
-        self.recompute = recompute
-        self.save_preactivation = save_preactivation
-        self.transposed_weights = transposed_weights
-        self.delay_wgrad = delay_wgrad
-        self._exchange = make_exchange(group, num_experts, capacity)
+        self._options = Options(recipe, preactivation, transposed_weights)
+        self._delayed: list[Pending] | None = [] if delay_wgrad else None
+        self._move = _move(group, num_experts, capacity)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory))
-        self._pending: list[Pending] = []  # of delay_wgrad
         self.reset_parameters()
 
     @torch.no_grad()
@@ -146,9 +124,27 @@ class MoEExperts(nn.Module):
                     nn.init.uniform_(expert, -bound, bound)
 
     @property
+    def recipe(self) -> Fp8Recipe | None:
+        recipe: Fp8Recipe | None = self._options.recipe
+        return recipe
+
+    @property
+    def preactivation(self) -> str:
+        return self._options.preactivation
+
+    @property
+    def transposed_weights(self) -> str:
+        return self._options.transposed_weights
+
+    @property
+    def delay_wgrad(self) -> bool:
+        return self._delayed is not None
+
+    @property
     def local_experts(self) -> range:
         """The experts whose weights this rank holds."""
-        return range(self.num_experts) if self._exchange is None else self._exchange.local_experts
+        exchange = self._exchange
+        return range(self.num_experts) if exchange is None else exchange.local_experts
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -167,6 +163,10 @@ class MoEExperts(nn.Module):
         if self._exchange is not None:
             self._exchange.check()
 
+    @property
+    def _exchange(self) -> Exchange | None:
+        return self._move.exchange if isinstance(self._move, GroupMove) else None
+
     def forward(
         self,
         x: Tensor,
@@ -175,7 +175,6 @@ class MoEExperts(nn.Module):
         *,
         weights: Fp8Weights | None = None,
         overwrite_main_grad: bool = False,
-        beside: Callable[[], None] | None = None,
     ) -> Tensor:
         """x [..., H] float, topk_idx [..., S] int32 or int64 (-1: no expert), topk_weights
         [..., S] float -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
@@ -186,37 +185,32 @@ class MoEExperts(nn.Module):
         must be the first one to run after the optimizer's step; one that runs later raises, but
         not where it or the one before is compiled, nor under a reentrant checkpoint: then what
         was added is lost.
-        beside: with a group, is called as soon as the tokens are on their way to their experts, to
-        queue (on another stream) what does not depend on them; else before anything.
         """
-        gate_up, down = self.gate_up_proj, self.down_proj  # once: a look-up takes a microsecond
-        check_inputs(gate_up, x, topk_idx, topk_weights)
-        if torch.compiler.is_compiling():
-            self._check_compilable()
-        if beside is not None and self._exchange is None:
-            beside()
+        check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
         x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
-        weights, grads = self.prepare(gate_up, down, weights, overwrite_main_grad)
-        keep = "none" if self.recompute == "expert" else self.save_preactivation
-        how: Any = {"weights": weights, "keep": keep, "transposed_weights": self.transposed_weights}
-        if self._exchange is not None:
-            block = (
-                Bf16Block(gate_up, down, keep)
-                if self.recipe is None
-                else Fp8Block(gate_up, down, self.recipe, **how, observe=self.observer)
-            )
-            out = dispatched_experts(x, probs, topk_idx, self._exchange, block, grads, beside)
-        elif self.recipe is None:
-            groups = group_by_expert(topk_idx, self.num_experts)
-            out = bf16_experts(x, probs, groups, gate_up, down, keep=keep, grads=grads)
-        else:
-            plan = ops.route(self.num_experts, topk_idx=topk_idx)
-            how |= {"grads": grads, "observe": self.observer}
-            out = fp8_experts(x, probs, plan, gate_up, down, self.recipe, **how)
+        out = self.run(self._move, x, topk_idx, probs, weights, overwrite_main_grad)
         return out if len(shape) == 2 else out.view(shape)
+
+    def run(
+        self,
+        move: Move,
+        x: Tensor,
+        topk_idx: Tensor,
+        probs: Tensor,
+        weights: Fp8Weights | None = None,
+        overwrite_main_grad: bool = False,
+        **how: Any,
+    ) -> Tensor:
+        """The block over these parameters by any `move`, as autograd.experts, which takes `how`."""
+        gate_up, down = self.gate_up_proj, self.down_proj  # once: a look-up takes a microsecond
+        if torch.compiler.is_compiling():
+            self._check_compilable()
+        weights, grads = self._prepare(gate_up, down, weights, overwrite_main_grad)
+        how |= {"move": move, "weights": weights, "grads": grads, "counters": self._counters}
+        return experts(x, topk_idx, probs, gate_up, down, self._options, **how)
 
     def quantize_weights(self) -> Fp8Weights:
         """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless
@@ -227,7 +221,7 @@ class MoEExperts(nn.Module):
         gate_up, down = (whole(w.detach()) for w in (self.gate_up_proj, self.down_proj))
         return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
 
-    def prepare(
+    def _prepare(
         self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None, overwrite_main_grad: bool
     ) -> tuple[Fp8Weights | None, WeightGrads]:
         """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
@@ -246,21 +240,21 @@ class MoEExperts(nn.Module):
         elif self._reused is not None:
             self._reused.compare(self)
             weights = self._reused.weights
-        pending = self._pending if self.delay_wgrad else None
-        return weights, weight_grads(gate_up, down, overwrite_main_grad, pending)
+        return weights, weight_grads(gate_up, down, overwrite_main_grad, self._delayed)
 
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first. One that raises
         is still pending, with those behind it."""
-        while self._pending:
-            wanted = self._pending[0].to.weight
+        delayed = self._delayed or []
+        while delayed:
+            wanted = delayed[0].to.weight
             if not any(wanted is w for w in (self.gate_up_proj, self.down_proj)):
                 raise RuntimeError(
                     "[MoEExperts] backward_dw() needs the parameters that forward saw; got others "
                     "(fully_shard, or a new Parameter), which would not see the gradients"
                 )
-            self._pending[0].run()
-            del self._pending[0]  # and what it has saved
+            delayed[0].run()
+            del delayed[0]  # and what it has saved
 
     def _check_delay(self, gate_up: Tensor, down: Tensor) -> None:
         if not (gate_up.is_leaf and down.is_leaf):
@@ -273,42 +267,34 @@ class MoEExperts(nn.Module):
             self._check_nothing_pending("the next training forward")
 
     def _check_nothing_pending(self, before: str) -> None:
-        if self._pending:
+        if self._delayed:
             raise RuntimeError(
                 f"[MoEExperts] backward_dw() must run before {before}; "
-                f"got {len(self._pending)} weight gradients that still wait for it"
+                f"got {len(self._delayed)} weight gradients that still wait for it"
             )
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in OPTIONS and name in self.__dict__:
-            raise AttributeError(
-                f"[MoEExperts] {name} is fixed once the layer is made; got {value!r}"
-            )
-        super().__setattr__(name, value)
-
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size}, recipe={self.recipe}, "
-            f"recompute={self.recompute!r}, save_preactivation={self.save_preactivation!r}, "
+            f"preactivation={self.preactivation!r}, "
             f"transposed_weights={self.transposed_weights!r}"
             + (f", local_experts={self.local_experts}" if self._exchange is not None else "")
         )
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_nothing_pending("a copy of the layer")
-        return {**self.__dict__, "_pending": [], "_reused": None, "observer": None}
+        own: Any = {"_delayed": None if self._delayed is None else []}
+        return {**self.__dict__, **own, "_reused": None, "_counters": None}
 
     def _check_compilable(self) -> None:
         # What the backward would have to do to Python objects, which a compiled one cannot.
         if self.delay_wgrad:
             raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
-        if self.observer is not None:
-            raise RuntimeError("[MoEExperts] telemetry cannot be compiled; unwatch the module")
         if self._exchange is not None:
             raise RuntimeError(
                 "[MoEExperts] a layer with a group cannot be compiled; run it eagerly"
@@ -319,6 +305,16 @@ class MoEExperts(nn.Module):
                     "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
                     f"got it on {name}; delete the attribute to have main_grad accumulate alone"
                 )
+
+
+def _move(
+    group: dist.ProcessGroup | None, num_experts: int, capacity: int | tuple[int, int] | None
+) -> Local | GroupMove:
+    if group is not None:
+        return GroupMove(Exchange(group, num_experts, capacity))
+    if capacity is not None:
+        raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
+    return Local(num_experts)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -33,36 +32,11 @@ class SharedExpert(nn.Module):
         return out
 
 
-class SideStream:
-    """A module on a GPU stream of its own, on tokens that are ready now, whatever is queued before
-    its start. Autograd runs its backward on that stream too."""
-
-    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
-        self._module, self._tokens = module, tokens
-        self._stream = _side_stream(tokens.device)
-        self._ready = torch.cuda.current_stream(tokens.device).record_event()
-        self._output: Tensor
-
-    def start(self) -> None:
-        """Queue it."""
-        self._stream.wait_event(self._ready)
-        with torch.cuda.stream(self._stream):
-            self._output = self._module(self._tokens)
-        self._tokens.record_stream(self._stream)
-
-    def output(self) -> Tensor:
-        """What it gives, for the current stream."""
-        here = torch.cuda.current_stream(self._tokens.device)
-        here.wait_stream(self._stream)
-        self._output.record_stream(here)
-        return self._output
-
-
 class MoE(nn.Module):
     """x [..., H] -> [..., H]: each token through its top_k of num_experts experts, weighted.
 
-    rule is Router's; expert options (recipe, recompute, save_preactivation, transposed_weights,
-    delay_wgrad, group, capacity, bias, activation) are MoEExperts'.
+    rule is Router's; expert options (recipe, preactivation, transposed_weights, delay_wgrad,
+    group, capacity, bias, activation) are MoEExperts'.
     shared_intermediate_size adds a dense expert of that width in `dtype`. The gate is float32.
 
     After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
@@ -72,7 +46,7 @@ class MoE(nn.Module):
 
     With a group the router and the shared expert are replicated: their gradients are of this rank's
     tokens and want averaging over the ranks; aux_loss and tokens_per_expert are of this rank's
-    tokens too. On a GPU the shared expert runs on a stream of its own beside the exchange.
+    tokens too.
     """
 
     aux_loss: Tensor
@@ -88,8 +62,7 @@ class MoE(nn.Module):
         *,
         shared_intermediate_size: int | None = None,
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
-        recompute: str = "none",
-        save_preactivation: str = "bf16",
+        preactivation: str = "save",
         transposed_weights: str = "save",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
@@ -106,8 +79,7 @@ class MoE(nn.Module):
             hidden_size,
             intermediate_size,
             recipe=recipe,
-            recompute=recompute,
-            save_preactivation=save_preactivation,
+            preactivation=preactivation,
             transposed_weights=transposed_weights,
             delay_wgrad=delay_wgrad,
             group=group,
@@ -132,18 +104,13 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         self.aux_loss = self.router.balancing_loss(routing)
         self.tokens_per_expert = routing.tokens_per_expert
-        beside = None
-        if self.shared_expert is not None and self.experts.group is not None and tokens.is_cuda:
-            beside = SideStream(self.shared_expert, tokens)
         out: Tensor = self.experts(
             *(tokens, routing.topk_idx, routing.topk_weights),
             weights=weights,
             overwrite_main_grad=overwrite_main_grad,
-            beside=None if beside is None else beside.start,
         )
         if self.shared_expert is not None:
-            shared = self.shared_expert(tokens) if beside is None else beside.output()
-            out = out + shared.to(out.dtype)
+            out = out + self.shared_expert(tokens).to(out.dtype)
         return out.view(x.shape)
 
     def quantize_weights(self) -> Fp8Weights:
@@ -163,8 +130,3 @@ class MoE(nn.Module):
         return {
             k: v for k, v in self.__dict__.items() if k not in ("aux_loss", "tokens_per_expert")
         }
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

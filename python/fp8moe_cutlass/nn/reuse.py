@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
-from fp8moe_cutlass.autograd.ctx_io import flatten
+from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn.experts import MoEExperts
 
@@ -47,7 +47,7 @@ class Reused:
     def _compare_codes(self, layer: MoEExperts) -> None:
         fresh = layer.quantize_weights()
         for name in ("gate_up", "down"):
-            pair = flatten([getattr(self.weights, name)])[0], flatten([getattr(fresh, name)])[0]
+            pair = tensors_of(getattr(self.weights, name)), tensors_of(getattr(fresh, name))
             if not all(_same(a, b) for a, b in zip(*pair, strict=True)):
                 self._raise(f"{name}_proj", "quantizes to other codes")
 

@@ -19,6 +19,7 @@ from fp8moe_cutlass import Fp8Recipe, telemetry
 
 from .data import Corpus
 from .model import BYTES, Decoder, ModelConfig
+from .pairs import seen_by_layers
 from .ranks import Alone, experts_of
 
 # The recipes a run compares.
@@ -177,7 +178,7 @@ class Trainer:
         with ExitStack() as stack:
             if watched:
                 seen = stack.enter_context(telemetry.watch(self.model))
-                tape = stack.enter_context(telemetry.tape(self.model))
+                pairs = stack.enter_context(seen_by_layers(self.model))
             mine = self.ranks.part(windows)
             loss = self.loss(mine, of=c.batch)
             balance = self.model.balance_loss() * (len(mine) / c.batch)
@@ -188,8 +189,8 @@ class Trainer:
         if watched:
             self._collect()
             report = seen.report()
-            for layer, snr in tape.snr().items():
-                report[layer]["snr"] = snr
+            for name, (layer, inputs) in pairs.items():
+                report[name]["snr"] = telemetry.snr(layer, *inputs)
             self.curve.telemetry.append((done, report))
             self._since = time.perf_counter()
         self.ranks.clip(self.model, c.clip)

@@ -1,0 +1,234 @@
+"""The expert block as one autograd.Function: in FP8 or bfloat16, over any move of its rows.
+
+A body (fp8.py, bf16.py) multiplies; a move takes tokens to their experts and sums back to their
+tokens. FP8 tensors are never edges of the autograd graph: x enters in high precision and is
+quantized inside, its gradient leaves in high precision; so do the weights. Everything saved goes
+through save_for_backward: saved-tensor hooks see it, and what is changed before backward reads it
+raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass.autograd import bf16, fp8
+from fp8moe_cutlass.autograd.body import Gradients, Need, Options
+from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
+from fp8moe_cutlass.autograd.saved import load, save
+from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast, weight_grads
+from fp8moe_cutlass.autograd.weights import Fp8Weights
+
+
+class Arrived(NamedTuple):
+    """Rows at their experts, what a body's forward takes, and the way back."""
+
+    rows: Any
+    probs: Tensor | None
+    plan: Any
+    route: Any  # a pytree; it is saved for the backward
+
+
+class Move(Protocol):
+    """How tokens reach the experts of this process."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether other ranks take part: then a backward moves what its forward said, whatever it
+        is asked for."""
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Any,
+        probs: Any,
+        recipe: Any,
+        need: Need | None,
+    ) -> Callable[[], Arrived]:
+        """Send x [T, H] with topk_idx [T, S] and probs [T, S] f32 (of rows that came grouped:
+        None, and [R] or None); returns how to wait for what arrives."""
+
+    def combine(self, out: Tensor, route: Any) -> Tensor:
+        """The experts' rows -> [T, H]."""
+
+    def dispatch_grad(self, dout: Tensor, route: Any, recipe: Any) -> Any:
+        """dout [T, H] -> rows as the body's backward takes them."""
+
+    def combine_grads(
+        self, dx: Tensor | None, dprobs: Tensor | None, route: Any
+    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+        """Send both back; returns how to wait for dx [T, H] and dprobs [T, S]."""
+
+
+class _Here:
+    """Every expert is of this process."""
+
+    collective = False
+
+    def combine(self, out: Tensor, route: None) -> Tensor:
+        return out
+
+    def combine_grads(
+        self, dx: Tensor | None, dprobs: Tensor | None, route: None
+    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+        return lambda: (dx, dprobs)
+
+
+@dataclass(frozen=True)
+class Local(_Here):
+    """Nothing moves but within the body."""
+
+    num_experts: int
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Any,
+        probs: Any,
+        recipe: Any,
+        need: Need | None,
+    ) -> Callable[[], Arrived]:
+        body = body_of(recipe)
+        plan = body.group(topk_idx, self.num_experts)
+        arrived = Arrived(body.enter(x, recipe), probs, plan, None)
+        return lambda: arrived
+
+    def dispatch_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
+        return body_of(recipe).enter(dout, recipe, gradient=True)
+
+
+@dataclass(frozen=True)
+class Grouped(_Here):
+    """x [R, H] and probs [R] came grouped by expert, as `plan` says (a RoutingPlan of
+    ops.plan_from_counts, or bf16.Groups): nothing moves at all."""
+
+    plan: Any
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: None,
+        probs: Any,
+        recipe: Any,
+        need: Need | None,
+    ) -> Callable[[], Arrived]:
+        arrived = Arrived(body_of(recipe).enter(x, recipe, grouped=True), probs, self.plan, None)
+        return lambda: arrived
+
+    def dispatch_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
+        return body_of(recipe).enter(dout, recipe, gradient=True, grouped=True)
+
+
+def body_of(recipe: Any) -> Any:
+    """The module whose functions compute."""
+    return bf16 if recipe is None else fp8
+
+
+def experts(
+    x: Tensor,
+    topk_idx: Any,
+    probs: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    *,
+    move: Move | None = None,
+    weights: Fp8Weights | None = None,
+    grads: WeightGrads | None = None,
+    counters: Counters | None = None,
+    need: Need | None = None,
+) -> Tensor:
+    """out [T, H] in x's dtype of x [T, H], topk_idx [T, S] and probs [T, S] f32; differentiable in
+    x, probs and two tensors of any origin, gate_up [E, 2I, H] and down [E, H, I].
+
+    move: None: gate_up and down are all experts. weights: the FP8 weights to multiply; None: the
+    two tensors, quantized now. grads: where the gradients of the two go. counters: are added to,
+    where gradients are needed. need: whose gradients a backward will be asked for; None: of what
+    requires one.
+    """
+    move = move or Local(gate_up.shape[0])
+    if not _needs_grad(x, probs, gate_up, down):
+        return _forward(x, topk_idx, probs, gate_up, down, options, move, weights, None, None)[0]
+    need = need or Need(*(t is not None and t.requires_grad for t in (x, probs, gate_up, down)))
+    grads = grads or weight_grads(gate_up, down)
+    out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x, probs, gate_up, down, topk_idx, options, move, weights, grads, counters, need
+    )
+    return out
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a backward may ask for the gradient of any of them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _forward(
+    x: Tensor,
+    topk_idx: Any,
+    probs: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    options: Options,
+    move: Move,
+    given: Fp8Weights | None,
+    need: Need | None,
+    counters: Counters | None,
+) -> tuple[Tensor, Any, Any]:
+    """out [T, H] in x's dtype, what the body saves, and the route."""
+    body = body_of(options.recipe)
+    arrive = move.dispatch(x, topk_idx, probs, options.recipe, need)
+    weights = body.weights(gate_up, down, given, options, need)  # while rows are on their way
+    rows, row_probs, plan, route = arrive()
+    out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters)
+    out = move.combine(out, route)
+    if torch.compiler.is_compiling() and out.dtype == x.dtype:
+        # torch 2.11's dynamo also returns the tensor an op has filled, and gives that one the
+        # gradient, unless the two are different tensors.
+        return out.view(out.shape), saved, route
+    return cast(out, x.dtype), saved, route
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor | None,
+        gate_up: Tensor,
+        down: Tensor,
+        topk_idx: Any,
+        options: Options,
+        move: Move,
+        weights: Fp8Weights | None,
+        grads: WeightGrads,
+        counters: Counters | None,
+        need: Need,
+    ) -> Tensor:
+        out, saved, route = _forward(
+            x, topk_idx, probs, gate_up, down, options, move, weights, need, counters
+        )
+        save(ctx, (saved, route))
+        ctx.options, ctx.move, ctx.grads, ctx.counters = options, move, grads, counters
+        ctx.dtype, ctx.need = x.dtype, need
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        options, move, counters = ctx.options, ctx.move, ctx.counters
+        need = Need(*ctx.needs_input_grad[:4])
+        if move.collective:
+            need = need._replace(x=ctx.need.x, probs=ctx.need.probs)
+        saved, route = load(ctx)
+        rows = move.dispatch_grad(dout, route, options.recipe)
+        made: Gradients = body_of(options.recipe).backward(rows, saved, options, need, counters)
+        del rows, saved
+        arrive = move.combine_grads(made.dx, made.dprobs, route)
+        weights = ctx.grads.accept(made.gate_up, made.down, counters)  # while both are on their way
+        dx, dprobs = arrive()
+        return None if dx is None else cast(dx, ctx.dtype), dprobs, *weights, *(None,) * 7

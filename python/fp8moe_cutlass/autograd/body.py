@@ -1,0 +1,45 @@
+"""What the block passes to its two bodies, fp8.py and bf16.py, and they to it.
+
+Both have the functions enter, group, dropped, weights, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fp8moe_cutlass.recipe import Fp8Recipe
+
+
+class Options(NamedTuple):
+    """How a block computes and what it saves; nn.MoEExperts describes them."""
+
+    recipe: Any = Fp8Recipe()  # None: bfloat16
+    preactivation: str = "save"  # "save_fp8", "recompute"
+    transposed_weights: str = "save"  # "recompute"
+
+
+class Need(NamedTuple):
+    """Whose gradients a backward may be asked for."""
+
+    x: bool = True
+    probs: bool = True
+    gate_up: bool = True
+    down: bool = True
+
+
+class ForwardWeights(NamedTuple):
+    """Both weights as a forward multiplies them, and what its backward makes its own from."""
+
+    multiplied: Any  # Fp8Weights, or two bf16 tensors
+    source: tuple[Any, Any]  # codes, or the parameters
+
+
+class Gradients(NamedTuple):
+    """Gradients of one backward; None: not asked for."""
+
+    dx: Tensor | None  # bf16, as x came: [T, H], or [R, H] grouped
+    dprobs: Tensor | None  # f32, as the probs came
+    gate_up: Any  # fp8.Wgrad or bf16.Wgrad, still to be run
+    down: Any

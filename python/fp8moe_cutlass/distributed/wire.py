@@ -1,0 +1,93 @@
+"""Rows of the wire: what a token is on its way to another rank.
+
+In FP8 as ops.quantize_pack lays them out. Without a recipe, bytes: H bf16 | S i32 ids, of all
+experts | S f32 probs, rounded up to 16; of a gradient, H bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.dense import dense
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
+
+
+def pack(
+    x: Tensor,
+    topk_idx: Tensor,
+    probs: Tensor,
+    plan: RoutingPlan,
+    recipe: Fp8Recipe | None,
+    num_experts: int,
+) -> Tensor:
+    """x [T, H], topk_idx [T, S] and probs [T, S] f32 -> rows [plan.rows, bytes]."""
+    if recipe is not None:
+        return _quantize_pack(x, plan, recipe, "e4m3", topk_idx, probs, num_experts=num_experts)
+    tokens, hidden = x.shape
+    slots = topk_idx.shape[1]
+    width = (2 * hidden + 8 * slots + 15) // 16 * 16
+    # Every token as its row of the wire, and one that goes nowhere.
+    packed = torch.empty(tokens + 1, width, dtype=torch.uint8, device=x.device)
+    rows, ids, weights = _parts(packed, hidden, slots)
+    rows[:tokens], ids[:tokens], weights[:tokens] = x, topk_idx, probs
+    rows[tokens], ids[tokens], weights[tokens] = 0, -1, 0
+    return packed[_tokens_of(plan)]
+
+
+def unpack(
+    rows: Tensor, hidden: int, slots: int, recipe: Fp8Recipe | None, local_experts: range
+) -> tuple[Any, Tensor, Tensor]:
+    """What arrived: x [R, H] as a body takes it, local ids [R, S] (-1: of another rank), probs."""
+    if recipe is not None:
+        made: Any = ops.unpack(rows, hidden, slots, fp8_dtype="e4m3", pow2=recipe.scale == "pow2")
+        return made  # type: ignore[no-any-return]
+    x, ids, probs = _parts(rows, hidden, slots)
+    ids = ids - local_experts.start
+    return x, ids.masked_fill((ids < 0) | (ids >= len(local_experts)), -1), probs
+
+
+def pack_grad(dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None) -> Tensor:
+    """dout [T, H] -> rows [plan.rows, bytes], or [plan.rows, H] bf16."""
+    if recipe is not None:
+        return _quantize_pack(dout, plan, recipe, recipe.grad_dtype)
+    if dout.shape[0] == 0:
+        return dout.new_zeros(plan.rows, dout.shape[1], dtype=torch.bfloat16)
+    return dout.bfloat16()[_tokens_of(plan).clamp(max=dout.shape[0] - 1)]
+
+
+def unpack_grad(rows: Tensor, hidden: int, recipe: Fp8Recipe | None) -> Any:
+    """The gradient that arrived, as a body takes it."""
+    if recipe is None:
+        return rows
+    pow2 = recipe.scale == "pow2"
+    return ops.unpack(rows, hidden, 0, fp8_dtype=recipe.grad_dtype, pow2=pow2)[0]
+
+
+def _quantize_pack(
+    t: Tensor, plan: RoutingPlan, recipe: Fp8Recipe, fp8_dtype: Any, *ids: Tensor, **of: int
+) -> Tensor:
+    packed: Tensor = ops.quantize_pack(
+        dense(t), plan, *ids, fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps, **of
+    )
+    return packed
+
+
+def _tokens_of(plan: RoutingPlan) -> Tensor:
+    """[plan.rows] the token of each row; plan.tokens where there is none, or nothing is defined."""
+    token: Tensor = plan.token_of_row
+    return token.masked_fill((token < 0) | (token >= plan.tokens), plan.tokens)
+
+
+def _parts(packed: Tensor, hidden: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of packed rows [R, bytes]: x [R, H] bf16, topk_idx [R, S] i32, probs [R, S] f32."""
+    ends = (2 * hidden, 2 * hidden + 4 * slots, 2 * hidden + 8 * slots)
+    return (
+        packed[:, : ends[0]].view(torch.bfloat16),
+        packed[:, ends[0] : ends[1]].view(torch.int32),
+        packed[:, ends[1] : ends[2]].view(torch.float32),
+    )
