@@ -8,12 +8,15 @@ five models' experts, weights quantized in each step and reused, and the forward
 `--memory` also what a stack of four layers holds and its peak. Builds cannot share a process, so
 run them in turn (A, B, A, B) on one machine; `compare` takes each figure's minimum over the runs of
 a build and prints B over A.
+
+Under torchrun the ranks share the experts (group=), each with its own tokens; the slowest counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -24,6 +27,9 @@ MODELS = {  # E, S, H, I
     "DeepSeek-V2-Lite, 64 experts": (64, 6, 2048, 1408),
     "Qwen3-30B, 128 experts": (128, 8, 2048, 768),
 }
+
+
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def step(layer: Any, x: Any, ids: Any, probs: Any, dout: Any, **how: Any) -> None:
@@ -47,7 +53,12 @@ def milliseconds(run: Any, reps: int, blocks: int) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / reps)
-    return sorted(times)[blocks // 2]
+    ms = sorted(times)[blocks // 2]
+    if RANKS > 1:
+        slowest = torch.tensor(ms, device="cuda")
+        torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
+        ms = float(slowest)
+    return ms
 
 
 def variants(layer: Any) -> dict[str, Any]:
@@ -80,11 +91,16 @@ def measure(tokens: list[int], models: list[str], memory: bool, blocks: int) -> 
 
     from fp8moe_cutlass import nn
 
+    group: dict[str, Any] = {}
+    if RANKS > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
+        group["group"] = torch.distributed.group.WORLD
     figures: dict[str, float] = {}
     for name in models:
         experts, slots, hidden, intermediate = MODELS[name]
-        torch.manual_seed(0)
-        layer = nn.MoEExperts(experts, hidden, intermediate, device="cuda")
+        torch.manual_seed(int(os.environ.get("RANK", "0")))
+        layer = nn.MoEExperts(experts, hidden, intermediate, device="cuda", **group)
         for t in tokens:
             found = times(layer, t, slots, blocks)
             figures |= {f"{name}, T {t}, {variant}": ms for variant, ms in found.items()}
@@ -155,8 +171,9 @@ def main() -> int:
         compare(given.files, given.other)
         return 0
     figures = measure(given.tokens, given.models, given.memory, given.blocks)
-    with open(given.files[0], "w") as out:
-        json.dump(figures, out, indent=1)
+    if os.environ.get("RANK", "0") == "0":
+        with open(given.files[0], "w") as out:
+            json.dump(figures, out, indent=1)
     return 0
 
 

@@ -37,7 +37,9 @@ class Groups(NamedTuple):
 class Saved(NamedTuple):
     """What the backward reads of the forward."""
 
-    groups: Groups
+    offsets: Tensor  # the fields of Groups
+    order: Tensor | None
+    row_of: Tensor | None
     x: Tensor  # [T, H] bf16
     z: Tensor | None  # [R, 2I] bf16; None: computed again
     probs: Tensor | None
@@ -124,14 +126,15 @@ def forward(
     if need is None:
         return out, None
     kept = None if options.preactivation == "recompute" else z
-    return out, Saved(groups, x, kept, probs, *weights.source)
+    return out, Saved(*groups, x, kept, probs, *weights.source)
 
 
 def backward(
     dout: Tensor, saved: Saved, options: Options, need: Need, counters: Counters | None = None
 ) -> Gradients:
     """The gradients of `forward`, given that of its output, of x's form, in bf16."""
-    groups, x, z, probs, gate_up, down = saved
+    groups = Groups(*saved[:3])
+    x, z, probs, gate_up, down = saved[3:]
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
     x_rows = groups.rows_of(x)
     if z is None:

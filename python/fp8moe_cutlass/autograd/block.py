@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
     rows: Any
     probs: Tensor | None
     plan: Any
-    route: Any  # a pytree; it is saved for the backward
+    route: Any  # a named tuple or None; it is saved for the backward
 
 
 class Move(Protocol):
@@ -152,19 +152,24 @@ def experts(
     requires one.
     """
     move = move or Local(gate_up.shape[0])
-    if not _needs_grad(x, probs, gate_up, down):
+    needs = [t is not None and t.requires_grad for t in (x, probs, gate_up, down)]
+    if not (torch.is_grad_enabled() and any(needs)):
         return _forward(x, topk_idx, probs, gate_up, down, options, move, weights, None, None)[0]
-    need = need or Need(*(t is not None and t.requires_grad for t in (x, probs, gate_up, down)))
     grads = grads or weight_grads(gate_up, down)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up, down, topk_idx, options, move, weights, grads, counters, need
+        x,
+        probs,
+        gate_up,
+        down,
+        topk_idx,
+        options,
+        move,
+        weights,
+        grads,
+        counters,
+        need or Need(*needs),
     )
     return out
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether a backward may ask for the gradient of any of them."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _forward(
@@ -212,7 +217,7 @@ class _Experts(torch.autograd.Function):
         out, saved, route = _forward(
             x, topk_idx, probs, gate_up, down, options, move, weights, need, counters
         )
-        save(ctx, (saved, route))
+        save(ctx, saved, route)
         ctx.options, ctx.move, ctx.grads, ctx.counters = options, move, grads, counters
         ctx.dtype, ctx.need = x.dtype, need
         return out

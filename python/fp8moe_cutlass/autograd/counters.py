@@ -24,15 +24,15 @@ class Counters(NamedTuple):
 
 
 def count(
-    counters: Counters | None,
+    counters: Counters,
     name: str,
     t: Fp8Tensor,
     plan: RoutingPlan,
     columns: Fp8Tensor | None = None,
 ) -> None:
-    """ops.count_codes into the row of `name`; nothing without counters, and of `columns` with
-    float32 scales, which have no shifts."""
-    if counters is None or (columns is not None and not (t.pow2 and columns.pow2)):
+    """ops.count_codes into the row of `name`; nothing of `columns` with float32 scales, which have
+    no shifts."""
+    if columns is not None and not (t.pow2 and columns.pow2):
         return
     row = counters.counts[NAMES.index(name)]
     ops.count_codes(t, plan, row, columns=columns, stride=counters.every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,25 +157,30 @@ def _fill(
     ops.quantize_weight(dense(w.detach()), **how)
 
 
-def _now_written(
-    gate_up: Fp8Tensor, down: Fp8Tensor, gate_up_t: Fp8Tensor | None, down_t: Fp8Tensor | None
-) -> Fp8Weights:
-    return Fp8Weights(gate_up, down, gate_up_t, down_t, written(gate_up.device))
+def _now_written(*parts: Any) -> Fp8Weights:
+    return Fp8Weights(*parts, written(parts[0].device))
 
 
-def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor | None], None]:
+def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor], list[bool]]:
+    """Its FP8 tensors, and which of the four there are."""
     if not torch.compiler.is_compiling():
         weights.wait()  # so that _unflatten's event is one of all that was written
-    return list(weights._parts), None
+    there = [part is not None for part in weights._parts]
+    return [part for part in weights._parts if part is not None], there
+
+
+def _unflatten(parts: Iterable[Fp8Tensor], there: Iterable[bool]) -> Fp8Weights:
+    left = iter(parts)
+    return _now_written(*(next(left) if has else None for has in there))
 
 
 pytree.register_pytree_node(
     Fp8Weights,
     _flatten,
-    lambda parts, _: _now_written(*parts),
+    _unflatten,
     serialized_type_name="fp8moe_cutlass.Fp8Weights",
     flatten_with_keys_fn=lambda weights: (
         [(pytree.SequenceKey(n), part) for n, part in enumerate(_flatten(weights)[0])],
-        None,
+        _flatten(weights)[1],
     ),
 )

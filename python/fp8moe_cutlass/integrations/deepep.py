@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -129,12 +129,10 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
     return recipe
 
 
-@dataclass(frozen=True)
-class _Handle:
-    """What the dispatch returned, for its gradient and both combines. No pytree: its tensors are
-    DeepEP's."""
+class _Route(NamedTuple):
+    """What the dispatch returned, for its gradient and both combines; DeepEP's alone."""
 
-    of: Any
+    handle: Any
 
 
 @dataclass(frozen=True)
@@ -152,21 +150,21 @@ class _DeepEp:
         self, x: Tensor, topk_idx: Tensor, probs: Tensor, recipe: Any, need: Need | None
     ) -> Callable[[], Arrived]:
         rows, handle = self._dispatch(fp8.enter(x, recipe), topk_idx, probs)
-        arrived = Arrived(rows.x, rows.probs, rows.plan, _Handle(handle))
+        arrived = Arrived(rows.x, rows.probs, rows.plan, _Route(handle))
         return lambda: arrived
 
-    def combine(self, out: Tensor, route: _Handle) -> Tensor:
+    def combine(self, out: Tensor, route: _Route) -> Tensor:
         combined: Tensor = self._combine(out, route)[0]
         return combined
 
-    def dispatch_grad(self, dout: Tensor, route: _Handle, recipe: Any) -> Fp8Tensor:
+    def dispatch_grad(self, dout: Tensor, route: _Route, recipe: Any) -> Fp8Tensor:
         sent = fp8.enter(dout, recipe, gradient=True)
         options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
-        pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.of, **options)[0]
+        pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.handle, **options)[0]
         return fp8_rows("experts", pair, sent.pow2)
 
     def combine_grads(
-        self, dx: Tensor | None, dprobs: Tensor | None, route: _Handle
+        self, dx: Tensor | None, dprobs: Tensor | None, route: _Route
     ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
         combined = self._combine(dx, route, dprobs)
         return lambda: combined
@@ -196,7 +194,9 @@ class _DeepEp:
         rows = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         return received(data, ids, probs, local, counts=counts, rows=rows, pow2=x.pow2), handle
 
-    def _combine(self, rows: Any, route: _Handle, weights: Tensor | None = None) -> Any:
+    def _combine(self, rows: Any, route: _Route, weights: Tensor | None = None) -> Any:
         """(sums [T, H] bf16, sums of the weights [T, S] | None)."""
-        combined = self.buffer.combine(rows, route.of, topk_weights=weights, **self.combine_options)
+        combined = self.buffer.combine(
+            rows, route.handle, topk_weights=weights, **self.combine_options
+        )
         return combined[:2]
