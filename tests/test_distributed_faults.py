@@ -180,14 +180,11 @@ def events_of(group: Any, capacity: Any) -> list[list[str]]:
     return steps
 
 
-SIZES = ["int32 starts", "pack", "int32 awaited", "read"]
-AGREED = ["pack"]
-EXPERT_RUN = [
-    *("uint8 starts", "weight", "weight", "uint8 awaited"),
-    *("gemm", "gemm", "bfloat16 starts", "bfloat16 awaited"),
-]
+AGREED = ["pack", "weight", "weight"]
+SIZES = ["int32 starts", *AGREED, "int32 awaited", "read"]
+EXPERT_RUN = ["uint8 travels", "gemm", "gemm", "bfloat16 travels"]
 BACKWARD = [
-    *("pack", "uint8 starts", "uint8 awaited", "gemm", "gemm", "float32 starts", "bfloat16 starts"),
+    *("pack", "uint8 travels", "gemm", "gemm", "float32 starts", "bfloat16 starts"),
     *("wgrad", "wgrad", "float32 awaited", "bfloat16 awaited"),
 ]
 
@@ -195,7 +192,7 @@ BACKWARD = [
 @pytest.mark.parametrize("capacity", [None, 30], ids=["exact", "capacity"])
 def test_one_read_a_forward_and_none_in_backward(capacity: Any) -> None:
     """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. Weights are
-    quantized while the rows travel; gradients of the probs and dx leave before the weight
+    quantized before the rows travel; gradients of the probs and dx leave before the weight
     gradients."""
     pool = Pool(2, {2: [0, 1]})
     try:

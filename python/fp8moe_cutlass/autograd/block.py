@@ -50,7 +50,7 @@ class Move(Protocol):
         recipe: Any,
         need: Need | None,
     ) -> Callable[[], Arrived]:
-        """Send x [T, H] with topk_idx [T, S] and probs [T, S] f32 (of rows that came grouped:
+        """Begin to send x [T, H] with topk_idx [T, S] and probs [T, S] f32 (of grouped rows:
         None, and [R] or None); returns how to wait for what arrives."""
 
     def combine(self, out: Tensor, route: Any) -> Tensor:
@@ -187,7 +187,7 @@ def _forward(
     """out [T, H] in x's dtype, what the body saves, and the route."""
     body = body_of(options.recipe)
     arrive = move.dispatch(x, topk_idx, probs, options.recipe, need)
-    weights = body.weights(gate_up, down, given, options, need)  # while rows are on their way
+    weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
     rows, row_probs, plan, route = arrive()
     out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters)
     out = move.combine(out, route)

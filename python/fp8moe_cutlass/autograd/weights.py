@@ -158,7 +158,7 @@ def _fill(
 
 
 def _now_written(*parts: Any) -> Fp8Weights:
-    return Fp8Weights(*parts, written(parts[0].device))
+    return replace(Fp8Weights(*parts), written=written(parts[0].device))
 
 
 def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor], list[bool]]:

@@ -88,26 +88,26 @@ class Legs:
         packed = ops.quantize_pack(
             self.x, self.plan, self.topk_idx, self.probs, num_experts=experts
         )
-        ops.unpack(self.exchange.start(packed, self.sizes)(), self.hidden, self.slots)
+        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, self.slots)
 
     def dispatch_gradient(self) -> None:
         packed = ops.quantize_pack(self.x, self.plan)
-        ops.unpack(self.exchange.start(packed, self.sizes)(), self.hidden, 0)
+        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, 0)
 
     def combine(self) -> None:
         """Send the partial sums back, and add them."""
-        back = self.exchange.start_back(self.partial, self.plan.rows, self.sizes)()
+        back = self.exchange.combine(self.partial, self.plan.rows, self.sizes)
         ops.unpermute_unpad(back, self.plan)
 
     def bare(self, width: int) -> Run:
         """The all-to-all alone, of rows of `width` bytes."""
         rows = torch.zeros(self.sizes.rows_sent, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.exchange.start(rows, self.sizes)()
+        return lambda: self.exchange.dispatch(rows, self.sizes)
 
     def bare_back(self, width: int) -> Run:
         """The all-to-all alone, back."""
         rows = torch.zeros(self.sizes.rows, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.exchange.start_back(rows, self.plan.rows, self.sizes)()
+        return lambda: self.exchange.combine(rows, self.plan.rows, self.sizes)
 
     def rows_to_others(self) -> int:
         """Rows this rank sends to other ranks; with a capacity, the fixed number."""

@@ -130,26 +130,32 @@ class Exchange:
 
         return sizes
 
-    def start(self, rows: Tensor, sizes: Sizes) -> Callable[[], Tensor]:
-        """Send the first sizes.rows_sent of rows [., C], beside what is queued meanwhile; returns
-        how to wait for those this rank gets [sizes.rows, C]."""
+    def dispatch(self, rows: Tensor, sizes: Sizes) -> Tensor:
+        """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
         got = rows.new_empty(sizes.rows, rows.shape[1])
-        return self._travel(got, got, rows[: sizes.rows_sent], sizes.received, sizes.sent)
+        sent = rows[: sizes.rows_sent]
+        dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
+        return got
+
+    def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
+        """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
+        return self._back(rows, bound, sizes, beside=False)()
 
     def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Callable[[], Tensor]:
-        """Send rows [sizes.rows, C] where they came from; returns how to wait for this rank's, the
-        first of [bound, C]."""
+        """The same, beside what is queued until it is waited for by what this returns."""
+        return self._back(rows, bound, sizes, beside=True)
+
+    def _back(self, rows: Tensor, bound: int, sizes: Sizes, beside: bool) -> Callable[[], Tensor]:
         rows = rows.contiguous()
         got = rows.new_empty(bound, rows.shape[1])
-        return self._travel(got, got[: sizes.rows_sent], rows, sizes.sent, sizes.received)
-
-    def _travel(
-        self, got: Tensor, into: Tensor, rows: Tensor, to: Any, of: Any
-    ) -> Callable[[], Tensor]:
-        work: Any = dist.all_to_all_single(into, rows, to, of, group=self.group, async_op=True)
+        into = got[: sizes.rows_sent]
+        work: Any = dist.all_to_all_single(
+            into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
+        )
 
         def arrive(source: Tensor = rows) -> Tensor:  # which is read until then
-            work.wait()  # on a GPU it is the current stream that waits
+            if beside:
+                work.wait()  # on a GPU it is the current stream that waits
             return got
 
         return arrive

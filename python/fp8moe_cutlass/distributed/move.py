@@ -60,12 +60,11 @@ class GroupMove:
         learn = exchange.start_sizes(counts, terms)
         # Into as many rows as there can be: the sizes are on their way meanwhile.
         packed = wire.pack(x, topk_idx, probs, plan, recipe, exchange.num_experts)
-        sizes = learn()
-        coming = exchange.start(packed, sizes)
 
         def arrive() -> Arrived:
-            mine = exchange.local_experts
-            rows, ids, row_probs = wire.unpack(coming(), hidden, slots, recipe, mine)
+            sizes, mine = learn(), exchange.local_experts
+            came = exchange.dispatch(packed, sizes)
+            rows, ids, row_probs = wire.unpack(came, hidden, slots, recipe, mine)
             body = body_of(recipe)
             local = body.group(ids, len(mine), sizes.assignments)
             exchange.count(plan.status[:2], body.dropped(ids, local))
@@ -74,11 +73,11 @@ class GroupMove:
         return arrive
 
     def combine(self, out: Tensor, route: Route) -> Tensor:
-        return _sums(self.exchange.start_back(out, route.plan.rows, route.sizes)(), route.plan)
+        return _sums(self.exchange.combine(out, route.plan.rows, route.sizes), route.plan)
 
     def dispatch_grad(self, dout: Tensor, route: Route, recipe: Any) -> Any:
         packed = wire.pack_grad(dout, route.plan, recipe)
-        rows = self.exchange.start(packed, route.sizes)()
+        rows = self.exchange.dispatch(packed, route.sizes)
         return wire.unpack_grad(rows, dout.shape[1], recipe)
 
     def combine_grads(
