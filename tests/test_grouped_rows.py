@@ -84,3 +84,99 @@ def test_no_rows() -> None:
     got = run(p, p.x, p.probs.flatten(), p.dout, None, Options(), move)
     assert got[0].shape == p.x.shape
     assert not got[3].any()
+
+
+# ---- MoEExperts.forward_rows ---------------------------------------------------------------------
+
+
+def step_of_rows(layer: Any, p: Problem, order: Tensor, counts: Any, extra: int = 0) -> list[Any]:
+    """forward_rows over the problem's rows and `extra` rows of NaN behind them."""
+    nan = torch.full((extra, p.x.shape[1]), torch.nan, dtype=p.x.dtype)
+    rows = torch.cat([p.x[order], nan]).requires_grad_()
+    probs = torch.cat([p.probs.flatten()[order], torch.full((extra,), torch.nan)]).requires_grad_()
+    out = layer.forward_rows(rows, counts, probs)
+    out.backward(torch.cat([p.dout[order], nan]))
+    found = [out.detach(), rows.grad, probs.grad]
+    return [t[: len(order)] for t in found] + [w.grad for w in layer.parameters()]
+
+
+@pytest.mark.parametrize("form", ["list", "tensor", "plan"])
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("extra", [0, 37])
+def test_forward_rows_is_the_block(recipe: Any, form: str, extra: int) -> None:
+    """Rows past the counts influence nothing."""
+    p = problem(150, 1, 5, 208, 144)
+    p.topk_idx[::7] = -1
+    p.topk_idx[p.topk_idx == 2] = 4  # an empty expert
+    _, order = grouped(p, Options(recipe))
+    layer = p.experts(recipe=recipe)
+    counts: Any = torch.bincount(p.topk_idx[p.topk_idx >= 0], minlength=5)
+    if form == "list":
+        counts = counts.tolist()
+    if form == "plan":
+        counts = ops.plan_from_counts(counts, capacity=len(order) + extra)
+    want = p.run(p.experts(recipe=recipe))
+    got = step_of_rows(layer, p, order, counts, extra)
+    for mine, its in zip(got[:2], (want.out, want.dx), strict=True):
+        assert torch.equal(mine, its[order])
+    assert torch.equal(got[2], want.dprobs.flatten()[order])
+    assert torch.equal(got[3], want.dgate_up)
+    assert torch.equal(got[4], want.ddown)
+
+
+def test_forward_rows_compiled_delayed_and_with_weights() -> None:
+    p = problem(96, 1, 4)
+    _, order = grouped(p, Options())
+    counts = torch.bincount(p.topk_idx.flatten(), minlength=4)
+    want = step_of_rows(p.experts(), p, order, counts)
+    delayed = p.experts(delay_wgrad=True)
+    step_of_rows(delayed, p, order, counts)
+    assert delayed.down_proj.grad is None
+    delayed.backward_dw()
+    assert torch.equal(delayed.down_proj.grad, want[4])
+    torch._dynamo.reset()
+    layer = p.experts()
+    layer.forward_rows = torch.compile(layer.forward_rows, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, step_of_rows(layer, p, order, counts), want))
+    given = p.experts()
+    weights = given.quantize_weights()
+    with torch.no_grad():
+        given.down_proj.zero_()
+        out = given.forward_rows(p.x[order], counts, p.probs.flatten()[order], weights=weights)
+    assert torch.equal(out, want[0])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"rows": torch.zeros(2, 3, 256)}, r"rows must be \[R, H\]; got \(2, 3, 256\)"),
+    "hidden": ({"rows": torch.zeros(9, 128)}, r"rows must be \[..., 256\]; got \(9, 128\)"),
+    "dtype": ({"rows": torch.zeros(9, 256).double()}, r"rows must be bfloat16.*float64"),
+    "experts": ({"counts": [1, 2]}, r"counts must be \[4\] int32 or int64; got \(2,\)"),
+    "floats": ({"counts": [1.0, 2.0, 3.0, 3.0]}, r"int32 or int64; got \(4,\), torch.float32"),
+    "too many": ({"counts": [4, 4, 4, 4]}, r"at most the 9 rows; got \[4, 4, 4, 4\]"),
+    "negative": ({"counts": [-1, 4, 4, 0]}, r"at least 0 .* got \[-1, 4, 4, 0\]"),
+    "plan": (
+        {"counts": ops.plan_from_counts(torch.tensor([1, 2]), capacity=9)},
+        "a plan of 4 experts and 9 rows; got 2 and 9",
+    ),
+    "probs": ({"probs": torch.zeros(9, 1)}, r"probs must be \[9\] floating point; got \(9, 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_forward_rows_refuses(name: str) -> None:
+    given, message = REFUSED[name]
+    call = {"rows": torch.zeros(9, 256), "counts": [3, 0, 5, 1], "probs": None} | given
+    with pytest.raises(ValueError, match=rf"\[MoEExperts\] .*{message}"):
+        problem(8).experts().forward_rows(*call.values())
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_an_id_that_is_no_expert(recipe: Any) -> None:
+    p = problem(64)
+    p.topk_idx[::5, 1] = -1
+    layer = p.experts(recipe=recipe)
+    want = layer(p.x, p.topk_idx, p.probs)
+    ids = p.topk_idx.masked_fill(p.topk_idx == -1, 4)
+    assert torch.equal(layer(p.x, ids, p.probs, no_expert=4), want)
+    with pytest.raises(ValueError, match=r"ids must lie in \[-1, 4\); got 4"):
+        layer(p.x, ids, p.probs)

@@ -3,7 +3,7 @@
 None has a second derivative, and each raises where one is asked for.
 """
 
-from fp8moe_cutlass.autograd.block import Grouped, Local, Move, experts
+from fp8moe_cutlass.autograd.block import Grouped, Local, Move, experts, grouped_plan
 from fp8moe_cutlass.autograd.body import Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.gate import gate_logits
@@ -21,6 +21,7 @@ __all__ = [
     "Options",
     "experts",
     "gate_logits",
+    "grouped_plan",
     "permute_pad",
     "quantize_weights",
     "unpermute_unpad",

@@ -9,13 +9,14 @@ raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
 from fp8moe_cutlass.autograd.body import Gradients, Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
@@ -23,6 +24,7 @@ from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.saved import load, save
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
+from fp8moe_cutlass.routing import RoutingPlan
 
 
 class Arrived(NamedTuple):
@@ -104,8 +106,8 @@ class Local(_Here):
 
 @dataclass(frozen=True)
 class Grouped(_Here):
-    """x [R, H] and probs [R] came grouped by expert, as `plan` says (a RoutingPlan of
-    ops.plan_from_counts, or bf16.Groups): nothing moves at all."""
+    """x [R, H] and probs [R] came grouped by expert, as `plan` of grouped_plan says: nothing moves
+    at all."""
 
     plan: Any
 
@@ -122,6 +124,19 @@ class Grouped(_Here):
 
     def dispatch_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
         return body_of(recipe).enter(dout, recipe, gradient=True, grouped=True)
+
+
+def grouped_plan(
+    recipe: Any, counts: Tensor | Sequence[int] | RoutingPlan, rows: Tensor
+) -> RoutingPlan | bf16.Groups:
+    """The plan of rows [R, H] that came grouped: counts [E] of each expert's on any device, or a
+    plan of ops.plan_from_counts."""
+    if isinstance(counts, RoutingPlan):
+        return bf16.Groups(counts.row_offsets[1:].contiguous()) if recipe is None else counts
+    counts = torch.as_tensor(counts).to(rows.device, torch.int32, non_blocking=True)
+    if recipe is None:
+        return bf16.Groups(counts.cumsum(0, dtype=torch.int32))
+    return ops.plan_from_counts(counts, capacity=rows.shape[0])
 
 
 def body_of(recipe: Any) -> Any:

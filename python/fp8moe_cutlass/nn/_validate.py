@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
 
 
 def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, multiple: int) -> None:
@@ -59,21 +62,8 @@ def check_options(
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
     """What MoEExperts.forward takes, given its gate_up_proj."""
-    hidden_size = weight.shape[-1]
-    if weight.is_meta:
-        raise RuntimeError(
-            "[MoEExperts] parameters must have storage; got device meta: call to_empty() and "
-            "load or reset them"
-        )
-    if is_sharded(weight):
-        raise RuntimeError(
-            "[MoEExperts] parameters must be whole in a forward; got a DTensor: call the module "
-            "given to fully_shard"
-        )
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"[MoEExperts] x must be bfloat16, float16 or float32; got {x.dtype}")
-    if x.ndim < 2 or x.shape[-1] != hidden_size:
-        raise ValueError(f"[MoEExperts] x must be [..., {hidden_size}]; got {tuple(x.shape)}")
+    _check_ready(weight)
+    _check_x(weight, x, "x")
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"[MoEExperts] topk_idx must be int32 or int64; got {topk_idx.dtype}")
     if topk_idx.ndim != x.ndim or topk_idx.shape[:-1] != x.shape[:-1] or not topk_idx.shape[-1]:
@@ -90,9 +80,74 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise ValueError(
             f"[MoEExperts] topk_weights must be floating point; got {topk_weights.dtype}"
         )
-    device = weight.device
     for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if t.device != device:
+        _check_device(weight, name, t)
+
+
+def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:
+    """What MoEExperts.forward_rows takes, given its gate_up_proj."""
+    _check_ready(weight)
+    if rows.ndim != 2:
+        raise ValueError(f"[MoEExperts] rows must be [R, H]; got {tuple(rows.shape)}")
+    _check_x(weight, rows, "rows")
+    _check_device(weight, "rows", rows)
+    _check_counts(weight.shape[0], len(rows), counts)
+    if probs is not None:
+        if probs.shape != rows.shape[:1] or not probs.dtype.is_floating_point:
             raise ValueError(
-                f"[MoEExperts] {name} must be on the parameters' device {device}; got {t.device}"
+                f"[MoEExperts] probs must be [{len(rows)}] floating point; "
+                f"got {tuple(probs.shape)}, {probs.dtype}"
             )
+        _check_device(weight, "probs", probs)
+
+
+def _check_counts(experts: int, rows: int, counts: Any) -> None:
+    if isinstance(counts, RoutingPlan):
+        if (counts.experts, counts.rows) != (experts, rows):
+            raise ValueError(
+                f"[MoEExperts] counts must be a plan of {experts} experts and {rows} rows; "
+                f"got {counts.experts} and {counts.rows}"
+            )
+        return
+    if not isinstance(counts, Tensor):
+        counts = torch.as_tensor(counts)
+    if counts.shape != (experts,) or counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"[MoEExperts] counts must be [{experts}] int32 or int64; "
+            f"got {tuple(counts.shape)}, {counts.dtype}"
+        )
+    if counts.device.type == "cpu" and not torch.compiler.is_compiling():
+        numbers = counts.tolist()
+        if min(numbers) < 0 or sum(numbers) > rows:
+            raise ValueError(
+                f"[MoEExperts] counts must be at least 0 and their sum at most the {rows} rows; "
+                f"got {numbers}"
+            )
+
+
+def _check_ready(weight: Tensor) -> None:
+    if weight.is_meta:
+        raise RuntimeError(
+            "[MoEExperts] parameters must have storage; got device meta: call to_empty() and "
+            "load or reset them"
+        )
+    if is_sharded(weight):
+        raise RuntimeError(
+            "[MoEExperts] parameters must be whole in a forward; got a DTensor: call the module "
+            "given to fully_shard"
+        )
+
+
+def _check_x(weight: Tensor, x: Tensor, name: str) -> None:
+    hidden_size = weight.shape[-1]
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"[MoEExperts] {name} must be bfloat16, float16 or float32; got {x.dtype}")
+    if x.ndim < 2 or x.shape[-1] != hidden_size:
+        raise ValueError(f"[MoEExperts] {name} must be [..., {hidden_size}]; got {tuple(x.shape)}")
+
+
+def _check_device(weight: Tensor, name: str, t: Tensor) -> None:
+    if t.device != weight.device:
+        raise ValueError(
+            f"[MoEExperts] {name} must be on the parameters' device {weight.device}; got {t.device}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from fp8moe_cutlass.autograd import (
     Counters,
     Fp8Weights,
+    Grouped,
     Local,
     Move,
     Options,
     experts,
+    grouped_plan,
     quantize_weights,
     weight_grads,
 )
@@ -23,8 +26,9 @@ from fp8moe_cutlass.autograd.streams import in_backward
 from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import whole, writable
-from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_sizes
+from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_rows, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
 
 if TYPE_CHECKING:
     from fp8moe_cutlass.nn.reuse import Reused
@@ -173,12 +177,15 @@ class MoEExperts(nn.Module):
         topk_idx: Tensor,
         topk_weights: Tensor,
         *,
+        no_expert: int = -1,
         weights: Fp8Weights | None = None,
         overwrite_main_grad: bool = False,
     ) -> Tensor:
-        """x [..., H] float, topk_idx [..., S] int32 or int64 (-1: no expert), topk_weights
-        [..., S] float -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
+        """x [..., H] float, topk_idx [..., S] int32 or int64, topk_weights [..., S] float
+        -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
 
+        no_expert: the id of a slot without an expert, besides -1, such as transformers'
+        num_experts. Other ids out of range raise on the CPU; on a GPU they are dropped and counted.
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
         parameters'. None: the parameters, quantized now.
         overwrite_main_grad: this forward's backward writes main_grad instead of adding to it. It
@@ -191,15 +198,43 @@ class MoEExperts(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
         x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
+        if no_expert != -1:
+            topk_idx = topk_idx.masked_fill(topk_idx == no_expert, -1)
         out = self.run(self._move, x, topk_idx, probs, weights, overwrite_main_grad)
         return out if len(shape) == 2 else out.view(shape)
+
+    def forward_rows(
+        self,
+        rows: Tensor,
+        counts: Tensor | Sequence[int] | RoutingPlan,
+        probs: Tensor | None = None,
+        *,
+        weights: Fp8Weights | None = None,
+        overwrite_main_grad: bool = False,
+    ) -> Tensor:
+        """The block over rows that came grouped by local expert: rows [R, H] float -> [R, H] in
+        their dtype, in the same order, for callers that move tokens themselves. Nothing is moved
+        and nothing is read by the host.
+
+        counts: rows of each local expert [E], on the host or on the device; or a plan of
+        ops.plan_from_counts, for experts whose rows begin at multiples of its align. Rows past
+        their sum influence nothing; what comes out there, and as their gradient, is unspecified.
+        probs [R]: multiply the activation, before it is quantized. None: the caller weights.
+        weights, overwrite_main_grad: as of forward.
+        """
+        check_rows(self.gate_up_proj, rows, counts, probs)
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        probs = None if probs is None else probs.float().contiguous()
+        move = Grouped(grouped_plan(self.recipe, counts, rows))
+        return self.run(move, rows.contiguous(), None, probs, weights, overwrite_main_grad)
 
     def run(
         self,
         move: Move,
         x: Tensor,
-        topk_idx: Tensor,
-        probs: Tensor,
+        topk_idx: Tensor | None,
+        probs: Tensor | None,
         weights: Fp8Weights | None = None,
         overwrite_main_grad: bool = False,
         **how: Any,
