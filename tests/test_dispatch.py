@@ -13,7 +13,6 @@ from torch import Tensor
 
 import reference_dispatch as ref
 from fp8moe_cutlass import RoutingPlan, ops
-from fp8moe_cutlass.distributed.bf16 import dispatch_plan as torch_dispatch_plan
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POISON = 0xA5
@@ -107,23 +106,6 @@ def routing(kind: str, tokens: int, slots: int, experts: int, seed: int = 3) -> 
 
 
 KINDS = ("random", "one rank", "a rank without", "twice", "none")
-
-
-@pytest.mark.parametrize("segment", [0, 5, 40])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_plan_in_torch(kind: str, segment: int) -> None:
-    """distributed.bf16's, which any GPU can run: rows past a segment and the last row are -1."""
-    for tokens in (0, 1, 40):
-        ids = routing(kind, tokens, 3, 8)
-        plan, counts = torch_dispatch_plan(ids, 8, 4, segment)
-        d = ref.dispatch(ids.numpy().astype(np.int64), 8, 4, segment)
-        np.testing.assert_array_equal(plan.row_of.numpy(), d.row_of)
-        np.testing.assert_array_equal(counts.numpy(), d.counts)
-        token_of_row = np.full(segment * 4 if segment else tokens * 3, -1)
-        for first, rows in zip(d.first_row, d.rows, strict=True):
-            token_of_row[first : first + len(rows)] = rows
-        np.testing.assert_array_equal(plan.token_of_row.numpy(), token_of_row)
-        assert plan.status.tolist() == [d.overflow, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
