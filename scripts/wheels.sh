@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds a release: x86_64 wheels with both backends for CPython 3.10, 3.11 and, one for all, 3.12 and
+# Builds a release of the last commit: x86_64 wheels with both backends for CPython 3.10, 3.11 and, one for all, 3.12 and
 # newer (abi3), at manylinux_2_28, and the source distribution; then checks them.
 #
 #   scripts/wheels.sh WORK [PYTHON...]     pythons: python3.10 python3.11 python3.12
@@ -60,8 +60,18 @@ link="-Wl,--sysroot=$root -L$libraries -L$root/lib/x86_64-linux-gnu $work/nonsha
 shared="$link -Wl,--no-as-needed -lpthread -ldl -lrt -Wl,--as-needed"
 module="$link -Wl,--no-as-needed -lpthread -Wl,--as-needed -Wl,--exclude-libs,ALL"
 
-rm -rf "$work/dist" "$work/raw" "$work/full"
-mkdir -p "$work/dist" "$work/raw" "$work/full"
+step "sources: the last commit"
+rm -rf "$work/tree" "$work/dist" "$work/raw" "$work/full"
+mkdir -p "$work/tree" "$work/dist" "$work/raw" "$work/full"
+git archive HEAD | tar -x -C "$work/tree"
+cd "$work/tree"
+# README becomes the package's page, where a relative link leads nowhere: paths take the links' place,
+# and pictures go.
+sed -i -E '/^!\[.*\]\([^:]*\)$/d; s/\[([^]]*)\]\(([^):]*)\)/\1: \2/g' README.md
+if grep -n '\](' README.md | grep -v '](https\?:'; then
+  echo "README.md: links that would be dead on the package's page" >&2
+  exit 1
+fi
 for python in "$@"; do
   step "wheel by $python"
   rm -rf "$work/venv" && "$python" -m venv "$work/venv"

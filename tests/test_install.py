@@ -7,10 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
 import fp8moe_cutlass
@@ -175,6 +176,18 @@ def test_the_version_has_one_source(build: Path) -> None:
     [project] = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert fp8moe_cutlass.__version__ == version("fp8moe-cutlass") == project
     assert project.startswith(numbers)
+
+
+def test_pins_exist_for_the_oldest_python() -> None:
+    """A pin without a marker holds for Python 3.10, whose pip would find nothing otherwise."""
+    pins = re.findall(r"^([\w-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert "torch" in pins
+    for name in pins:
+        try:
+            needs = metadata(name)["Requires-Python"] or ""
+        except PackageNotFoundError:  # a linter, where only the tests' packages are
+            continue
+        assert SpecifierSet(needs).contains("3.10"), f"{name} needs Python {needs}"
 
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="no nm here")
