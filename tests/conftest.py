@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from fp8moe_cutlass import slow_path
 
 
 def why_no_gpu() -> str | None:
@@ -21,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def slow_paths_are_silent() -> Iterator[None]:
+    """But where a test expects one (pytest.warns); each test is told of each cause anew."""
+    slow_path._said.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", slow_path.SlowPathWarning)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ PACKAGE = Path(fp8moe_cutlass.__file__).parent
 
 # Each room and what it may know of: integrations -> nn -> distributed -> autograd -> ops -> _C.
 # What is not listed (the command line, bench, train, verify) uses the library from outside.
-VOCABULARY = {"recipe", "routing", "stream", "tensor", "typing"}
+VOCABULARY = {"recipe", "routing", "slow_path", "stream", "tensor", "typing"}
 RANK = {
     "_C": 0,
     **dict.fromkeys(VOCABULARY, 1),

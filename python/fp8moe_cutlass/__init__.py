@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fp8moe_cutlass._C import CudaError, DeviceUnavailable, UnsupportedDevice, build_info
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.slow_path import SlowPathWarning
 from fp8moe_cutlass.stream import use_stream
 from fp8moe_cutlass.tensor import Fp8Tensor
 
@@ -30,6 +31,7 @@ __all__ = [
     "Fp8Recipe",
     "Fp8Tensor",
     "RoutingPlan",
+    "SlowPathWarning",
     "UnsupportedDevice",
     "autograd",
     "build_info",

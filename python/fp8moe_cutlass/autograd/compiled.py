@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from fp8moe_cutlass.slow_path import slow_path
 
 R = TypeVar("R")
 
@@ -37,10 +38,10 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
             return fast(*tensors)
         except torch._dynamo.exc.TorchDynamoException as error:
             _refused.append(str(error))
-            warnings.warn(
+            slow_path(
+                "torch.compile",
                 "[MoEExperts] torch cannot compile here: recipe=None runs eagerly and slower; "
                 f"got {type(error).__name__}: {error}",
-                stacklevel=2,
             )
             return function(*tensors)
 

@@ -12,6 +12,7 @@ from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
+from fp8moe_cutlass.slow_path import slow_path
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Destination:
                 "got a main_grad that another backward has written since the forward"
             )
         into = dense(main_grad)
+        if eager and into is not main_grad:
+            slow_path(
+                "misaligned main_grad",
+                "[main_grad] begins at no multiple of 16 bytes: each gradient is added to a copy, "
+                "which is copied back; align each parameter's part of a flat gradient buffer",
+            )
         wgrad.run(into, not self.overwrite, "float32", counters)
         if into is not main_grad:
             main_grad.copy_(into)

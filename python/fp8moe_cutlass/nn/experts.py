@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8moe_cutlass import build_info
 from fp8moe_cutlass.autograd import (
     Counters,
     Fp8Weights,
@@ -29,6 +30,7 @@ from fp8moe_cutlass.nn._sharded import whole, writable
 from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_rows, check_sizes
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.slow_path import slow_path
 
 if TYPE_CHECKING:
     from fp8moe_cutlass.nn.reuse import Reused
@@ -102,6 +104,7 @@ class MoEExperts(nn.Module):
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         check_options(recipe, preactivation, transposed_weights, bias, activation, dtype)
+        _say_what_is_slow(recipe)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -275,6 +278,8 @@ class MoEExperts(nn.Module):
         elif self._reused is not None:
             self._reused.compare(self)
             weights = self._reused.weights
+        elif gate_up.is_leaf and gate_up.grad is not None and not torch.compiler.is_compiling():
+            _say_what_repeats(self.recipe)
         return weights, weight_grads(gate_up, down, overwrite_main_grad, self._delayed)
 
     def backward_dw(self) -> None:
@@ -350,6 +355,31 @@ def _move(
     if capacity is not None:
         raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
     return Local(num_experts)
+
+
+def _say_what_repeats(recipe: Fp8Recipe | None) -> None:
+    """Of a forward over weights with a gradient: it accumulates."""
+    if recipe is not None and torch.is_grad_enabled() and not in_backward():
+        slow_path(
+            "weights quantized in every forward",
+            "[MoEExperts] several forwards before an optimizer step quantize the same weights; "
+            "run them `with fp8moe_cutlass.nn.reuse_fp8_weights(model):` to quantize once",
+        )
+
+
+def _say_what_is_slow(recipe: Fp8Recipe | None) -> None:
+    if recipe is not None and recipe.scale == "fp32":
+        slow_path(
+            "float32 scales",
+            "[MoEExperts] float32 scales cannot be shifted in FP8: backward quantizes x and dout "
+            'a second time; Fp8Recipe(scale="pow2") does not',
+        )
+    if not build_info()["cuda"] and torch.cuda.is_available():
+        slow_path(
+            "built for the CPU alone",
+            "[MoEExperts] this build has no CUDA backend, and torch sees a GPU: layers run on the "
+            "CPU; install with FP8MOE_CUDA=ON",
+        )
 
 
 def _rows(t: Tensor) -> Tensor:
