@@ -106,7 +106,7 @@ def test_roles_of_a_step() -> None:
     p.run(layer)
     found = roles(profile(lambda: p.run(layer), CPU))
     assert list(found) == [
-        *("route", "quantize gate_up", "quantize down", "quantize x"),
+        *("route", "quantize x", "quantize gate_up", "quantize down"),
         *("permute x", "fprop-1", "swiglu", "fprop-2", "unpermute"),
         *("quantize dout", "permute dout", "dgrad-2", "swiglu backward", "dgrad-1"),
         *("permute backward", "transpose x", "wgrad-1", "transpose dout", "wgrad-2"),
