@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoE, RoutingRule
+from fp8moe_cutlass.nn import LossCoefficients, MoE, RoutingRule, z_loss
 from reference import moe_experts, relative_error
 
 
@@ -89,6 +89,25 @@ def test_moe_trains_checkpoints_and_copies() -> None:
     other.load_state_dict(moe.state_dict())
     with torch.no_grad():
         assert torch.equal(other(x), moe(x))
+
+
+def test_coefficients_reach_the_gate_through_the_layer() -> None:
+    """Without aux_loss, and for x [sequences, length, H] per sequence, used twice in a backward."""
+    moe = MoE(64, 32, 4, 2, recipe=None, dtype=torch.float32)
+    x, y = torch.randn(3, 8, 64), torch.randn(2, 5, 64)
+    moe.router.coefficients = LossCoefficients(balancing=0.5, balancing_per_sequence=0.25, z=0.1)
+    (moe(x).sum() + moe(y).sum()).backward()
+    got = moe.router.weight.grad.clone()
+    moe.zero_grad()
+    moe.router.coefficients = LossCoefficients()
+    total = moe(x).sum() + moe(y).sum()
+    for t in (x, y):
+        routing = moe.router(t.flatten(0, 1))
+        each = moe.router.balancing_loss(routing, sequences=len(t))
+        total = total + 0.5 * moe.router.balancing_loss(routing) + 0.25 * each
+        total = total + 0.1 * z_loss(routing)
+    total.backward()
+    torch.testing.assert_close(got, moe.router.weight.grad)
 
 
 def test_moe_passes_options_to_its_experts() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.nn import MoE, Router, Routing, RoutingRule, z_loss
+from fp8moe_cutlass.nn import LossCoefficients, MoE, Router, Routing, RoutingRule, z_loss
 
 V3 = RoutingRule(
     score="sigmoid",
@@ -185,6 +185,100 @@ def test_a_sequence_of_padding_has_no_loss() -> None:
     assert z_loss(router(x, padding=padding | True)) == 0
 
 
+ALL_LOSSES = LossCoefficients(balancing=0.5, balancing_per_sequence=0.25, z=0.125)
+
+
+def losses_by_hand(router: Router, routing: Routing, sequences: int) -> dict[str, Tensor]:
+    return {
+        "balancing": router.balancing_loss(routing),
+        "balancing_per_sequence": router.balancing_loss(routing, sequences=sequences),
+        "z": z_loss(routing),
+    }
+
+
+@EACH
+def test_coefficients_are_the_losses_added_by_hand(rule: RoutingRule) -> None:
+    router = router_of(rule)
+    twin = copy.deepcopy(router)
+    twin.coefficients = ALL_LOSSES
+    x, padding, by = torch.randn(50, 32), torch.rand(50) < 0.3, torch.randn(50, 4)
+    routing = router(x, padding=padding)
+    assert routing.losses == {}
+    losses = losses_by_hand(router, routing, 5)
+    added = sum(getattr(ALL_LOSSES, name) * loss for name, loss in losses.items())
+    ((routing.topk_weights * by).sum() + added).backward()
+    got = twin(x, padding=padding, sequences=5)
+    assert torch.equal(got.topk_weights, routing.topk_weights)
+    assert set(got.losses) == set(losses)
+    for name, loss in got.losses.items():
+        assert not loss.requires_grad
+        assert torch.equal(loss, losses[name]), name
+    (got.topk_weights * by).sum().backward()
+    for a, b in zip(twin.parameters(), router.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_coefficients_without_gradients() -> None:
+    """Under no_grad, frozen, and with no token there is nothing to add to, and no error."""
+    router = Router(32, 12, 4, coefficients=ALL_LOSSES)
+    with torch.no_grad():
+        assert set(router(torch.randn(6, 32)).losses) == set(vars(ALL_LOSSES))
+    router(torch.zeros(0, 32)).topk_weights.sum().backward()
+    assert not router.weight.grad.any()
+    assert not router.requires_grad_(False)(torch.randn(6, 32)).topk_weights.requires_grad
+    with pytest.raises(ValueError, match=r"z must be finite and not negative; got -1"):
+        LossCoefficients(z=-1.0)
+
+
+@EACH
+def test_replay_takes_the_experts_and_this_routers_weights(rule: RoutingRule) -> None:
+    """Weights and gradients against float64; the losses count this router's own top k."""
+    router = router_of(rule)
+    x, by = torch.randn(50, 32), torch.randn(50, 4)
+    idx = torch.rand(50, 12).topk(4).indices
+    routing = router(x, topk_idx=idx)
+    assert routing.topk_idx is idx
+    assert torch.equal(routing.tokens_per_expert, torch.bincount(idx.flatten(), minlength=12))
+    logits = logits_of(router, x.double())
+    weights = weights_of(rule, logits, scores_of(rule, logits), idx)
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale.double()[idx]
+    torch.testing.assert_close(routing.topk_weights.double(), weights, rtol=1e-5, atol=1e-6)
+    leaves = list(router.parameters())
+    got = torch.autograd.grad((routing.topk_weights * by).sum(), leaves, retain_graph=True)
+    for a, b in zip(got, torch.autograd.grad((weights * by).sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    own = losses_by_hand(router, router(x), 5)
+    for name, loss in losses_by_hand(router, routing, 5).items():
+        assert torch.equal(loss, own[name]), name
+
+
+def test_replay_of_the_choice_itself_changes_no_bit() -> None:
+    router = router_of(V3)
+    x = torch.randn(50, 32)
+    first = router(x)
+    again = router(x, topk_idx=first.topk_idx)
+    for a, b in zip(first[:5], again[:5], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["softmax", "deepseek_v3"])
+def test_counts_of_earlier_microbatches(name: str) -> None:
+    """Two microbatches with the counts of both: the loss of the whole batch, and its gradient."""
+    router = router_of(RULES[name])
+    x = torch.randn(60, 32)
+    whole = router.balancing_loss(router(x))
+    parts = [router(part) for part in x.split([20, 40])]
+    counts = sum(router.count(part) for part in parts)
+    losses = [router.balancing_loss(part, counts=counts) for part in parts]
+    together = losses[0] / 3 + 2 * losses[1] / 3
+    torch.testing.assert_close(together, whole)
+    a, b = (torch.autograd.grad(t, router.weight)[0] for t in (together, whole))
+    torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="counts must come with sequences=1; got 2"):
+        router.balancing_loss(parts[0], counts=counts, sequences=2)
+
+
 def routed(rule: RoutingRule, top_k: int, logits: list[float]) -> tuple[Router, Routing, Tensor]:
     """One token with these logits, and the logits as a leaf."""
     router = Router(1, len(logits), top_k, rule)
@@ -334,17 +428,26 @@ def test_selection_bias_moves_against_the_load() -> None:
 def test_compiles_to_the_same_bits(name: str) -> None:
     torch._dynamo.reset()
     router = router_of(RULES[name])
+    router.coefficients = ALL_LOSSES
     padding = torch.arange(40) > 30
 
     def step(x: Tensor) -> list[Tensor]:
-        routing = router(x, padding=padding)
-        loss = router.balancing_loss(routing, sequences=2) + z_loss(routing)
-        return [*routing[:5], loss]
+        routing = router(x, padding=padding, sequences=2)
+        replayed = router(x, topk_idx=routing.topk_idx.flip(0))
+        return [*routing[:5], *routing.losses.values(), replayed.topk_weights]
 
     x = torch.randn(40, 32)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    grads = []
     for got, want in zip(compiled(x), step(x), strict=True):
         assert torch.equal(got, want)
+    for run in (compiled, step):
+        router.zero_grad()
+        out = run(x)
+        (out[1].square().sum() + out[-1].square().sum()).backward()
+        grads.append([p.grad for p in router.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
@@ -396,3 +499,11 @@ def test_a_router_refuses_other_tokens(shape: tuple[int, ...]) -> None:
 def test_a_router_refuses_other_padding(padding: Tensor) -> None:
     with pytest.raises(ValueError, match=r"padding must be bool \[3\]; got"):
         Router(16, 12, 4)(torch.zeros(3, 16), padding=padding)
+
+
+@pytest.mark.parametrize(
+    "idx", [torch.zeros(3, 4), torch.zeros(3, 3, dtype=torch.int64)], ids=["dtype", "shape"]
+)
+def test_a_router_refuses_other_experts(idx: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"topk_idx must be int64 \[3, 4\]; got"):
+        Router(16, 12, 4)(torch.zeros(3, 16), topk_idx=idx)

@@ -1,13 +1,14 @@
-"""Modules: MoEExperts (the experts), Router (by a RoutingRule) and MoE (both, and a shared expert);
-z_loss; reuse_fp8_weights."""
+"""Modules: MoEExperts (the experts), Router (by a RoutingRule, with LossCoefficients) and MoE
+(both, and a shared expert); z_loss; reuse_fp8_weights."""
 
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.moe import MoE, SharedExpert
 from fp8moe_cutlass.nn.reuse import reuse_fp8_weights
-from fp8moe_cutlass.nn.router import Router, Routing, z_loss
+from fp8moe_cutlass.nn.router import LossCoefficients, Router, Routing, z_loss
 from fp8moe_cutlass.nn.rule import RoutingRule
 
 __all__ = [
+    "LossCoefficients",
     "MoE",
     "MoEExperts",
     "Router",

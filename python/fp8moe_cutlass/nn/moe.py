@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,10 +40,11 @@ class MoE(nn.Module):
     group, capacity, bias, activation) are MoEExperts'.
     shared_intermediate_size adds a dense expert of that width in `dtype`. The gate is float32.
 
-    After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled; add
-    a multiple of it to the training loss) and `tokens_per_expert` [E] the load. Under
-    torch.utils.checkpoint that takes use_reentrant=False: the reentrant kind runs the forward
-    without a graph, and the loss is a constant.
+    After a forward, `aux_loss` holds the router's balancing loss (differentiable, unscaled) and
+    `tokens_per_expert` [E] the load. Add a multiple of aux_loss to the training loss, or assign
+    `router.coefficients`, with which backward adds the router's losses by itself; x's leading sizes
+    are its sequences. Under torch.utils.checkpoint aux_loss takes use_reentrant=False: the
+    reentrant kind runs the forward without a graph, and the loss is a constant.
 
     With a group the router and the shared expert are replicated: their gradients are of this rank's
     tokens and want averaging over the ranks; aux_loss and tokens_per_expert are of this rank's
@@ -101,7 +103,7 @@ class MoE(nn.Module):
         """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype).
         weights, overwrite_main_grad: as of MoEExperts."""
         tokens = x.reshape(-1, x.shape[-1])
-        routing = self.router(tokens)
+        routing = self.router(tokens, sequences=max(math.prod(x.shape[:-2]), 1))
         self.aux_loss = self.router.balancing_loss(routing)
         self.tokens_per_expert = routing.tokens_per_expert
         out: Tensor = self.experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,43 @@ from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule, best, shares
 
 
-class Routing(NamedTuple):
-    """What a router decides for T tokens."""
+@dataclass(frozen=True, kw_only=True)
+class LossCoefficients:
+    """What a Router adds to the training loss by itself: these times its losses.
 
-    topk_idx: Tensor  # [T, top_k] i64, best first
+    Backward adds the losses' gradients where it reaches the routing weights, and nothing has to be
+    passed along or added. A coefficient weighs its loss against the one that backward() is called
+    on: where that is divided by the number of microbatches, divide the coefficients, too. 0, the
+    default, adds nothing: there a loss may be added by hand (Router.balancing_loss, z_loss).
+
+    balancing: of the balancing loss of the batch; with the router's group, of all ranks' batch.
+    balancing_per_sequence: of the mean over the sequences of each one's balancing loss.
+    z: of z_loss.
+    """
+
+    balancing: float = 0.0
+    balancing_per_sequence: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0.0 <= value < math.inf:
+                raise ValueError(
+                    f"[LossCoefficients] {name} must be finite and not negative; got {value}"
+                )
+
+
+class Routing(NamedTuple):
+    """What a router decides for T tokens. The caller owns it: the router keeps nothing."""
+
+    topk_idx: Tensor  # [T, top_k] i64, best first; or as given
     topk_weights: Tensor  # [T, top_k] f32, differentiable
     logits: Tensor  # [T, E] f32, differentiable
     scores: Tensor  # [T, E] f32, differentiable: without bias and groups
     tokens_per_expert: Tensor  # [E] i64 without padding; with a group, of all its ranks
     padding: Tensor | None  # [T] bool, as given
+    replayed: bool  # topk_idx was given
+    losses: dict[str, Tensor]  # those with a coefficient, by its name, detached
 
 
 class Router(nn.Module):
@@ -35,6 +64,7 @@ class Router(nn.Module):
     rounds); other tokens are cast to float32. The selection bias stays float32 when the module is
     cast: bfloat16 would lose its small steps.
     Of equal scores the lower expert wins, and of equal groups the lower group, on every device.
+    coefficients: the losses that reach the gradients by themselves; may be assigned between steps.
     group: a torch.distributed process group whose ranks route parts of one batch; collective.
       tokens_per_expert is then that of the whole batch, and balancing_loss says what it counts.
     """
@@ -48,6 +78,7 @@ class Router(nn.Module):
         top_k: int,
         rule: RoutingRule = RoutingRule(),  # noqa: B008 (frozen)
         *,
+        coefficients: LossCoefficients = LossCoefficients(),
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -60,6 +91,7 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self.rule = rule
+        self.coefficients = coefficients
         self._group = Shared(group)
 
         def empty(*sizes: int) -> nn.Parameter:
@@ -78,6 +110,7 @@ class Router(nn.Module):
         cls,
         config: Any,
         *,
+        coefficients: LossCoefficients = LossCoefficients(),
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> Router:
@@ -85,7 +118,8 @@ class Router(nn.Module):
 
         Raises ValueError for a model that is not in docs/reference/routers.md.
         """
-        return cls(*routing_of(config), group=group, device=device)
+        sizes = routing_of(config)
+        return cls(*sizes, coefficients=coefficients, group=group, device=device)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -107,32 +141,47 @@ class Router(nn.Module):
             if scale is not None:
                 nn.init.ones_(scale)
 
-    def forward(self, x: Tensor, *, padding: Tensor | None = None) -> Routing:
-        """x [T, H] -> Routing. padding [T] bool: tokens that no loss and no load counts; they are
-        routed all the same."""
-        if x.ndim != 2 or x.shape[1] != self.hidden_size:
-            raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
-        tokens = x.shape[0]
-        if padding is not None and (padding.dtype != torch.bool or padding.shape != (tokens,)):
-            raise ValueError(
-                f"[Router] padding must be bool [{tokens}]; "
-                f"got {padding.dtype} {tuple(padding.shape)}"
-            )
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        topk_idx: Tensor | None = None,
+        padding: Tensor | None = None,
+        sequences: int = 1,
+    ) -> Routing:
+        """x [T, H] -> Routing.
+
+        topk_idx [T, top_k] int64, each in [0, num_experts): the experts to take instead of the best
+        (replay). Weights, scores and losses are those of x all the same.
+        padding [T] bool: tokens that no loss and no load counts; they are routed all the same.
+        sequences: the tokens are this many sequences of equal length, one after the other.
+        """
+        self._check(x, topk_idx, padding)
         logits = self._logits(x)
         scores = self.rule.scores(logits)
-        compared = (scores if self.rule.select_by == "scores" else logits).detach()
-        if self.selection_bias is not None:
-            compared = compared + self.selection_bias
-        topk_idx = self.rule.choose(compared, self.top_k)
+        replayed = topk_idx is not None
+        if topk_idx is None:
+            compared = (scores if self.rule.select_by == "scores" else logits).detach()
+            if self.selection_bias is not None:
+                compared = compared + self.selection_bias
+            topk_idx = self.rule.choose(compared, self.top_k)
         topk_weights = self.rule.weights(logits, scores, topk_idx)
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale.float()[topk_idx]
-        counts = self._count(topk_idx, padding, 1)
-        if self.group is not None:
-            dist.all_reduce(counts, group=self.group)
-        return Routing(topk_idx, topk_weights, logits, scores, counts, padding)
+        counts = self._summed(self._count(topk_idx, padding, 1))
+        routing = Routing(topk_idx, topk_weights, logits, scores, counts, padding, replayed, {})
+        losses = self._losses(routing, sequences)
+        if not losses:
+            return routing
+        weighted = [loss * getattr(self.coefficients, name) for name, loss in losses.items()]
+        return routing._replace(
+            topk_weights=with_loss(topk_weights, torch.stack(weighted).sum()),
+            losses={name: loss.detach() for name, loss in losses.items()},
+        )
 
-    def balancing_loss(self, routing: Routing, *, sequences: int = 1) -> Tensor:
+    def balancing_loss(
+        self, routing: Routing, *, sequences: int = 1, counts: Tensor | None = None
+    ) -> Tensor:
         """E / (k T) * sum over e of n_e * (mean over tokens of p_te), a scalar; 1 when balanced.
 
         p is the softmax, or each score over the sum of the token's. n_e counts the tokens that have
@@ -142,21 +191,19 @@ class Router(nn.Module):
           loss is the mean of theirs (DeepSeek-V3). A sequence of padding has loss 0.
         With a group and sequences=1, n_e and T are those of all ranks, p of this rank's tokens: the
         ranks' losses, averaged by their tokens, are the loss of one process. Collective.
+        counts: [E], take these n_e and their T instead, such as the sum of `count(routing)` over
+          the microbatches of a step so far (Megatron's global_aux_loss).
         """
         tokens = routing.scores.shape[0]
         if sequences < 1 or tokens % sequences:
             raise ValueError(
                 f"[Router] sequences must divide the number of tokens {tokens}; got {sequences}"
             )
+        if counts is None:
+            counts = self._counted(routing, sequences)
+        elif sequences > 1:
+            raise ValueError(f"[Router] counts must come with sequences=1; got {sequences}")
         p = routing.scores if self.rule.score == "softmax" else shares(routing.scores)
-        as_chosen = self.selection_bias is None and not self.rule.has_closed_groups
-        if as_chosen and sequences == 1:
-            counts = routing.tokens_per_expert
-        else:
-            chosen = routing.topk_idx if as_chosen else best(routing.scores.detach(), self.top_k)
-            counts = self._count(chosen, routing.padding, sequences)
-            if self.group is not None and sequences == 1:
-                dist.all_reduce(counts, group=self.group)
         counts = counts.view(sequences, self.num_experts)
         share = counts.float() / counts.sum(dim=1, keepdim=True).clamp(min=1)
         length: Tensor | int = max(tokens // sequences, 1)
@@ -168,6 +215,11 @@ class Router(nn.Module):
         loss: Tensor = self.num_experts * (share * p / length).sum(dim=1).mean()
         return loss
 
+    def count(self, routing: Routing) -> Tensor:
+        """[E] i64, the n_e of balancing_loss: how many tokens have e among their k best scores,
+        without bias, groups and padding; with a group, on all ranks. Collective."""
+        return self._counted(routing, 1)
+
     @torch.no_grad()
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
         """Raise the bias of experts below the mean load by `rate`, lower that of those above."""
@@ -175,6 +227,48 @@ class Router(nn.Module):
             raise ValueError("[Router] update_selection_bias needs selection_bias=True")
         load = tokens_per_expert.float()
         self.selection_bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
+    def _check(self, x: Tensor, topk_idx: Tensor | None, padding: Tensor | None) -> None:
+        if x.ndim != 2 or x.shape[1] != self.hidden_size:
+            raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
+        tokens = x.shape[0]
+        for name, given, dtype, shape in (
+            ("topk_idx", topk_idx, torch.int64, (tokens, self.top_k)),
+            ("padding", padding, torch.bool, (tokens,)),
+        ):
+            if given is not None and (given.dtype != dtype or given.shape != shape):
+                raise ValueError(
+                    f"[Router] {name} must be {str(dtype)[6:]} {list(shape)}; "
+                    f"got {given.dtype} {tuple(given.shape)}"
+                )
+
+    def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
+        """Those with a coefficient."""
+        losses = {}
+        if self.coefficients.balancing:
+            losses["balancing"] = self.balancing_loss(routing)
+        if self.coefficients.balancing_per_sequence:
+            each = self.balancing_loss(routing, sequences=sequences)
+            losses["balancing_per_sequence"] = each
+        if self.coefficients.z:
+            losses["z"] = z_loss(routing)
+        return losses
+
+    def _counted(self, routing: Routing, sequences: int) -> Tensor:
+        """The n_e of each sequence, [sequences * E] i64; of one sequence, over the group."""
+        as_chosen = not (
+            routing.replayed or self.selection_bias is not None or self.rule.has_closed_groups
+        )
+        if as_chosen and sequences == 1:
+            return routing.tokens_per_expert
+        chosen = routing.topk_idx if as_chosen else best(routing.scores.detach(), self.top_k)
+        counts = self._count(chosen, routing.padding, sequences)
+        return self._summed(counts) if sequences == 1 else counts
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(counts, group=self.group)
+        return counts
 
     def _logits(self, x: Tensor) -> Tensor:
         weight, eps = self.weight, self.rule.input_norm_eps
@@ -205,6 +299,28 @@ class Router(nn.Module):
         if bias is not None and moved is not None and moved.dtype != bias.dtype:
             self.selection_bias = bias.to(moved.device)
         return self
+
+
+class _WithLoss(torch.autograd.Function):
+    """The weights as they are; backward gives the loss a gradient of 1."""
+
+    @staticmethod
+    def forward(weights: Tensor, loss: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.loss_dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, Tensor]:
+        return dweights, dweights.new_ones((), dtype=ctx.loss_dtype)
+
+
+def with_loss(weights: Tensor, loss: Tensor) -> Tensor:
+    """weights whose backward is that of `loss`, a scalar, too."""
+    out: Tensor = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
+    return out
 
 
 def z_loss(routing: Routing) -> Tensor:
