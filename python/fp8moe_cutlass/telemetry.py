@@ -9,8 +9,10 @@ Counted by ops.count_codes: for each quantized operand (x, h, dout, dz) the shar
 operand the layer transposes in FP8 (x, dout): the share of nonzero codes the shifts flush to 0, and
 the histogram of the shifts k (new code = RN(old * 2^-k)) over its tiles. Counters live at fixed
 addresses and are only added to, so that watching can be captured in a CUDA graph: replays count.
+A compiled layer counts, too; run each backward before the next forward, or torch raises that the
+counters were modified in place.
 
-What it costs: six small kernels a layer and step. They read the codes of every `every`-th row, T
+What it costs: six small kernels per layer and step. They read the codes of every `every`-th row, T
 rows of x and of dout twice and R of h and dz once: (4 T H + 3 R I) / every bytes; at the default of
 8 that is 0.3% of the bytes a layer moves without its GEMMs.
 

@@ -41,16 +41,11 @@ class Move(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Whether other ranks take part: then a backward moves what its forward said, whatever it
-        is asked for."""
+        """Whether other ranks take part. Backward then exchanges the gradients that forward
+        announced, so that every rank runs the same exchanges."""
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Any,
-        probs: Any,
-        recipe: Any,
-        need: Need | None,
+        self, x: Tensor, topk_idx: Any, probs: Any, recipe: Any, need: Need | None
     ) -> Callable[[], Arrived]:
         """Begin to send x [T, H] with topk_idx [T, S] and probs [T, S] f32 (of grouped rows:
         None, and [R] or None); returns how to wait for what arrives."""
@@ -88,12 +83,7 @@ class Local(_Here):
     num_experts: int
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Any,
-        probs: Any,
-        recipe: Any,
-        need: Need | None,
+        self, x: Tensor, topk_idx: Any, probs: Any, recipe: Any, need: Need | None
     ) -> Callable[[], Arrived]:
         body = body_of(recipe)
         plan = body.group(topk_idx, self.num_experts)
@@ -112,12 +102,7 @@ class Grouped(_Here):
     plan: Any
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: None,
-        probs: Any,
-        recipe: Any,
-        need: Need | None,
+        self, x: Tensor, topk_idx: None, probs: Any, recipe: Any, need: Need | None
     ) -> Callable[[], Arrived]:
         arrived = Arrived(body_of(recipe).enter(x, recipe, grouped=True), probs, self.plan, None)
         return lambda: arrived

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -78,22 +79,25 @@ def _fp8_tensor(codes: Iterable[Any], kind: Any) -> Any:
     if all(isinstance(t, Tensor) for t in codes):
         return Fp8Tensor(*codes, *kind)
     made = object.__new__(Fp8Tensor)
-    made.__dict__.update(zip(("data", "scale_inv", *_KIND), (*codes, *kind), strict=True))
+    names = (field.name for field in fields(Fp8Tensor))
+    made.__dict__.update(zip(names, (*codes, *kind), strict=True))
     return made
 
 
-_KIND = ("scale_layout", "pow2", "fp8_dtype")
+def _kind(t: Fp8Tensor) -> tuple[Any, ...]:
+    return t.scale_layout, t.pow2, t.fp8_dtype
+
 
 pytree.register_pytree_node(
     Fp8Tensor,
-    lambda t: ([t.data, t.scale_inv], tuple(getattr(t, name) for name in _KIND)),
+    lambda t: ([t.data, t.scale_inv], _kind(t)),
     _fp8_tensor,
     serialized_type_name="fp8moe_cutlass.Fp8Tensor",
     to_dumpable_context=list,
     from_dumpable_context=tuple,
     flatten_with_keys_fn=lambda t: (
         [(pytree.GetAttrKey(name), getattr(t, name)) for name in ("data", "scale_inv")],
-        tuple(getattr(t, name) for name in _KIND),
+        _kind(t),
     ),
 )
 pytree.register_pytree_node(

@@ -34,12 +34,7 @@ class GroupMove:
     collective = True
 
     def dispatch(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        probs: Tensor,
-        recipe: Any,
-        need: Need | None,
+        self, x: Tensor, topk_idx: Tensor, probs: Tensor, recipe: Any, need: Need | None
     ) -> Callable[[], Arrived]:
         exchange = self.exchange
         hidden, slots = x.shape[1], topk_idx.shape[1]
