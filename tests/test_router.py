@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.nn import LossCoefficients, MoE, Router, Routing, RoutingRule, z_loss
+from fp8moe_cutlass.nn import LossCoefficients, Router, Routing, RoutingRule, z_loss
 
 V3 = RoutingRule(
     score="sigmoid",
@@ -324,10 +324,8 @@ def test_one_expert_by_sigmoid_or_sqrt_softplus() -> None:
     "rule", [RoutingRule(), RoutingRule(score="sigmoid"), RoutingRule(**AFTER)], ids=str
 )
 def test_a_constant_weight_is_refused_unless_asked_for(rule: RoutingRule) -> None:
-    for module in (Router, MoE):
-        sizes = (64, 4, 1) if module is Router else (64, 64, 4, 1)
-        with pytest.raises(ValueError, match=r"top_k must be at least 2 .* gives the gate no grad"):
-            module(*sizes, rule)
+    with pytest.raises(ValueError, match=r"top_k must be at least 2 .* gives the gate no grad"):
+        Router(64, 4, 1, rule)
     asked = {**vars(rule), "constant_weights": True}
     assert (Router(64, 4, 1, RoutingRule(**asked))(torch.randn(5, 64)).topk_weights == 1).all()
 
@@ -507,3 +505,18 @@ def test_a_router_refuses_other_padding(padding: Tensor) -> None:
 def test_a_router_refuses_other_experts(idx: Tensor) -> None:
     with pytest.raises(ValueError, match=r"topk_idx must be int64 \[3, 4\]; got"):
         Router(16, 12, 4)(torch.zeros(3, 16), topk_idx=idx)
+
+
+@pytest.mark.parametrize("wrong", [-1, 12])
+def test_a_router_refuses_experts_that_do_not_exist(wrong: int) -> None:
+    idx = torch.zeros(3, 4, dtype=torch.int64)
+    idx[1, 2] = wrong
+    with pytest.raises(ValueError, match=rf"topk_idx must be in \[0, 12\); got {wrong}"):
+        Router(16, 12, 4)(torch.zeros(3, 16), topk_idx=idx)
+
+
+def test_a_replayed_token_may_name_an_expert_twice() -> None:
+    router, x = Router(16, 12, 2, RoutingRule(normalize=False)), torch.randn(3, 16)
+    routing = router(x, topk_idx=torch.tensor([[5, 5]] * 3))
+    assert torch.equal(routing.topk_weights, routing.scores[:, [5, 5]])
+    assert int(routing.tokens_per_expert[5]) == 6
