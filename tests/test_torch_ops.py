@@ -404,10 +404,6 @@ def test_a_tangent_is_refused() -> None:
             ops.quantize(forward_ad.make_dual(x, x))
 
 
-def first_row(q: Fp8Tensor) -> Fp8Tensor:
-    return Fp8Tensor(q.data[0], q.scale_inv[0])
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -419,12 +415,6 @@ def first_row(q: Fp8Tensor) -> Fp8Tensor:
         (lambda p: ops.permute_pad_backward(p.x[0], p.plan), "_backward\\] dy must have 2"),
         (lambda p: ops.unpermute_unpad(p.x[0], p.plan), r"\[unpermute_unpad\] y must have 2"),
         (lambda p: ops.unpermute_unpad_backward(p.x[0], p.plan), "_backward\\] dout must have 2"),
-        (lambda p: ops.permute_pad(first_row(p.x8), p.plan), r"\[permute_pad\] x must have 2"),
-        (
-            lambda p: ops.transpose_fp8(first_row(p.rows8), p.plan),
-            r"\[transpose_fp8\] t must have 2",
-        ),
-        (lambda p: ops.permute_transpose_fp8(first_row(p.x8), p.plan), r"_fp8\] t must have 2"),
         (lambda p: ops.quantize_pack(p.x[0], p.plan), r"\[quantize_pack\] x must have 2"),
         (
             lambda p: ops.quantize_pack(p.x, p.plan, p.topk_idx[:, 0], p.probs, num_experts=4),

@@ -148,9 +148,9 @@ def _fill(
     """Quantize w into the codes that are given."""
     how: Any = {"scale": recipe.scale, "eps": recipe.eps}
     if rows is None:
-        how |= {"only": "transpose", "out": transposed}
+        how |= {"transposed": "only", "out": transposed}
     elif transposed is None:
-        how |= {"only": "rows", "out": rows}
+        how |= {"transposed": False, "out": rows}
     else:
         how |= {"out": (rows, transposed)}
     ops.quantize_weight(dense(w.detach()), **how)

@@ -20,12 +20,15 @@ try:
     from torch.autograd.graph import increment_version
 
     from fp8moe_cutlass.ops._torch_op import register
+    from fp8moe_cutlass.routing import RoutingPlan
+    from fp8moe_cutlass.tensor import Fp8Tensor
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     torch = None  # type: ignore[assignment]
 
 if torch is not None:
+    torch.serialization.add_safe_globals([Fp8Tensor, RoutingPlan])  # what torch.load takes
     _C.attach_torch(torch.Tensor, torch.is_grad_enabled)
     _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
     _is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]

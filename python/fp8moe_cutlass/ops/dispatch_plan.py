@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
 _op = operator("dispatch_plan")
+
+
+class Dispatch(NamedTuple):
+    """What dispatch_plan returns."""
+
+    plan: RoutingPlan  # a slot per rank
+    counts: Array  # [ranks, 2] int32: rows with a token, and entries of topk_idx on them
 
 
 def dispatch_plan(
@@ -17,16 +26,15 @@ def dispatch_plan(
     *,
     segment: int = 0,
     out: tuple[RoutingPlan, Array] | None = None,
-) -> tuple[RoutingPlan, Array]:
+) -> Dispatch:
     """The plan of topk_idx [T, S] (int32 or int64; -1: none) over ranks of num_experts / ranks.
 
     Slot r of the plan is rank r (slots == experts == ranks): a token has one row for a rank however
     many of its experts live there; row_of [T, ranks], -1 where none does. Rows are rank-major, in
     token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
     rows [r segment, (r+1) segment), padding (-1) after its tokens; tokens past it are dropped and
-    counted in plan.status. counts [ranks, 2] int32: rows with a token, and entries of topk_idx on
-    them. Ids outside [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA.
-    Returns (plan, counts).
+    counted in plan.status. Ids outside [-1, num_experts): ValueError on the CPU; dropped and
+    counted on CUDA.
     """
     fresh = out is None
     if len(topk_idx.shape) != 2:
@@ -47,4 +55,4 @@ def dispatch_plan(
     elif out[0].sizes != sizes:
         raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
     _op(topk_idx, num_experts, segment, out[0], out[1], fresh=fresh)
-    return out
+    return Dispatch(*out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
 from fp8moe_cutlass.ops._words import shape_of
@@ -10,6 +12,13 @@ from fp8moe_cutlass.typing import Array
 
 _op = operator("unpermute_unpad")
 _backward = operator("unpermute_unpad_backward")
+
+
+class UnpermuteGradients(NamedTuple):
+    """What unpermute_unpad_backward returns."""
+
+    dy: Array  # [R, C], padding rows zero
+    dprobs: Array | None  # [T, S] float32, with probs
 
 
 def unpermute_unpad(
@@ -33,11 +42,11 @@ def unpermute_unpad_backward(
     probs: Array | None = None,
     *,
     out: tuple[Array, Array | None] | None = None,
-) -> tuple[Array, Array | None]:
+) -> UnpermuteGradients:
     """The gradient: dy[row] = (prob *) dout[t], and dprobs[t, s] = <y[row], dout[t]>.
 
-    dout [T, C]; with probs [T, S] also y [R, C] is needed. Returns (dy [R, C], padding rows zero;
-    dprobs [T, S] float32 or None). Of an FP8 dout without probs it is permute_pad.
+    dout [T, C]; with probs [T, S] also y [R, C] is needed. Of an FP8 dout without probs it is
+    permute_pad.
     """
     fresh = out is None
     dy, dprobs = out or (None, None)
@@ -48,4 +57,4 @@ def unpermute_unpad_backward(
         shape = (plan.tokens, plan.slots)
         dprobs = empty("unpermute_unpad_backward", probs, shape, "float32")
     _backward(dout, plan, y, probs, dy, dprobs, fresh=fresh)
-    return dy, dprobs
+    return UnpermuteGradients(dy, dprobs)
