@@ -28,6 +28,7 @@ if torch is not None:
         "e4m3": torch.float8_e4m3fn,
         "e5m2": torch.float8_e5m2,
         "int32": torch.int32,
+        "int64": torch.int64,
         "uint8": torch.uint8,
     }
 
