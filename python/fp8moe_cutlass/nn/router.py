@@ -172,13 +172,12 @@ class Router(nn.Module):
         counts, replayed = self._summed(counts), topk_idx is not None
         routing = Routing(idx, topk_weights, logits, scores, counts, padding, replayed, {})
         losses = self._losses(routing, sequences)
-        if not losses:
-            return routing
-        weighted = [loss * getattr(self.coefficients, name) for name, loss in losses.items()]
-        return routing._replace(
-            topk_weights=with_loss(topk_weights, torch.stack(weighted).sum()),
-            losses={name: loss.detach() for name, loss in losses.items()},
-        )
+        if losses:
+            weighted = [loss * getattr(self.coefficients, name) for name, loss in losses.items()]
+            topk_weights = with_loss(topk_weights, torch.stack(weighted).sum())
+            losses = {name: loss.detach() for name, loss in losses.items()}
+        # Made anew: torch 2.11's dynamo cannot return what _replace makes.
+        return Routing(idx, topk_weights, logits, scores, counts, padding, replayed, losses)
 
     def balancing_loss(
         self, routing: Routing, *, sequences: int = 1, counts: Tensor | None = None
