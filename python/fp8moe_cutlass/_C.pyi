@@ -1,6 +1,6 @@
 from typing import Any
 
-import fp8moe_cutlass
+import fp8moe_cutlass.typing
 
 
 class DeviceUnavailable(RuntimeError):
@@ -85,6 +85,14 @@ def set_stream(handle: int) -> int:
 def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> dict[str, Any]:
     """
     The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.
+    """
+
+def grouped_gemm_candidates(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> list[dict[str, Any]]:
+    """For measuring and tests: every way to run it. All give the same bits."""
+
+def force_grouped_gemm(candidate: dict | None) -> None:
+    """
+    For measuring and tests: what this thread's grouped GEMMs run from now on; None: the choice.
     """
 
 def build_info() -> dict[str, Any]: ...

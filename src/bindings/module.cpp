@@ -4,6 +4,8 @@
 // "gemm" or "block"); a RoutingPlan is `plan` (its buffer) and its five sizes, zero without a plan.
 // None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <algorithm>
 #include <initializer_list>
@@ -286,6 +288,97 @@ void bind_gemm(nb::module_& m) {
       PLAN_NAMES, "dw"_a, "accumulate"_a);
 }
 
+// Sizes and options of a grouped GEMM, as words.
+GemmQuery query(const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts,
+                int64_t sm_count, const char* out_dtype, bool accumulate, const char* columns) {
+  // The place of `given` among the words.
+  const auto word = [](const char* what, std::string_view given,
+                       std::initializer_list<std::string_view> words) {
+    const auto at = std::find(words.begin(), words.end(), given);
+    if (at != words.end()) return at - words.begin();
+    std::string text = std::string("[explain_grouped_gemm] ") + what + " must be ";
+    for (std::string_view w : words) text.append(w).append(w == words.end()[-1] ? "" : " or ");
+    throw InvalidArgument(text + "; got " + std::string(given));
+  };
+  return {.pass = static_cast<GemmPass>(word("gemm", gemm, {"fprop", "dgrad", "wgrad"})),
+          .m = m,
+          .n = n,
+          .k = k,
+          .experts = experts,
+          .sm_count = sm_count,
+          .out = word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
+          .accumulate = accumulate,
+          .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
+                                                                   : ScaleLayout::block};
+}
+
+using Words = nb::typed<nb::dict, nb::str, nb::any>;
+
+Words words(const GemmCandidate& c) {
+  Words d;
+  d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
+  d["split"] = c.split;
+  d["tail_n"] = c.tail_n;
+  d["raster_group"] = c.raster_group;
+  d["dynamic"] = c.dynamic;
+  d["load_d"] = c.load_d;
+  return d;
+}
+
+// What a grouped GEMM runs on CUDA.
+void bind_choice(nb::module_& m) {
+#define QUERY_NAMES                                         \
+  "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, \
+      "out_dtype"_a = "bfloat16", "accumulate"_a = false, "columns"_a = "block"
+  m.def(
+      "explain_grouped_gemm",
+      [](const char* gemm, int64_t rows, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
+         const char* out_dtype, bool accumulate, const char* columns) {
+        const GemmChoice c = explain_grouped_gemm(
+            query(gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns));
+        Words d = words(c);
+        d["stages"] = c.stages;
+        d["shared_bytes"] = c.shared_bytes;
+        d["tiles"] = c.tiles;
+        d["waves"] = c.waves;
+        d["idle"] = c.idle;
+        d["waste"] = c.waste;
+        return d;
+      },
+      QUERY_NAMES,
+      "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
+  m.def(
+      "grouped_gemm_candidates",
+      [](const char* gemm, int64_t rows, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
+         const char* out_dtype, bool accumulate, const char* columns) {
+        nb::typed<nb::list, Words> all;
+        for (const GemmCandidate& c : grouped_gemm_candidates(
+                 query(gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns)))
+          all.append(words(c));
+        return all;
+      },
+      QUERY_NAMES, "For measuring and tests: every way to run it. All give the same bits.");
+  m.def(
+      "force_grouped_gemm",
+      [](std::optional<nb::dict> given) {
+        if (!given) return force_grouped_gemm(nullptr);
+        const auto of = [&](const char* name) { return (*given)[name]; };
+        const auto [tile_m, tile_n] = nb::cast<std::pair<int, int>>(of("tile"));
+        const GemmCandidate c{.tile_m = tile_m,
+                              .tile_n = tile_n,
+                              .split = nb::cast<bool>(of("split")),
+                              .tail_n = nb::cast<bool>(of("tail_n")),
+                              .raster_group = nb::cast<int>(of("raster_group")),
+                              .dynamic = nb::cast<bool>(of("dynamic")),
+                              .load_d = nb::cast<bool>(of("load_d"))};
+        force_grouped_gemm(&c);
+      },
+      "candidate"_a.none(),
+      "For measuring and tests: what this thread's grouped GEMMs run from now on; None: the "
+      "choice.");
+#undef QUERY_NAMES
+}
+
 }  // namespace
 }  // namespace fp8moe
 
@@ -319,47 +412,7 @@ NB_MODULE(_C, m) {
         "A RoutingPlan beside `like` without torch's dispatcher, or None.");
   m.def("set_stream", &set_stream, "handle"_a,
         "Sets this thread's stream for arrays whose framework names none; returns the one before.");
-  m.def(
-      "explain_grouped_gemm",
-      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
-         const char* out_dtype, bool accumulate, const char* columns) {
-        // The place of `given` among the words.
-        const auto word = [](const char* what, std::string_view given,
-                             std::initializer_list<std::string_view> words) {
-          const auto at = std::find(words.begin(), words.end(), given);
-          if (at != words.end()) return at - words.begin();
-          std::string text = std::string("[explain_grouped_gemm] ") + what + " must be ";
-          for (std::string_view w : words)
-            text.append(w).append(w == words.end()[-1] ? "" : " or ");
-          throw InvalidArgument(text + "; got " + std::string(given));
-        };
-        const GemmChoice c = explain_grouped_gemm(
-            {.pass = static_cast<GemmPass>(word("gemm", gemm, {"fprop", "dgrad", "wgrad"})),
-             .m = m,
-             .n = n,
-             .k = k,
-             .experts = experts,
-             .sm_count = sm_count,
-             .out =
-                 word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
-             .accumulate = accumulate,
-             .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
-                                                                      : ScaleLayout::block});
-        nb::typed<nb::dict, nb::str, nb::any> d;
-        d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
-        d["stages"] = c.stages;
-        d["shared_bytes"] = c.shared_bytes;
-        d["raster_group"] = c.raster_group;
-        d["dynamic"] = c.dynamic;
-        d["tiles"] = c.tiles;
-        d["waves"] = c.waves;
-        d["idle"] = c.idle;
-        d["waste"] = c.waste;
-        return d;
-      },
-      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, "out_dtype"_a = "bfloat16",
-      "accumulate"_a = false, "columns"_a = "block",
-      "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
+  bind_choice(m);
   m.def("build_info", [] {
     const BuildInfo info = build_info();
     nb::typed<nb::dict, nb::str, nb::any> d;

@@ -6,8 +6,9 @@
 #include "cuda/ops.h"
 
 namespace fp8moe {
+namespace {
 
-GemmChoice explain_grouped_gemm(const GemmQuery& q) {
+void check(const GemmQuery& q) {
   constexpr const char* kOp = "explain_grouped_gemm";
   FP8MOE_CHECK(q.m >= 0 && q.n >= 0 && q.k >= 0 && q.experts > 0 && q.sm_count > 0, "[", kOp,
                "] sizes must not be negative, experts and SMs positive; got M ", q.m, ", N ", q.n,
@@ -21,7 +22,20 @@ GemmChoice explain_grouped_gemm(const GemmQuery& q) {
                "] columns must have scale layout block or gemm; got ", name_of(q.columns));
   FP8MOE_CHECK(q.pass == GemmPass::wgrad || (!q.accumulate && q.columns == ScaleLayout::block), "[",
                kOp, "] accumulate and columns are of wgrad alone; got them with another pass");
+}
+
+}  // namespace
+
+GemmChoice explain_grouped_gemm(const GemmQuery& q) {
+  check(q);
   return cuda::explain_grouped_gemm(q);
 }
+
+std::vector<GemmCandidate> grouped_gemm_candidates(const GemmQuery& q) {
+  check(q);
+  return cuda::grouped_gemm_candidates(q);
+}
+
+void force_grouped_gemm(const GemmCandidate* candidate) { cuda::force_grouped_gemm(candidate); }
 
 }  // namespace fp8moe

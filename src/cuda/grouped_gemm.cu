@@ -11,11 +11,15 @@ void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& pla
   // Sums of nothing; no tensor map is that narrow.
   if (a.data.shape[1] == 0) return write_zeros(d, stream);
   const DeviceInfo& device = device_info(d.device);
-  const int64_t n = w.data.shape[1], k_blocks = cdiv(w.data.shape[2], kTile);
-  const gemm::Config config = gemm::fprop_config(n, a.data.shape[0], k_blocks, plan.experts,
-                                                 d.dtype == DType::bf16, device.sm_count);
-  const gemm::Params params = gemm::fprop_problem(a, w, plan, d, config);
-  gemm::launch<gemm::Kind::fprop>(a.data.dtype, params, config, device, stream_of(stream));
+  const gemm::Candidate candidate = gemm::choose({.kind = gemm::Kind::fprop,
+                                                  .m = a.data.shape[0],
+                                                  .n = w.data.shape[1],
+                                                  .k_blocks = cdiv(w.data.shape[2], kTile),
+                                                  .experts = plan.experts,
+                                                  .bf16 = d.dtype == DType::bf16},
+                                                 device.sm_count);
+  const gemm::Params params = gemm::fprop_problem(a, w, plan, d, candidate);
+  gemm::launch<gemm::Kind::fprop>(a.data.dtype, params, candidate, device, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

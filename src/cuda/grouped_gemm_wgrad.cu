@@ -14,19 +14,23 @@ void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const Routi
     if (!accumulate) write_zeros(dw, stream);
     return;
   }
-  const bool bf16 = dw.dtype == DType::bf16;
   const bool block = dy_t.layout == ScaleLayout::block;
-  const int64_t k_blocks = plan.columns() / gemm::kBlockK;
-  const gemm::Config config =
-      gemm::wgrad_config(block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128, dw.shape[1],
-                         dw.shape[2], k_blocks, plan.experts, bf16, accumulate);
-  gemm::Params params = gemm::wgrad_problem(dy_t, x_t, plan, dw, accumulate, config);
-  if (gemm::dynamic_schedule(k_blocks, plan.experts, accumulate && !bf16)) {
+  const gemm::Candidate candidate =
+      gemm::choose({.kind = block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128,
+                    .m = dw.shape[1],
+                    .n = dw.shape[2],
+                    .k_blocks = plan.columns() / gemm::kBlockK,
+                    .experts = plan.experts,
+                    .bf16 = dw.dtype == DType::bf16,
+                    .add = accumulate},
+                   device.sm_count);
+  gemm::Params params = gemm::wgrad_problem(dy_t, x_t, plan, dw, accumulate, candidate);
+  if (candidate.dynamic) {
     static LaunchNumbers numbers(gemm::kQueues);
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }
   const auto run = [&]<gemm::Kind kKind>() {
-    gemm::launch<kKind>(dy_t.data.dtype, params, config, device, stream_of(stream));
+    gemm::launch<kKind>(dy_t.data.dtype, params, candidate, device, stream_of(stream));
   };
   if (block)
     run.operator()<gemm::Kind::wgrad_128x128>();

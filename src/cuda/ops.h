@@ -10,6 +10,8 @@ namespace fp8moe::cuda {
 // Refuses a machine without driver or GPU, and a GPU that is not compute capability 9.0.
 void require_device(Device device, const char* op);
 
-// Plain C++, and in every build: it asks no device.
+// Plain C++, and in every build: they ask no device.
 GemmChoice explain_grouped_gemm(const GemmQuery& query);
+std::vector<GemmCandidate> grouped_gemm_candidates(const GemmQuery& query);
+void force_grouped_gemm(const GemmCandidate* candidate);
 }  // namespace fp8moe::cuda

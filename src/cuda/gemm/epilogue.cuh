@@ -77,7 +77,7 @@ __device__ __forceinline__ void send(const Params& params, const Destination& to
   const int row = to.row + kStagingRows * warp, rows = to.rows - kStagingRows * warp;
   // A tail tile in N's staging buffers lie below one another.
   const bool tail_n = kKind == Kind::fprop && to.tail_n;
-  const int down = tail_n ? kTileM : 0, across = tail_n ? 0 : Columns;
+  const int down = tail_n ? 2 * kBox : 0, across = tail_n ? 0 : Columns;
   const int last = tail_n ? 2 : Last;
   if (kKind != Kind::fprop || rows - (last - 1) * down >= kStagingRows) {
     if (rows > 0 && cute::elect_one_sync()) {

@@ -1,8 +1,9 @@
-// What explain_grouped_gemm says: the choice of config.h, and a walk over its tiles. Plain C++,
+// What explain_grouped_gemm says: the choice of policy.h, and a walk over its tiles. Plain C++,
 // which builds without the CUDA backend compile, too.
 #include <utility>
 #include <vector>
 
+#include "cuda/gemm/policy.h"
 #include "cuda/gemm/schedule.h"
 #include "cuda/gemm/stage.h"
 #include "cuda/ops.h"
@@ -28,7 +29,7 @@ int64_t work(const Tile& tile, int tile_m, int tile_n, int64_t n) {
 
 // Walks the tiles of an evenly routed batch as one CTA would.
 template <Kind kKind, int TileM, int TileN>
-GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
+GemmChoice walk(const Candidate& candidate, int64_t m, int64_t n, int64_t k, int64_t experts) {
   std::vector<int32_t> row_offsets(experts + 1), tokens(experts), col_offsets(experts + 1);
   for (int64_t e = 0; e < experts; ++e) {
     tokens[e] = static_cast<int32_t>(m / experts + (e < m % experts));
@@ -45,10 +46,9 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   sizes.n = static_cast<int>(rows ? n : k);
   sizes.k_blocks = static_cast<int>(cdiv(k, kBlockK));
   sizes.raster_group = 1;
-  sizes.tail_n = rows && has_tail_n(TileN, n, m, experts);
+  sizes.tail_n = candidate.tail_n;
   GemmChoice choice{};
-  choice.tile_m = TileM;
-  choice.tile_n = TileN;
+  static_cast<Candidate&>(choice) = candidate;
   choice.stages = kStages;
   choice.shared_bytes = Stage<kKind, TileM, TileN>::kBytes;
   double done = 0;
@@ -60,37 +60,49 @@ GemmChoice walk(int64_t m, int64_t n, int64_t k, int64_t experts) {
   return choice;
 }
 
-template <Kind kKind>
-GemmChoice walk(const Config& config, int64_t m, int64_t n, int64_t k, int64_t experts) {
-  if (config.tile_m == kTileM192) return walk<kKind, kTileM192, 128>(m, n, k, experts);
-  return config.tile_n == 128 ? walk<kKind, kTileM, 128>(m, n, k, experts)
-                              : walk<kKind, kTileM, 192>(m, n, k, experts);
+// What the host would know of the launch. K-blocks of wgrad: those of the plan's capacity.
+Problem problem_of(const GemmQuery& q) {
+  const bool swap = q.pass == GemmPass::dgrad, bf16 = q.out == DType::bf16;
+  if (q.pass != GemmPass::wgrad)
+    return {.m = q.m,
+            .n = swap ? q.k : q.n,
+            .k_blocks = cdiv(swap ? q.n : q.k, kBlockK),
+            .experts = q.experts,
+            .bf16 = bf16};
+  const RoutingPlan plan{.buffer = {}, .tokens = q.m, .experts = q.experts, .capacity = q.m};
+  return {.kind = q.columns == ScaleLayout::block ? Kind::wgrad_128x128 : Kind::wgrad_1x128,
+          .m = q.n,
+          .n = q.k,
+          .k_blocks = plan.columns() / kBlockK,
+          .experts = q.experts,
+          .bf16 = bf16,
+          .add = q.accumulate};
 }
 
 }  // namespace
 
 GemmChoice explain_grouped_gemm(const GemmQuery& q) {
-  const bool wgrad = q.pass == GemmPass::wgrad, bf16 = q.out == DType::bf16;
-  int64_t n = q.n, k = q.k;
-  if (q.pass == GemmPass::dgrad) std::swap(n, k);
-  // D is [rows of an expert, n], or for wgrad [n, k] over the rows of an expert.
-  const RoutingPlan plan{.buffer = {}, .tokens = q.m, .experts = q.experts, .capacity = q.m};
-  const int64_t k_blocks = plan.columns() / kTile;
-  const Kind kind = !wgrad                            ? Kind::fprop
-                    : q.columns == ScaleLayout::block ? Kind::wgrad_128x128
-                                                      : Kind::wgrad_1x128;
-  const Config config = wgrad ? wgrad_config(kind, n, k, k_blocks, q.experts, bf16, q.accumulate)
-                              : fprop_config(n, q.m, cdiv(k, kTile), q.experts, bf16, q.sm_count);
-  GemmChoice choice = kind == Kind::fprop ? walk<Kind::fprop>(config, q.m, n, k, q.experts)
-                      : kind == Kind::wgrad_128x128
-                          ? walk<Kind::wgrad_128x128>(config, q.m, n, k, q.experts)
-                          : walk<Kind::wgrad_1x128>(config, q.m, n, k, q.experts);
-  choice.raster_group = config.raster_group;
+  const Problem problem = problem_of(q);
+  const Candidate candidate = choose(problem, q.sm_count);
+  const bool swap = q.pass == GemmPass::dgrad;
+  const int64_t n = swap ? q.k : q.n, k = swap ? q.n : q.k;
+  GemmChoice choice = with_tile(shape_of(candidate), [&]<int TileM, int TileN>() {
+    if (problem.kind == Kind::fprop)
+      return walk<Kind::fprop, TileM, TileN>(candidate, q.m, n, k, q.experts);
+    if (problem.kind == Kind::wgrad_128x128)
+      return walk<Kind::wgrad_128x128, TileM, TileN>(candidate, q.m, n, k, q.experts);
+    return walk<Kind::wgrad_1x128, TileM, TileN>(candidate, q.m, n, k, q.experts);
+  });
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(q.sm_count);
-  choice.dynamic = wgrad && dynamic_schedule(k_blocks, q.experts, q.accumulate && !bf16);
-  const double time = tiles_time(choice.tiles, 1, config.split, q.sm_count);
+  const double time = tiles_time(choice.tiles, 1, candidate.split, q.sm_count);
   choice.idle = time > 0 ? 1 - choice.waves / time : 0;
   return choice;
 }
+
+std::vector<GemmCandidate> grouped_gemm_candidates(const GemmQuery& q) {
+  return candidates(problem_of(q));
+}
+
+void force_grouped_gemm(const GemmCandidate* candidate) { gemm::force(candidate); }
 
 }  // namespace fp8moe::cuda

@@ -18,15 +18,6 @@
 
 namespace fp8moe::cuda::gemm {
 
-// Warpgroup 0 produces, the others consume.
-template <int TileM>
-inline constexpr int kThreads = 128 + 2 * TileM;
-// setmaxnreg; all that a CTA has of them, but for 8 a thread with two consumers, where 24 would
-// make the producers spill.
-template <int TileM>
-inline constexpr uint32_t kProducerRegisters = TileM == kTileM ? 40 : 32;
-template <int TileM>
-inline constexpr uint32_t kConsumerRegisters = TileM == kTileM ? 232 : 160;
 // Where the loop over a tile's K-blocks begins: of a K that is a multiple of 512 tiles begin at
 // stage 0, and their second K-block enters it.
 inline constexpr int kUnrolledFrom = 1;
@@ -64,7 +55,7 @@ __device__ __forceinline__ Destination destination(const Params& params, const T
   const bool tail_m = kEdges && tile.tail_m(), split = kEdges && tile.split();
   const int width = split ? kBox : tail_m ? 2 * kBox : TileN;
   const int row = tail_m ? 0 : kBox * consumer_index, column = tail_m ? width * consumer_index : 0;
-  const bool idle = TileM == kTileM192 && tail_m && consumer_index == 2;
+  const bool idle = TileTraits<TileM, TileN>::kConsumers > 2 && tail_m && consumer_index == 2;
   return {.row = tile.row + row,
           .column = tile.column + column,
           .expert = kKind == Kind::fprop ? 0 : tile.expert,
@@ -112,9 +103,9 @@ struct Consumer {
   }
 
   // Columns of a multiply, and a thread's parts of one K-block: each has a multiply.
-  static constexpr int columns(Shape shape) { return part_columns(shape, TileM, TileN); }
+  static constexpr int columns(Shape shape) { return part_columns<TileM, TileN>(shape); }
   template <Shape kShape>
-  using Parts = float[parts_of(kShape, TileM) * columns(kShape) / 2];
+  using Parts = float[parts_of<TileM, TileN>(kShape) * columns(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
   // `prepare`. Where whole tiles begin at once, any tile's first scales are read under the
@@ -129,7 +120,7 @@ struct Consumer {
     if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
     multiply<A, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
-    if constexpr (parts_of(kShape, TileM) == 2)
+    if constexpr (parts_of<TileM, TileN>(kShape) == 2)
       multiply<A, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
     cute::warpgroup_commit_batch();
     if constexpr (kAtOnce) scales.load(ring.scale_a(s), of_blocks);
@@ -282,7 +273,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
 }
 
 template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kSplit>
-__global__ void __launch_bounds__(kThreads<TileM>, 1)
+__global__ void __launch_bounds__(TileTraits<TileM, TileN>::kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using S = Stage<kKind, TileM, TileN>;
@@ -306,14 +297,15 @@ __global__ void __launch_bounds__(kThreads<TileM>, 1)
     cutlass::arch::fence_barrier_init();
   }
   if (kKind == Kind::fprop) {
-    for (int e = threadIdx.x; e <= params.experts; e += kThreads<TileM>)
+    for (int e = threadIdx.x; e <= params.experts; e += TileTraits<TileM, TileN>::kThreads)
       ring.row_offsets()[e] = params.row_offsets[e];
     if (kSplit && threadIdx.x == 0) ring.tiles() = 0;
   }
   __syncthreads();
   if constexpr (kSplit) {
-    const int tiles = Schedule<kKind, TileM, TileN>::count(
-        params, ring.row_offsets(), static_cast<int>(threadIdx.x), kThreads<TileM>);
+    const int tiles = Schedule<kKind, TileM, TileN>::count(params, ring.row_offsets(),
+                                                           static_cast<int>(threadIdx.x),
+                                                           TileTraits<TileM, TileN>::kThreads);
     // With a warp's reduction here ptxas would keep what the loop of whole tiles counts in uniform
     // registers, and the loop would be longer.
     if (tiles > 0) atomicAdd(&ring.tiles(), tiles);
@@ -322,12 +314,12 @@ __global__ void __launch_bounds__(kThreads<TileM>, 1)
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<TileM>>();
+    cutlass::arch::warpgroup_reg_dealloc<TileTraits<TileM, TileN>::kShape.producer_registers>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileM, TileN>(params, ring);
     if (S::kBlockScales && warp == 1) produce_scales<kKind, TileM, TileN>(params, ring);
     if (warp == 2 && cute::elect_one_sync()) schedule_tiles<kSplit>(params, ring);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<TileM>>();
+    cutlass::arch::warpgroup_reg_alloc<TileTraits<TileM, TileN>::kShape.consumer_registers>();
     consume<kSplit, kKind, A, TileM, TileN, kOutput>(params, shared);
   }
 }

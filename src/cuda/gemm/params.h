@@ -10,6 +10,9 @@
 
 namespace fp8moe::cuda::gemm {
 
+// What CTAs claim tiles by: a counter on the device, zero between launches (launch_numbers.h).
+inline constexpr int kQueues = 1 << 16;
+
 struct Params : Sizes {
   CUtensorMap a, b;              // FP8, 2-D (K, row), 128 bytes swizzled, of all rows of a tile
   CUtensorMap a_box, b_box;      // of kBox rows, for edge and split tiles

@@ -59,13 +59,13 @@ class BlockScales {
         a_(params.block_scale_a, blocks(params.m), params.k_blocks, tile.row, tile.k_first) {}
 
   __device__ float4 operator()(int k) const {
-    if constexpr (kKind != Kind::fprop && TileM != kTileM) return a_(k, b_.first(k));
+    if constexpr (kKind != Kind::fprop && kGroups<TileM> > 1) return a_(k, b_.first(k));
     return b_(k, kKind == Kind::wgrad_128x128 ? a_.first(k) : 1.0f);
   }
 
  private:
-  // A tail tile in M beside 192x128 ones touches two blocks of B.
-  static constexpr int kSideN = kKind == Kind::fprop && TileM != kTileM ? 192 : TileN;
+  static constexpr int kSideN =
+      kKind == Kind::fprop ? tile_shape(TileM, TileN).scale_columns : TileN;
 
   __device__ static int blocks(int side) { return (side + 127) / 128; }
 
@@ -125,11 +125,14 @@ __device__ __forceinline__ int row_in_box() {
 // one, tail-M or tail-N, or one such part of a split one. Beside 192x128 tiles an edge one is one
 // part of 64x128, and the third warpgroup has none of it or of a split one.
 enum class Shape { whole, edge, split };
-constexpr int parts_of(Shape shape, int tile_m) {
-  return shape == Shape::edge && tile_m == kTileM ? 2 : 1;
+template <int TileM, int TileN>
+constexpr int parts_of(Shape shape) {
+  return shape == Shape::edge ? tile_shape(TileM, TileN).tail_parts : 1;
 }
-constexpr int part_columns(Shape shape, int tile_m, int tile_n) {
-  return shape == Shape::whole || (shape == Shape::edge && tile_m == kTileM192) ? tile_n : kBox;
+template <int TileM, int TileN>
+constexpr int part_columns(Shape shape) {
+  if (shape == Shape::whole) return TileN;
+  return shape == Shape::edge ? 2 * kBox / parts_of<TileM, TileN>(shape) : kBox;
 }
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
@@ -178,7 +181,7 @@ class Promoter<Kind::fprop, TileM, TileN, Shape::whole> {
 // lies in one block of B.
 template <int TileM, int TileN, Shape kShape>
 class Promoter<Kind::fprop, TileM, TileN, kShape> {
-  static constexpr int kParts = parts_of(kShape, TileM);
+  static constexpr int kParts = parts_of<TileM, TileN>(kShape);
 
  public:
   __device__ Promoter(const Tile& tile, int consumer_index)
@@ -195,7 +198,7 @@ class Promoter<Kind::fprop, TileM, TileN, kShape> {
   }
   template <bool First>
   __device__ __forceinline__ void add(
-      const float (&part)[kParts * part_columns(kShape, TileM, TileN) / 2],
+      const float (&part)[kParts * part_columns<TileM, TileN>(kShape) / 2],
       BoundPair (&sums)[TileN / 4], const float*) const {
     add_scaled<First>(part, sums, scale_);
   }
@@ -210,14 +213,14 @@ class Promoter<Kind::fprop, TileM, TileN, kShape> {
 // rows of a 192x128 tile.
 template <int TileM, int TileN>
 class Promoter<Kind::wgrad_128x128, TileM, TileN, Shape::whole> {
-  static constexpr bool kIs192 = TileM != kTileM;
-  static constexpr int kColumnGroups = kIs192 ? 1 : kGroups<TileN>;
+  static constexpr bool kOfRows = kGroups<TileM> > 1;
+  static constexpr int kColumnGroups = kOfRows ? 1 : kGroups<TileN>;
 
  public:
   __device__ Promoter(const Tile&, int consumer_index) : consumer_index_(consumer_index) {}
 
   __device__ __forceinline__ void load(const float*, const float4* of_blocks) {
-    if constexpr (kIs192) {
+    if constexpr (kOfRows) {
       scale_[0][0] = scale_[1][0] = reinterpret_cast<const float*>(of_blocks)[consumer_index_];
     } else {
       const float4 b = *of_blocks;

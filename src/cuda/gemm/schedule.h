@@ -6,9 +6,47 @@
 #include <cstdint>
 
 #include "common/host_device.h"
-#include "cuda/gemm/config.h"
+#include "cuda/gemm/tile.h"
 
 namespace fp8moe::cuda::gemm {
+
+// What decides which tiles there are, in what order. The experts' sizes are read on the device.
+struct Sizes {
+  const int32_t* row_offsets;        // [E+1] rows
+  const int32_t* tokens_per_expert;  // [E]   wgrad
+  const int32_t* col_offsets;        // [E+1] wgrad
+  int experts;
+  int m;             // rows of D per expert (wgrad; unused for rows)
+  int n;             // columns of D
+  int k_blocks;      // cdiv(K, 128) or Kcap / 128
+  int raster_group;  // rows of tiles in a raster group, see place_in_raster_groups
+  bool tail_n;       // rows: the last columns are tail tiles in N
+};
+
+// The tiles of an expert's rows, before any is cut.
+struct RowTiles {
+  int rows;  // without those of tail tiles in M
+  int wide;  // columns of whole tiles
+  int whole, tail_n, tail_m;
+
+  constexpr int all() const { return whole + tail_n + tail_m; }
+};
+constexpr RowTiles row_tiles(const TileShape& shape, const Sizes& sizes, int rows) {
+  const int last = rows % shape.m;
+  const bool tail_m = shape.tail_m && last > 0 && last <= kBox;
+  if (tail_m) rows -= last;
+  const int wide = sizes.tail_n ? sizes.n / shape.n : (sizes.n + shape.n - 1) / shape.n;
+  return {.rows = rows,
+          .wide = wide,
+          .whole = (rows + shape.m - 1) / shape.m * wide,
+          .tail_n = sizes.tail_n ? (rows + kTailNRows - 1) / kTailNRows : 0,
+          .tail_m = tail_m ? (sizes.n + kTailMColumns - 1) / kTailMColumns : 0};
+}
+
+// The tiles left for the last wave, of the same kind and columns, are cut where each CTA then has
+// one part at most: into split ones, [64 a, 64 (3 - a)]. Whole tiles become three along their
+// longer side, tail tiles two. Their stages hold three boxes, not five.
+constexpr bool cuts_last_wave(int64_t left, int64_t ctas) { return kSplitParts * left <= ctas; }
 
 inline constexpr int kUncounted = INT32_MAX;  // as the count of tiles
 inline constexpr int kNoMore = -1;            // as Tile::k_blocks: the last tile was the last
@@ -55,9 +93,10 @@ class Schedule<Kind::fprop, TileM, TileN> {
  public:
   // How many tiles, before any is cut, the experts first, first + step, ... have.
   FP8MOE_HD static int count(const Sizes& sizes, const int32_t* row_offsets, int first, int step) {
+    constexpr TileShape kShape = tile_shape(TileM, TileN);
     int tiles = 0;
     for (int e = first; e < sizes.experts; e += step)
-      tiles += row_tiles(TileM, TileN, sizes, row_offsets[e + 1] - row_offsets[e]).all();
+      tiles += row_tiles(kShape, sizes, row_offsets[e + 1] - row_offsets[e]).all();
     return tiles;
   }
 
@@ -73,6 +112,7 @@ class Schedule<Kind::fprop, TileM, TileN> {
 
   // The next tile of this CTA; false when there is none. A split one is its last.
   FP8MOE_HD bool next(Tile& tile) {
+    constexpr TileShape kShape = tile_shape(TileM, TileN);
     if (at_ >= end_) return false;
     const bool split = at_ >= cut_;
     const int part = split ? (at_ - cut_) / left_ : 0, uncut = at_ - part * left_;
@@ -82,7 +122,7 @@ class Schedule<Kind::fprop, TileM, TileN> {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
-      tiles = row_tiles(TileM, TileN, sizes_, rows);
+      tiles = row_tiles(kShape, sizes_, rows);
       if (uncut < before_ + tiles.all()) break;
       before_ += tiles.all();
     }
@@ -106,11 +146,11 @@ class Schedule<Kind::fprop, TileM, TileN> {
     if (split) {
       const bool halves = tile.tail_m() || tile.tail_n();
       if (halves && part == 2) return false;
-      const bool m192 = TileM == kTileM192 && !tile.tail_m();
-      (tile.tail_n() || m192 ? place.row : place.column) += part * (halves ? 2 * kBox : kBox);
+      const bool rows_cut = TileTraits<TileM, TileN>::kLongRows && !tile.tail_m();
+      (tile.tail_n() || rows_cut ? place.row : place.column) += part * (halves ? 2 * kBox : kBox);
       if (place.row >= rows || place.column >= sizes_.n) return false;
-      if (tile.tail_n()) tile.boxes_a = kTileM / kBox;
-      if (m192) tile.boxes_a = kTailMBoxes;
+      if (tile.tail_n()) tile.boxes_a = 2;
+      if (rows_cut) tile.boxes_a = kTailMBoxes;
       tile.boxes = kSplitBoxes;
     }
     tile.expert = expert_;

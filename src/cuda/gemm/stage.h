@@ -1,7 +1,7 @@
 // The shared-memory plan: what one stage of the ring holds, and what lies beside the stages.
 #pragma once
 
-#include "cuda/gemm/config.h"
+#include "cuda/gemm/tile.h"
 
 namespace fp8moe::cuda::gemm {
 
@@ -37,10 +37,11 @@ inline constexpr int kScaleBatchBytes = 16 * kScaleBatch;
 // 192x128 the same the other way round.
 template <Kind kKind, int TileM, int TileN>
 struct Stage {
+  using Traits = TileTraits<TileM, TileN>;
   // Whether there are tail tiles in M, too, and beside 192 columns tail-N ones.
-  static constexpr bool kEdges = kKind == Kind::fprop && has_tail_m(TileM, TileN);
-  static constexpr int kBoxesA = TileM / kBox;
-  static constexpr int kBoxes = kBoxesA + TileN / kBox;
+  static constexpr bool kEdges = kKind == Kind::fprop && Traits::kShape.tail_m;
+  static constexpr int kBoxesA = Traits::kBoxesA;
+  static constexpr int kBoxes = Traits::kBoxes;
   static constexpr int kMaxBoxesA = kEdges ? kTailNBoxes : kBoxesA;
   static constexpr int kBoxBytes = kBox * kBlockK;
   static constexpr int kTileBytes = kBoxes * kBoxBytes;
@@ -54,8 +55,8 @@ struct Stage {
   static constexpr int kTileStructBytes = 32;
   static_assert(kBoxBytes % 1024 == 0, "swizzled boxes start at 1024 bytes");
 
-  static constexpr int kConsumerWarps = 4 * kBoxesA;
-  static constexpr int kStagingBuffers = TileM == kTileM ? 3 : 2;
+  static constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+  static constexpr int kStagingBuffers = Traits::kShape.staging_buffers;
   static constexpr int kOutBytes = kConsumerWarps * kStagingBuffers * kStagingBytes;
   static constexpr int kStagingBarriers =
       kKind == Kind::fprop ? 0 : kConsumerWarps * kStagingBuffers;

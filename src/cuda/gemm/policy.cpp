@@ -1,55 +1,22 @@
-// Which kernel runs a grouped GEMM: pure functions over plain structs, no device needed.
-#pragma once
+#include "cuda/gemm/policy.h"
 
-#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cuda/gemm/schedule.h"
+#include "fp8moe/error.h"
 
 namespace fp8moe::cuda::gemm {
+namespace {
 
-// D = A B^T over the groups of experts, all operands with the contracted dimension contiguous.
-// Letters here: a tile is [TileM, TileN] of D; a K-block is 128 of the contracted dimension.
-enum class Kind : int {
-  fprop,          // experts own rows of A [R, K]; B [E, N, K]. A scaled 1x128, B by blocks
-  wgrad_128x128,  // experts own K-blocks of A [M, Kcap], B [N, Kcap]; D [E, M, N]. Blocks on both
-  wgrad_1x128,    // the same, both scaled 1x128 along the contracted dimension
-};
-
-// The types of D that an instance can write.
-enum class Output : int { bf16, f32, either };
-
-inline constexpr int kTileM = 128, kTileM192 = 192;  // rows of a tile, and of a 192x128 one
-inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
-// Operands lie in boxes of so many rows of A or B; those of edge and split tiles come so, too.
-inline constexpr int kBox = 64;
-// TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
-// starts at the multiple of 4 rows before the operand's and holds 4 more than it.
-inline constexpr int kScaleBox = kBox + 4;
-inline constexpr int kMaxExperts = 1024;
-
-// What decides which tiles there are, in what order. The experts' sizes are read on the device.
-struct Sizes {
-  const int32_t* row_offsets;        // [E+1] rows
-  const int32_t* tokens_per_expert;  // [E]   wgrad
-  const int32_t* col_offsets;        // [E+1] wgrad
-  int experts;
-  int m;             // rows of D per expert (wgrad; unused for rows)
-  int n;             // columns of D
-  int k_blocks;      // cdiv(K, 128) or Kcap / 128
-  int raster_group;  // rows of tiles in a raster group, see place_in_raster_groups
-  bool tail_n;       // rows: the last columns are tail tiles in N
-};
-
+inline constexpr int kTileM = 128, kTileM192 = 192;
 struct Config {
   int tile_m = kTileM;   // rows of a tile of D; kTileM192 with 128 columns
   int tile_n = 192;      // columns of a tile of D: 128 or 192
   bool split = false;    // rows: a badly filled last wave is cut into split tiles
   int raster_group = 1;  // rows of tiles in a raster group (schedule.h)
 };
-
-// Columns computed for n columns of D, tiles being whole.
-constexpr int64_t padded_columns(int64_t n, int tile_n) {
-  return (n + tile_n - 1) / tile_n * tile_n;
-}
-
+constexpr int64_t padded_columns(int64_t n, int tile_n) { return padded(n, tile_n); }
 // A tile of 192 columns runs at about 1.1 times the rate of one of 128 (docs/notes); the narrow one
 // pays where it leaves out more than that. f32 rows are rare and have no wide instance.
 constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
@@ -60,54 +27,13 @@ constexpr Config choose_config(Kind kind, int64_t n, bool bf16) {
 // Whether experts have so few rows, of Kind::fprop, that reading weights may bound the time.
 constexpr bool few_rows(int64_t rows, int64_t experts) { return rows < 2 * kTileM * experts; }
 
-// A tile of Kind::fprop, 128x128 apart, is [64 a, 64 (5 - a)] of D, a being its boxes of A: stages
-// hold five boxes whatever the shape, so the CTAs keep the same pace. An expert's last rows, if no
-// more than kBox, are tail tiles in M of 64x256; the last columns of D beside tiles of 192 columns,
-// if no more than kBox, tail tiles in N of 256x64, but at few rows, where that costs 3%
-// (docs/notes).
-inline constexpr int kTailMBoxes = 1, kTailNBoxes = 4;
-inline constexpr int kTailMColumns = 4 * kBox, kTailNRows = kTailNBoxes * kBox;
-constexpr bool has_tail_m(int tile_m, int tile_n) { return tile_m + tile_n == 5 * kBox; }
 constexpr bool has_tail_n(int tile_n, int64_t n, int64_t rows, int64_t experts) {
   return tile_n == 192 && n % tile_n > 0 && n % tile_n <= kBox && !few_rows(rows, experts);
 }
 
-// The tiles left for the last wave, of the same kind and columns, are cut where each CTA then has
-// one part at most: into split ones, [64 a, 64 (3 - a)]. Whole tiles become three of 128x64, tail-N
-// ones two, 192x128 ones three of 64x128, tail-M ones two. Their stages hold three boxes, not five.
-inline constexpr int kSplitBoxes = 3, kSplitParts = 3;
-inline constexpr double kSplitTime = 0.67;  // of a tile of 128x192's, by measurement
-constexpr bool cuts_last_wave(int64_t left, int64_t ctas) { return kSplitParts * left <= ctas; }
-// What so many tiles take, scheduled statically: each takes `one`, if `split` those of the last
-// wave may be cut.
-constexpr double tiles_time(int64_t tiles, double one, bool split, int64_t ctas) {
-  const int64_t left = tiles % ctas;
-  const double last = left == 0 ? 0 : split && cuts_last_wave(left, ctas) ? kSplitTime : one;
-  return one * static_cast<double>(tiles / ctas) + last;
-}
 // In ten waves and more the code of split tiles costs what they gain, 0.5% (docs/notes).
 constexpr bool few_waves(int64_t n, int64_t rows, int64_t experts, int64_t sms) {
   return padded_columns(n, 192) / 192 * (rows / kTileM + experts) < 10 * sms;
-}
-
-// The tiles of an expert's rows, before any is cut.
-struct RowTiles {
-  int rows;  // without those of tail tiles in M
-  int wide;  // columns of whole tiles
-  int whole, tail_n, tail_m;
-
-  constexpr int all() const { return whole + tail_n + tail_m; }
-};
-constexpr RowTiles row_tiles(int tile_m, int tile_n, const Sizes& sizes, int rows) {
-  const int last = rows % tile_m;
-  const bool tail_m = has_tail_m(tile_m, tile_n) && last > 0 && last <= kBox;
-  if (tail_m) rows -= last;
-  const int wide = sizes.tail_n ? sizes.n / tile_n : (sizes.n + tile_n - 1) / tile_n;
-  return {.rows = rows,
-          .wide = wide,
-          .whole = (rows + tile_m - 1) / tile_m * wide,
-          .tail_n = sizes.tail_n ? (rows + kTailNRows - 1) / kTailNRows : 0,
-          .tail_m = tail_m ? (sizes.n + kTailMColumns - 1) / kTailMColumns : 0};
 }
 
 // What evenly routed rows [rows, n] take by one kind of tiles, in the time of a tile of 128x192: a
@@ -118,7 +44,8 @@ constexpr double waves_time(const Config& kind, int64_t n, int64_t rows, int64_t
   sizes.n = static_cast<int>(n);
   sizes.tail_n = has_tail_n(kind.tile_n, n, rows, experts);
   const auto each = static_cast<int>((rows + experts - 1) / experts);
-  const int64_t tiles = experts * row_tiles(kind.tile_m, kind.tile_n, sizes, each).all();
+  const int64_t tiles =
+      experts * row_tiles(tile_shape(kind.tile_m, kind.tile_n), sizes, each).all();
   const double one = kind.tile_m == kTileM192 ? 0.975 : kind.tile_n == 192 ? 1 : 0.75;
   return tiles_time(tiles, one, kind.split, sms);
 }
@@ -147,9 +74,6 @@ constexpr bool few_tokens(int64_t k_blocks, int64_t experts, int64_t few) {
 constexpr bool dynamic_schedule(int64_t k_blocks, int64_t experts, bool added) {
   return few_tokens(k_blocks, experts, added ? 12 : 5);
 }
-
-// What CTAs take tiles by: a counter on the device, zero between launches (launch_numbers.h).
-inline constexpr int kQueues = 1 << 16;
 
 // Rows of tiles in a raster group (schedule.h), by measurement. Rows: 16, or those of a wave that
 // takes all columns. wgrad: fewer where D weighs more.
@@ -221,6 +145,63 @@ constexpr Config wgrad_config(Kind kind, int64_t m, int64_t n, int64_t k_blocks,
 // long ones feel. Both give the same bits.
 constexpr bool loads_output(int64_t k_blocks, int64_t experts) {
   return few_tokens(k_blocks, experts, 20);
+}
+
+std::optional<Candidate>& forced() {
+  static thread_local std::optional<Candidate> candidate;
+  return candidate;
+}
+
+Candidate parent(const Problem& p, int64_t sms) {
+  const bool rows = p.kind == Kind::fprop, added = p.add && !p.bf16;
+  const Config c = rows ? fprop_config(p.n, p.m, p.k_blocks, p.experts, p.bf16, sms)
+                        : wgrad_config(p.kind, p.m, p.n, p.k_blocks, p.experts, p.bf16, p.add);
+  return {.tile_m = c.tile_m,
+          .tile_n = c.tile_n,
+          .split = c.split,
+          .tail_n = rows && has_tail_n(c.tile_n, p.n, p.m, p.experts),
+          .raster_group = c.raster_group,
+          .dynamic = !rows && dynamic_schedule(p.k_blocks, p.experts, added),
+          .load_d = !rows && added && loads_output(p.k_blocks, p.experts)};
+}
+
+}  // namespace
+
+bool is_legal(const Problem& p, const Candidate& c) {
+  const TileShape& shape = shape_of(c);
+  const bool rows = p.kind == Kind::fprop, left_n = p.n % shape.n > 0 && p.n % shape.n <= kBox;
+  return shape.writes(p.kind, p.bf16) && c.raster_group > 0 && (rows || !(c.split || c.tail_n)) &&
+         (!c.split || (shape.tail_m && p.bf16)) && (!c.tail_n || (shape.tail_n && left_n)) &&
+         (!rows || !(c.dynamic || c.load_d)) && (!c.load_d || (p.add && !p.bf16));
+}
+
+std::vector<Candidate> candidates(const Problem& problem) {
+  std::vector<Candidate> legal;
+  for (const TileShape& shape : kTiles)
+    for (const int raster_group : {4, 8, 12, 16, 32})
+      for (const bool split : {false, true})
+        for (const bool tail_n : {false, true})
+          for (const bool dynamic : {false, true})
+            for (const bool load_d : {false, true}) {
+              const Candidate c{shape.m, shape.n, split, tail_n, raster_group, dynamic, load_d};
+              const bool raster = problem.kind == Kind::fprop
+                                      ? raster_group >= 8 && raster_group <= 16
+                                      : raster_group != 12 && raster_group != 16;
+              if (raster && is_legal(problem, c)) legal.push_back(c);
+            }
+  return legal;
+}
+
+Candidate choose(const Problem& problem, int64_t sms) {
+  const std::optional<Candidate>& given = forced();
+  if (!given) return parent(problem, sms);
+  if (!is_legal(problem, *given))
+    throw InvalidArgument("the forced candidate is not legal for this grouped GEMM");
+  return *given;
+}
+
+void force(const Candidate* candidate) {
+  forced() = candidate ? std::optional(*candidate) : std::nullopt;
 }
 
 }  // namespace fp8moe::cuda::gemm

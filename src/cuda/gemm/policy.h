@@ -1,0 +1,49 @@
+// Which tiles, in what order: the candidates for a grouped GEMM, and the choice among them. Plain
+// C++ over plain structs, no device needed.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cuda/gemm/schedule.h"
+#include "cuda/gemm/tile.h"
+#include "fp8moe/explain.h"
+
+namespace fp8moe::cuda::gemm {
+
+// What the host knows of a launch.
+struct Problem {
+  Kind kind = Kind::fprop;
+  int64_t m = 0;         // fprop: rows of all experts; wgrad: rows of dw
+  int64_t n = 0;         // columns of D
+  int64_t k_blocks = 0;  // of K; wgrad: of the tokens of all experts, the most there can be
+  int64_t experts = 1;
+  bool bf16 = true;  // D, else f32
+  bool add = false;  // wgrad: to what D holds
+};
+
+using Candidate = GemmCandidate;
+constexpr const TileShape& shape_of(const Candidate& candidate) {
+  return tile_shape(candidate.tile_m, candidate.tile_n);
+}
+
+inline constexpr double kSplitTime = 0.67;  // of a tile of 128x192's, by measurement
+// What so many tiles take, scheduled statically: each takes `one`, if `split` those of the last
+// wave may be cut.
+constexpr double tiles_time(int64_t tiles, double one, bool split, int64_t ctas) {
+  const int64_t left = tiles % ctas;
+  const double last = left == 0 ? 0 : split && cuts_last_wave(left, ctas) ? kSplitTime : one;
+  return one * static_cast<double>(tiles / ctas) + last;
+}
+
+// Every legal way to run it.
+std::vector<Candidate> candidates(const Problem& problem);
+bool is_legal(const Problem& problem, const Candidate& candidate);
+
+// The one that runs: `forced` if there is one (InvalidArgument if it is not legal).
+Candidate choose(const Problem& problem, int64_t sms);
+
+// For measuring and tests: the candidate of this thread's launches from now on; null: the choice.
+void force(const Candidate* candidate);
+
+}  // namespace fp8moe::cuda::gemm
