@@ -27,8 +27,6 @@ struct GemmQuery {
 // One way to run a grouped GEMM. All that are legal give the same bits.
 struct GemmCandidate {
   int tile_m = 128, tile_n = 128;  // of the output, what a CTA works on at a time
-  bool split = false;              // fprop, dgrad: a badly filled last wave is cut into split tiles
-  bool tail_n = false;             // fprop, dgrad: the last columns are tail tiles in N
   int raster_group = 16;           // rows of tiles per raster group: CTAs walk it column by column
   bool dynamic = false;  // wgrad: CTAs claim tiles as they come free; else the schedule is static
   bool load_d = false;   // wgrad, added f32: D is loaded, added to and stored; else reduced into
@@ -39,7 +37,7 @@ struct GemmCandidate {
 struct GemmChoice : GemmCandidate {
   int stages;        // of the ring in shared memory
   int shared_bytes;  // of a CTA
-  int64_t tiles;     // of all experts, before those of a last wave are cut
+  int64_t tiles;     // of all experts
   double waves;      // tiles / SMs
   double idle;       // share of the SMs' time that the last wave leaves unused
   double waste;      // share of those tiles' arithmetic that is done outside the matrices

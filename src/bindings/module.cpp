@@ -317,8 +317,6 @@ using Words = nb::typed<nb::dict, nb::str, nb::any>;
 Words words(const GemmCandidate& c) {
   Words d;
   d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
-  d["split"] = c.split;
-  d["tail_n"] = c.tail_n;
   d["raster_group"] = c.raster_group;
   d["dynamic"] = c.dynamic;
   d["load_d"] = c.load_d;
@@ -366,8 +364,6 @@ void bind_choice(nb::module_& m) {
         const auto [tile_m, tile_n] = nb::cast<std::pair<int, int>>(of("tile"));
         const GemmCandidate c{.tile_m = tile_m,
                               .tile_n = tile_n,
-                              .split = nb::cast<bool>(of("split")),
-                              .tail_n = nb::cast<bool>(of("tail_n")),
                               .raster_group = nb::cast<int>(of("raster_group")),
                               .dynamic = nb::cast<bool>(of("dynamic")),
                               .load_d = nb::cast<bool>(of("load_d"))};

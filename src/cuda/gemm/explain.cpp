@@ -1,6 +1,6 @@
 // What explain_grouped_gemm says: the choice of policy.h, and a walk over its tiles. Plain C++,
 // which builds without the CUDA backend compile, too.
-#include <utility>
+#include <cmath>
 #include <vector>
 
 #include "cuda/gemm/policy.h"
@@ -13,16 +13,17 @@ namespace {
 
 using namespace gemm;
 
-// Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a tail tile in M
-// 128 columns; one that has none is idle, not wasted.
-int64_t work(const Tile& tile, int tile_m, int tile_n, int64_t n) {
+// Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a tail tile 128
+// columns; one that has none is idle, not wasted.
+template <int TileM, int TileN>
+int64_t work(const Tile& tile, int64_t n) {
   int64_t elements = 0;
-  for (int consumer_index = 0; consumer_index < tile_m / kBox; ++consumer_index) {
-    if (tile.tail_m())
+  for (int consumer_index = 0; consumer_index < TileM / kBox; ++consumer_index) {
+    if (tile.tail)
       elements +=
           consumer_index < 2 && n - tile.column > 2 * kBox * consumer_index ? kBox * 2 * kBox : 0;
     else if (tile.rows > kBox * consumer_index)
-      elements += tile.tail_n() ? 2 * kBox * kBox : kBox * tile_n;
+      elements += kBox * TileN;
   }
   return elements * kBlockK;
 }
@@ -46,7 +47,6 @@ GemmChoice walk(const Candidate& candidate, int64_t m, int64_t n, int64_t k, int
   sizes.n = static_cast<int>(rows ? n : k);
   sizes.k_blocks = static_cast<int>(cdiv(k, kBlockK));
   sizes.raster_group = 1;
-  sizes.tail_n = candidate.tail_n;
   GemmChoice choice{};
   static_cast<Candidate&>(choice) = candidate;
   choice.stages = kStages;
@@ -54,7 +54,7 @@ GemmChoice walk(const Candidate& candidate, int64_t m, int64_t n, int64_t k, int
   double done = 0;
   Schedule<kKind, TileM, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
   for (Tile tile; n > 0 && k > 0 && schedule.next(tile); ++choice.tiles)
-    done += static_cast<double>(work(tile, TileM, TileN, sizes.n)) * tile.k_blocks;
+    done += static_cast<double>(work<TileM, TileN>(tile, sizes.n)) * tile.k_blocks;
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   choice.waste = done > 0 ? 1 - useful / done : 0;
   return choice;
@@ -94,8 +94,8 @@ GemmChoice explain_grouped_gemm(const GemmQuery& q) {
     return walk<Kind::wgrad_1x128, TileM, TileN>(candidate, q.m, n, k, q.experts);
   });
   choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(q.sm_count);
-  const double time = tiles_time(choice.tiles, 1, candidate.split, q.sm_count);
-  choice.idle = time > 0 ? 1 - choice.waves / time : 0;
+  const double waves = std::ceil(choice.waves);
+  choice.idle = waves > 0 ? 1 - choice.waves / waves : 0;
   return choice;
 }
 

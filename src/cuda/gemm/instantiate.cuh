@@ -8,10 +8,10 @@
 
 namespace fp8moe::cuda::gemm {
 
-template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kSplit = false>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kBytes = Stage<kKind, TileM, TileN>::kBytes;
-  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput, kSplit>;
+  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput>;
   allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
   kernel<<<static_cast<unsigned>(device.sm_count), TileTraits<TileM, TileN>::kThreads, kBytes,
            stream>>>(params);
@@ -23,15 +23,12 @@ void launch(const Params& params, const Candidate& candidate, const DeviceInfo& 
             cudaStream_t stream) {
   with_tile(shape_of(candidate), [&]<int TileM, int TileN>() {
     constexpr TileShape kShape = tile_shape(TileM, TileN);
-    const auto run = [&]<Output kOutput, bool kSplit = false>() {
-      launch_kernel<kKind, A, TileM, TileN, kOutput, kSplit>(params, device, stream);
+    const auto run = [&]<Output kOutput>() {
+      launch_kernel<kKind, A, TileM, TileN, kOutput>(params, device, stream);
     };
     if constexpr (kShape.outputs(kKind) == Outputs::either) {
       return run.template operator()<Output::either>();
     } else {
-      if constexpr (kShape.writes(kKind, true) && kKind == Kind::fprop) {
-        if (params.bf16 && candidate.split) return run.template operator()<Output::bf16, true>();
-      }
       if constexpr (kShape.writes(kKind, true)) {
         if (params.bf16) return run.template operator()<Output::bf16>();
       }

@@ -27,15 +27,6 @@ constexpr const TileShape& shape_of(const Candidate& candidate) {
   return tile_shape(candidate.tile_m, candidate.tile_n);
 }
 
-inline constexpr double kSplitTime = 0.67;  // of a tile of 128x192's, by measurement
-// What so many tiles take, scheduled statically: each takes `one`, if `split` those of the last
-// wave may be cut.
-constexpr double tiles_time(int64_t tiles, double one, bool split, int64_t ctas) {
-  const int64_t left = tiles % ctas;
-  const double last = left == 0 ? 0 : split && cuts_last_wave(left, ctas) ? kSplitTime : one;
-  return one * static_cast<double>(tiles / ctas) + last;
-}
-
 // Every legal way to run it.
 std::vector<Candidate> candidates(const Problem& problem);
 bool is_legal(const Problem& problem, const Candidate& candidate);

@@ -37,9 +37,9 @@ Params fprop_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& 
   Params params{};
   params.a = operand_map(op, "a", a.data.data, rows, k, candidate.tile_m);
   params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, candidate.tile_n);
-  if (shape_of(candidate).tail_m) {
-    params.a_box = operand_map(op, "a", a.data.data, rows, k, kBox);
-    params.b_box = operand_map(op, "w", w.data.data, plan.experts * n, k, kBox);
+  if (shape_of(candidate).tail) {
+    params.a_tail = operand_map(op, "a", a.data.data, rows, k, kBox);
+    params.b_tail = operand_map(op, "w", w.data.data, plan.experts * n, k, kTailColumns);
   }
   params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBox);
   set_output(op, "d", Kind::fprop, d, 1, rows, n, candidate, params);
@@ -48,7 +48,6 @@ Params fprop_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& 
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
-  params.tail_n = candidate.tail_n;
   params.raster_group = candidate.raster_group;
   return params;
 }

@@ -38,11 +38,9 @@ inline constexpr int kScaleBatchBytes = 16 * kScaleBatch;
 template <Kind kKind, int TileM, int TileN>
 struct Stage {
   using Traits = TileTraits<TileM, TileN>;
-  // Whether there are tail tiles in M, too, and beside 192 columns tail-N ones.
-  static constexpr bool kEdges = kKind == Kind::fprop && Traits::kShape.tail_m;
+  static constexpr bool kTails = kKind == Kind::fprop && Traits::kShape.tail;
   static constexpr int kBoxesA = Traits::kBoxesA;
   static constexpr int kBoxes = Traits::kBoxes;
-  static constexpr int kMaxBoxesA = kEdges ? kTailNBoxes : kBoxesA;
   static constexpr int kBoxBytes = kBox * kBlockK;
   static constexpr int kTileBytes = kBoxes * kBoxBytes;
   static constexpr bool kBlockScales = kKind != Kind::wgrad_1x128;
@@ -50,7 +48,7 @@ struct Stage {
   static constexpr int kScaleBBytes = kKind == Kind::wgrad_1x128 ? 4 * TileN : 0;
   // Scales of a box of rows take kScaleStride floats, as TMA writes to multiples of 128 bytes.
   // Behind those of rows come those of columns.
-  static constexpr int kScaleBAt = kRowScales ? kMaxBoxesA * 4 * kScaleStride : 0;
+  static constexpr int kScaleBAt = kRowScales ? kBoxesA * 4 * kScaleStride : 0;
   static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
   static constexpr int kTileStructBytes = 32;
   static_assert(kBoxBytes % 1024 == 0, "swizzled boxes start at 1024 bytes");
@@ -61,7 +59,7 @@ struct Stage {
   static constexpr int kStagingBarriers =
       kKind == Kind::fprop ? 0 : kConsumerWarps * kStagingBuffers;
   static constexpr int kBarriers = 2 * (kStages + kScaleBatches + kPlanned) + kStagingBarriers;
-  static constexpr int kRowOffsetsBytes = kKind == Kind::fprop ? 4 * (kMaxExperts + 2) : 0;
+  static constexpr int kRowOffsetsBytes = kKind == Kind::fprop ? 4 * (kMaxExperts + 1) : 0;
   static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes) +
                                 (kStages + kPlanned) * kTileStructBytes + kOutBytes +
                                 kScaleBatches * kScaleBatchBytes + 8 * kBarriers + kRowOffsetsBytes;

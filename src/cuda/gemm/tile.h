@@ -22,27 +22,23 @@ enum class Output : int { bf16, f32, either };
 enum class Outputs : int { none, bf16, f32, each, either };
 
 inline constexpr int kBlockK = 128;  // one K-block: the quantization tile, and one promotion
-// Operands lie in boxes of so many rows of A or B; those of edge and split tiles come so, too.
+// Operands lie in boxes of so many rows of A or B; those of tail tiles come so, too.
 inline constexpr int kBox = 64;
 // TMA reads scales from multiples of 16 bytes on; an expert's rows may start anywhere. So a box
 // starts at the multiple of 4 rows before the operand's and holds 4 more than it.
 inline constexpr int kScaleBox = kBox + 4;
 inline constexpr int kMaxExperts = 1024;
 
-// Tiles of fprop of other shapes, beside those of the table. A stage's boxes of A tell them apart:
-// an expert's last rows, if no more than kBox, are tail tiles in M of 64x256; the last columns of
-// D, if no more than kBox, tail tiles in N of 256x64. Split tiles have three boxes of both.
-inline constexpr int kTailMBoxes = 1, kTailNBoxes = 4;
-inline constexpr int kTailMColumns = 4 * kBox, kTailNRows = kTailNBoxes * kBox;
-inline constexpr int kSplitBoxes = 3, kSplitParts = 3;
+// Beside tiles of five boxes an expert's last rows, if no more than kBox, are tail tiles of fprop,
+// 64x256: one box of A and four of B, so that all tiles keep the same pace.
+inline constexpr int kTailColumns = 4 * kBox;
 
 struct TileShape {
   int m, n;                                    // rows and columns of D
   int producer_registers, consumer_registers;  // per thread, by setmaxnreg
   int staging_buffers;                         // per consumer warp, for D on its way out
-  bool tail_m, tail_n;                         // fprop: the kinds of tail tiles beside it
-  int tail_parts;     // fprop: multiplies of a warpgroup per K-block of a tail tile
-  int scale_columns;  // fprop: columns whose block scales a K-block needs; a tail tile in M has two
+  bool tail;                                   // fprop: there are tail tiles beside it
+  int scale_columns;  // fprop: those whose block scales a K-block needs; a tail tile needs two
   Outputs fprop, wgrad_128x128, wgrad_1x128;
 
   constexpr Outputs outputs(Kind kind) const {
@@ -55,15 +51,14 @@ struct TileShape {
   }
 };
 
-// A stage of fprop holds five boxes in tiles that have tail tiles beside them, so that all keep the
-// same pace. Registers are all that a CTA has of them, but for 8 per thread with two consumers,
+// Registers are all that a CTA has of them, but for 8 per thread with two consumers,
 // where 24 would make the producers spill. With 192 columns or rows an instance writes one type of
 // D: with both its loop is 1 to 2% slower.
 inline constexpr TileShape kTiles[] = {
-    // m, n, registers, staging, tails, parts, scale columns, fprop, wgrad_128x128, wgrad_1x128
-    {128, 128, 40, 232, 3, false, false, 2, 128, Outputs::either, Outputs::either, Outputs::none},
-    {128, 192, 40, 232, 3, true, true, 2, 192, Outputs::bf16, Outputs::each, Outputs::none},
-    {192, 128, 32, 160, 2, true, false, 1, 192, Outputs::bf16, Outputs::f32, Outputs::each},
+    // m, n, registers, staging, tail, scale columns, fprop, wgrad_128x128, wgrad_1x128
+    {128, 128, 40, 232, 3, false, 128, Outputs::either, Outputs::either, Outputs::none},
+    {128, 192, 40, 232, 3, true, 192, Outputs::bf16, Outputs::each, Outputs::none},
+    {192, 128, 32, 160, 2, true, 192, Outputs::bf16, Outputs::f32, Outputs::each},
 };
 
 // The row of the table; m and n must be one of them.
@@ -81,8 +76,6 @@ struct TileTraits {
   static constexpr int kThreads = 128 * (1 + kConsumers);  // warpgroup 0 produces
   static constexpr int kBoxesA = M / kBox;
   static constexpr int kBoxes = kBoxesA + N / kBox;  // of a stage
-  // The longer side of a tile is in 64s, and touches two blocks of 128.
-  static constexpr bool kLongRows = M > N;
 };
 
 // Calls f.operator()<M, N>() for the shape's m and n.
