@@ -138,5 +138,5 @@ def test_command_says_what_is_wrong(
         assert run(monkeypatch, "--explain", sizes, "--sms", sms) == 2
         err = " ".join(capsys.readouterr().err.split())
         assert f"must be below 2^63; got {sizes} and {sms}" in err
-    monkeypatch.setattr(doctor, "sm_count", lambda: 7)
-    assert "7 SMs" in doctor.explain("16,16,16,1", None)[0]
+    monkeypatch.setattr(doctor, "board", lambda: (7, 2.5))
+    assert "7 SMs, memory of 2.50 TB/s" in doctor.explain("16,16,16,1", None)[0]

@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizers
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.autograd import Fp8Weights, Options, experts, quantize_weights
-from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights
 from moe_problem import assert_same, problem
 
 E, H, I, T = 2, 128, 128, 16
@@ -399,14 +399,14 @@ def test_weights_are_a_value(name: str) -> None:
     assert equal(step(layer, weights=weights), fresh(layer, **OPTIONS[name]))
 
 
-def test_a_moe_updates_the_weights_it_made() -> None:
-    moe, x = MoE(H, I, E, 2), torch.randn(T, H)
-    weights = moe.quantize_weights()
+def test_a_moe_takes_weights() -> None:
+    moe, x = MoE(Router(H, E, 2), MoEExperts(E, H, I)), torch.randn(T, H)
+    weights = moe.experts.quantize_weights()
     in_place(moe.experts)
     with torch.no_grad():
         want = moe(x)
         assert not torch.equal(moe(x, weights=weights), want)
-        weights.update_(moe)
+        weights.update_(moe.experts)
         assert torch.equal(moe(x, weights=weights), want)
 
 
@@ -481,9 +481,6 @@ def test_what_reuse_refuses() -> None:
     with pytest.raises(ZeroDivisionError):  # not the parameter's change, which comes later
         enter(layer, lambda: (in_place(layer), 1 / 0))
     assert equal(step(layer), fresh(layer))
-    parametrize.register_parametrization(layer, "down_proj", Scaled())
-    with pytest.raises(RuntimeError, match="got computed weights"):
-        enter(layer)
 
 
 class Subclass(MoEExperts):
@@ -499,13 +496,32 @@ def test_reuse_looks_at_the_two_weights_by_name() -> None:
     with reuse_fp8_weights(layer):
         layer(*BATCH)
 
-    def computed_inside() -> None:
+    def replaced_inside() -> None:
         with reuse_fp8_weights(layer):
-            parametrize.register_parametrization(layer, "down_proj", Scaled())
+            layer.down_proj = nn.Parameter(layer.down_proj.detach().clone())
             layer(*BATCH)
 
     with pytest.raises(RuntimeError, match="got down_proj, which is another tensor"):
-        computed_inside()
+        replaced_inside()
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_reuse_leaves_computed_weights_alone(when: str) -> None:
+    """As PEFT's target_parameters, which computes them for the time of a forward."""
+    net = nn.ModuleList([layer_of(), layer_of()])
+
+    def parametrized() -> None:
+        parametrize.register_parametrization(net[0], "down_proj", Scaled())
+
+    if when == "before":
+        parametrized()
+    with reuse_fp8_weights(net, check=True):
+        if when == "inside":
+            parametrized()
+        got, other = net[0](*BATCH), net[1](*BATCH)
+    assert torch.equal(got, net[0](*BATCH))
+    assert torch.equal(other, net[1](*BATCH))
+    assert not torch.equal(got, other)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -519,12 +535,8 @@ def test_reuse_stands_for_no_other_parameters(compiled: bool) -> None:
 
     run = torch.compile(call, backend="aot_eager") if compiled else call
     want = run()
-    with (
-        pytest.raises(RuntimeError, match="got gate_up_proj, which is another tensor"),
-        reuse_fp8_weights(layer),
-    ):
-        run()
-    assert torch.equal(run(), want)
+    with reuse_fp8_weights(layer):
+        assert torch.equal(run(), want)
 
 
 def test_weights_of_another_kind_are_refused() -> None:

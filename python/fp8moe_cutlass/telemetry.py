@@ -32,6 +32,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
 from fp8moe_cutlass.autograd.counters import NAMES
 from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.count_codes import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -44,7 +45,7 @@ Report = dict[str, Any]
 class Watch:
     """The counters of every watched layer, by its name in the module."""
 
-    def __init__(self, layers: dict[str, MoEExperts], every: int = EVERY) -> None:
+    def __init__(self, layers: dict[str, ExpertBlock], every: int = EVERY) -> None:
         if every < 1:
             raise ValueError(f"[telemetry] every must be at least 1; got {every}")
         self.layers = layers
@@ -90,13 +91,9 @@ def enable(module: nn.Module, every: int = EVERY) -> Watch:
     return seen
 
 
-def fp8_layers(module: nn.Module) -> dict[str, MoEExperts]:
+def fp8_layers(module: nn.Module) -> dict[str, Any]:
     """The FP8 MoEExperts of `module` by their names in it; ValueError if there is none."""
-    layers = {
-        name: m
-        for name, m in module.named_modules()
-        if isinstance(m, MoEExperts) and m.recipe is not None
-    }
+    layers = {name: m for name, m in blocks_of(module).items() if m.recipe is not None}
     if not layers:
         raise ValueError(
             f"[telemetry] module must contain an FP8 MoEExperts; got {type(module).__name__}"
@@ -106,9 +103,8 @@ def fp8_layers(module: nn.Module) -> dict[str, MoEExperts]:
 
 def disable(module: nn.Module) -> None:
     """Stop counting in `module`."""
-    for m in module.modules():
-        if isinstance(m, MoEExperts):
-            m._counters = None
+    for layer in blocks_of(module).values():
+        layer._counters = None
 
 
 @contextmanager

@@ -290,7 +290,8 @@ void bind_gemm(nb::module_& m) {
 
 // Sizes and options of a grouped GEMM, as words.
 GemmQuery query(const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts,
-                int64_t sm_count, const char* out_dtype, bool accumulate, const char* columns) {
+                int64_t sm_count, const char* out_dtype, bool accumulate, const char* columns,
+                double memory_tb_s) {
   // The place of `given` among the words.
   const auto word = [](const char* what, std::string_view given,
                        std::initializer_list<std::string_view> words) {
@@ -305,7 +306,7 @@ GemmQuery query(const char* gemm, int64_t m, int64_t n, int64_t k, int64_t exper
           .n = n,
           .k = k,
           .experts = experts,
-          .sm_count = sm_count,
+          .board = {.sm_count = sm_count, .memory_tb_s = memory_tb_s},
           .out = word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
           .accumulate = accumulate,
           .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
@@ -325,15 +326,16 @@ Words words(const GemmCandidate& c) {
 
 // What a grouped GEMM runs on CUDA.
 void bind_choice(nb::module_& m) {
-#define QUERY_NAMES                                         \
-  "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, \
-      "out_dtype"_a = "bfloat16", "accumulate"_a = false, "columns"_a = "block"
+#define QUERY_NAMES                                                              \
+  "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a,                      \
+      "out_dtype"_a = "bfloat16", "accumulate"_a = false, "columns"_a = "block", \
+      "memory_tb_s"_a = GemmBoard{}.memory_tb_s
   m.def(
       "explain_grouped_gemm",
       [](const char* gemm, int64_t rows, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
-         const char* out_dtype, bool accumulate, const char* columns) {
-        const GemmChoice c = explain_grouped_gemm(
-            query(gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns));
+         const char* out_dtype, bool accumulate, const char* columns, double memory_tb_s) {
+        const GemmChoice c = explain_grouped_gemm(query(
+            gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns, memory_tb_s));
         Words d = words(c);
         d["stages"] = c.stages;
         d["shared_bytes"] = c.shared_bytes;
@@ -346,12 +348,19 @@ void bind_choice(nb::module_& m) {
       QUERY_NAMES,
       "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
   m.def(
+      "gemm_board",
+      [](int device) {
+        const GemmBoard board = gemm_board(device);
+        return std::pair(board.sm_count, board.memory_tb_s);
+      },
+      "device"_a = 0, "SMs of that GPU, and the bandwidth of its memory in TB/s.");
+  m.def(
       "grouped_gemm_candidates",
       [](const char* gemm, int64_t rows, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
-         const char* out_dtype, bool accumulate, const char* columns) {
+         const char* out_dtype, bool accumulate, const char* columns, double memory_tb_s) {
         nb::typed<nb::list, Words> all;
-        for (const GemmCandidate& c : grouped_gemm_candidates(
-                 query(gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns)))
+        for (const GemmCandidate& c : grouped_gemm_candidates(query(
+                 gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns, memory_tb_s)))
           all.append(words(c));
         return all;
       },

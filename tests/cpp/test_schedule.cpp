@@ -1,7 +1,7 @@
 // The order of the grouped GEMM's tiles, over random problems: every element of D in one tile of
 // one CTA, and CTAs in step: each has as many tiles as any other, or one fewer. Tiles that CTAs
 // claim as they come free are claimed once, too, and the queue is as it was.
-#include "cuda/gemm/schedule.h"
+#include "gemm/schedule.h"
 
 #include <algorithm>
 #include <array>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/launch_numbers.h"
+#include "device/launch_numbers.h"
 
 using namespace fp8moe::cuda::gemm;
 using fp8moe::cuda::kNoNumber;

@@ -78,15 +78,16 @@ class _Here:
 
 @dataclass(frozen=True)
 class Local(_Here):
-    """Nothing moves but within the body."""
+    """Nothing moves but within the body. capacity: how many assignments find a row; None: all."""
 
     num_experts: int
+    capacity: int | None = None
 
     def dispatch(
         self, x: Tensor, topk_idx: Any, probs: Any, recipe: Any, need: Need | None
     ) -> Callable[[], Arrived]:
         body = body_of(recipe)
-        plan = body.group(topk_idx, self.num_experts)
+        plan = body.group(topk_idx, self.num_experts, self.capacity)
         arrived = Arrived(body.enter(x, recipe), probs, plan, None)
         return lambda: arrived
 

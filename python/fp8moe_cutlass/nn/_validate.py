@@ -27,20 +27,11 @@ def check_options(
     recipe: Fp8Recipe | None,
     preactivation: str,
     transposed_weights: str,
-    bias: bool,
-    activation: str,
     dtype: torch.dtype,
 ) -> None:
-    """The choices MoEExperts offers; what it does not do is refused by name."""
+    """The choices MoEExperts offers."""
     if not isinstance(recipe, Fp8Recipe | None):
         raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
-    if bias:
-        raise NotImplementedError("[MoEExperts] expert biases are not supported; got bias=True")
-    if activation != "swiglu":
-        raise NotImplementedError(
-            "[MoEExperts] activation must be 'swiglu', silu(gate) * up; the shifted, clamped one "
-            f"of GPT-OSS is not supported; got {activation!r}"
-        )
     if preactivation not in ("save", "save_fp8", "recompute"):
         raise ValueError(
             "[MoEExperts] preactivation must be 'save', 'save_fp8' or 'recompute'; "
@@ -64,8 +55,10 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
     """What MoEExperts.forward takes, given its gate_up_proj."""
     _check_ready(weight)
     _check_x(weight, x, "x")
-    if topk_idx.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"[MoEExperts] topk_idx must be int32 or int64; got {topk_idx.dtype}")
+    if topk_idx.dtype not in (torch.int32, torch.int64, torch.bool):
+        raise ValueError(
+            f"[MoEExperts] topk_idx must be int32, int64 or a bool mask; got {topk_idx.dtype}"
+        )
     if topk_idx.ndim != x.ndim or topk_idx.shape[:-1] != x.shape[:-1] or not topk_idx.shape[-1]:
         raise ValueError(
             f"[MoEExperts] topk_idx must be [..., slots] with x's leading sizes "
@@ -82,6 +75,27 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         )
     for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         _check_device(weight, name, t)
+
+
+def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool) -> None:
+    """A routing mask that check_inputs has seen, and its capacity; shared: by a group."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"[MoEExperts] capacity is of a bool mask; got {mask.dtype} ids")
+    if shared:
+        raise ValueError("[MoEExperts] a mask must be given as ids to a layer with a group")
+    if mask.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"[MoEExperts] a mask must be [..., {weight.shape[0]}]; got {tuple(mask.shape)}"
+        )
+    if not isinstance(capacity, int) or capacity < 0:
+        raise ValueError(
+            "[MoEExperts] a mask needs capacity, the most assignments that it may hold; "
+            f"got {capacity!r}"
+        )
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        held = int(mask.sum())
+        if held > capacity:
+            raise ValueError(f"[MoEExperts] a mask must hold at most {capacity}; got {held}")
 
 
 def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:

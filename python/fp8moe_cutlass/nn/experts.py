@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,31 +11,18 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import build_info
 from fp8moe_cutlass.autograd import (
-    Counters,
-    Fp8Weights,
-    Grouped,
     Local,
-    Move,
     Options,
-    experts,
-    grouped_plan,
-    quantize_weights,
-    weight_grads,
 )
-from fp8moe_cutlass.autograd.streams import in_backward
-from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.nn._sharded import whole, writable
-from fp8moe_cutlass.nn._validate import check_inputs, check_options, check_rows, check_sizes
+from fp8moe_cutlass.nn._sharded import writable
+from fp8moe_cutlass.nn._validate import check_options, check_sizes
+from fp8moe_cutlass.nn.block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
-from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
 
-if TYPE_CHECKING:
-    from fp8moe_cutlass.nn.reuse import Reused
 
-
-class MoEExperts(nn.Module):
+class MoEExperts(ExpertBlock, nn.Module):
     """out[t] = sum over slots s of weight[t, s] * down_e (silu(gate_e x[t]) * up_e x[t]), where
     e = topk_idx[t, s].
 
@@ -81,9 +67,6 @@ class MoEExperts(nn.Module):
     who passed what; with a capacity, in the first forward of its kind. docs/how-to/several-gpus.md.
     """
 
-    _counters: Counters | None = None  # of telemetry
-    _reused: Reused | None = None  # inside reuse_fp8_weights
-
     def __init__(
         self,
         num_experts: int,
@@ -96,20 +79,18 @@ class MoEExperts(nn.Module):
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
-        bias: bool = False,
-        activation: str = "swiglu",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
-        check_options(recipe, preactivation, transposed_weights, bias, activation, dtype)
+        check_options(recipe, preactivation, transposed_weights, dtype)
         _say_what_is_slow(recipe)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self._options = Options(recipe, preactivation, transposed_weights)
-        self._delayed: list[Pending] | None = [] if delay_wgrad else None
+        self._delayed = [] if delay_wgrad else None
         self._move = _move(group, num_experts, capacity)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
@@ -129,23 +110,6 @@ class MoEExperts(nn.Module):
                     here = e in self.local_experts
                     expert = mine[e - self.local_experts.start] if here else others
                     nn.init.uniform_(expert, -bound, bound)
-
-    @property
-    def recipe(self) -> Fp8Recipe | None:
-        recipe: Fp8Recipe | None = self._options.recipe
-        return recipe
-
-    @property
-    def preactivation(self) -> str:
-        return self._options.preactivation
-
-    @property
-    def transposed_weights(self) -> str:
-        return self._options.transposed_weights
-
-    @property
-    def delay_wgrad(self) -> bool:
-        return self._delayed is not None
 
     @property
     def local_experts(self) -> range:
@@ -170,149 +134,6 @@ class MoEExperts(nn.Module):
         if self._exchange is not None:
             self._exchange.check()
 
-    @property
-    def _exchange(self) -> Exchange | None:
-        return self._move.exchange if isinstance(self._move, GroupMove) else None
-
-    def forward(
-        self,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        no_expert: int = -1,
-        weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
-    ) -> Tensor:
-        """x [..., H] float, topk_idx [..., S] int32 or int64, topk_weights [..., S] float
-        -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
-
-        no_expert: the id of a slot without an expert, besides -1, such as transformers'
-        num_experts. Other ids out of range raise on the CPU; on a GPU they are dropped and counted.
-        weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
-        parameters'. None: the parameters, quantized now.
-        overwrite_main_grad: this forward's backward writes main_grad instead of adding to it. It
-        must be the first one to run after the optimizer's step; one that runs later raises, but
-        not where it or the one before is compiled, nor under a reentrant checkpoint: then what
-        was added is lost.
-        """
-        check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        shape = x.shape
-        x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
-        if no_expert != -1:
-            topk_idx = topk_idx.masked_fill(topk_idx == no_expert, -1)
-        out = self.run(self._move, x, topk_idx, probs, weights, overwrite_main_grad)
-        return out if len(shape) == 2 else out.view(shape)
-
-    def forward_rows(
-        self,
-        rows: Tensor,
-        counts: Tensor | Sequence[int] | RoutingPlan,
-        probs: Tensor | None = None,
-        *,
-        weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
-    ) -> Tensor:
-        """The block over rows that came grouped by local expert: rows [R, H] float -> [R, H] in
-        their dtype, in the same order, for callers that move tokens themselves. Nothing is moved
-        and nothing is read by the host.
-
-        counts: rows of each local expert [E], on the host or on the device; or a plan of
-        ops.plan_from_counts, for experts whose rows begin at multiples of its align. Rows past
-        their sum influence nothing; what comes out there, and as their gradient, is unspecified.
-        probs [R]: multiply the activation, before it is quantized. None: the caller weights.
-        weights, overwrite_main_grad: as of forward.
-        """
-        check_rows(self.gate_up_proj, rows, counts, probs)
-        if torch.is_autocast_enabled(rows.device.type):
-            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        probs = None if probs is None else probs.float().contiguous()
-        move = Grouped(grouped_plan(self.recipe, counts, rows))
-        return self.run(move, rows.contiguous(), None, probs, weights, overwrite_main_grad)
-
-    def run(
-        self,
-        move: Move,
-        x: Tensor,
-        topk_idx: Tensor | None,
-        probs: Tensor | None,
-        weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
-        **how: Any,
-    ) -> Tensor:
-        """The block over these parameters by any `move`, as autograd.experts, which takes `how`."""
-        gate_up, down = self.gate_up_proj, self.down_proj  # once: a look-up takes a microsecond
-        if torch.compiler.is_compiling():
-            self._check_compilable()
-        weights, grads = self._prepare(gate_up, down, weights, overwrite_main_grad)
-        how |= {"move": move, "weights": weights, "grads": grads, "counters": self._counters}
-        return experts(x, topk_idx, probs, gate_up, down, self._options, **how)
-
-    def quantize_weights(self) -> Fp8Weights:
-        """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless
-        under no_grad or with transposed_weights="recompute". Collective where they are sharded."""
-        if self.recipe is None:
-            raise ValueError("[quantize_weights] the layer must have an FP8 recipe; got None")
-        transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
-        gate_up, down = (whole(w.detach()) for w in (self.gate_up_proj, self.down_proj))
-        return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
-
-    def _prepare(
-        self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None, overwrite_main_grad: bool
-    ) -> tuple[Fp8Weights | None, WeightGrads]:
-        """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
-        them, and where the gradients go."""
-        if type(overwrite_main_grad) is not bool:
-            raise ValueError(
-                "[MoEExperts] overwrite_main_grad must be True or False; "
-                f"got {overwrite_main_grad!r}"
-            )
-        if self.delay_wgrad:
-            self._check_delay(gate_up, down)
-        if weights is not None:
-            if not isinstance(weights, Fp8Weights):
-                raise ValueError(f"[MoEExperts] weights must be Fp8Weights; got {type(weights)}")
-            weights.check(gate_up, down, self.recipe)
-        elif self._reused is not None:
-            self._reused.compare(self)
-            weights = self._reused.weights
-        elif gate_up.is_leaf and gate_up.grad is not None and not torch.compiler.is_compiling():
-            _say_what_repeats(self.recipe)
-        return weights, weight_grads(gate_up, down, overwrite_main_grad, self._delayed)
-
-    def backward_dw(self) -> None:
-        """Run the weight gradients that `delay_wgrad` left behind, oldest first. One that raises
-        is still pending, with those behind it."""
-        delayed = self._delayed or []
-        while delayed:
-            wanted = delayed[0].to.weight
-            if not any(wanted is w for w in (self.gate_up_proj, self.down_proj)):
-                raise RuntimeError(
-                    "[MoEExperts] backward_dw() needs the parameters that forward saw; got others "
-                    "(fully_shard, or a new Parameter), which would not see the gradients"
-                )
-            delayed[0].run()
-            del delayed[0]  # and what it has saved
-
-    def _check_delay(self, gate_up: Tensor, down: Tensor) -> None:
-        if not (gate_up.is_leaf and down.is_leaf):
-            raise RuntimeError(
-                "[MoEExperts] delay_wgrad must be False where weights are computed (parametrize, "
-                "functional_call): backward_dw() has no way back to what they are made of; got True"
-            )
-        # A checkpointed forward runs again inside a backward: there others may be pending.
-        if torch.is_grad_enabled() and not in_backward():
-            self._check_nothing_pending("the next training forward")
-
-    def _check_nothing_pending(self, before: str) -> None:
-        if self._delayed:
-            raise RuntimeError(
-                f"[MoEExperts] backward_dw() must run before {before}; "
-                f"got {len(self._delayed)} weight gradients that still wait for it"
-            )
-
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
@@ -326,26 +147,6 @@ class MoEExperts(nn.Module):
             + (f", local_experts={self.local_experts}" if self._exchange is not None else "")
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_nothing_pending("a copy of the layer")
-        own: Any = {"_delayed": None if self._delayed is None else []}
-        return {**self.__dict__, **own, "_reused": None, "_counters": None}
-
-    def _check_compilable(self) -> None:
-        # What the backward would have to do to Python objects, which a compiled one cannot.
-        if self.delay_wgrad:
-            raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
-        if self._exchange is not None:
-            raise RuntimeError(
-                "[MoEExperts] a layer with a group cannot be compiled; run it eagerly"
-            )
-        for name, weight in self.named_parameters():
-            if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
-                raise RuntimeError(
-                    "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
-                    f"got it on {name}; delete the attribute to have main_grad accumulate alone"
-                )
-
 
 def _move(
     group: dist.ProcessGroup | None, num_experts: int, capacity: int | tuple[int, int] | None
@@ -355,16 +156,6 @@ def _move(
     if capacity is not None:
         raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
     return Local(num_experts)
-
-
-def _say_what_repeats(recipe: Fp8Recipe | None) -> None:
-    """Of a forward over weights with a gradient: it accumulates."""
-    if recipe is not None and torch.is_grad_enabled() and not in_backward():
-        slow_path(
-            "weights quantized in every forward",
-            "[MoEExperts] several forwards before an optimizer step quantize the same weights; "
-            "run them `with fp8moe_cutlass.nn.reuse_fp8_weights(model):` to quantize once",
-        )
 
 
 def _say_what_is_slow(recipe: Fp8Recipe | None) -> None:
@@ -380,8 +171,3 @@ def _say_what_is_slow(recipe: Fp8Recipe | None) -> None:
             "[MoEExperts] this build has no CUDA backend, and torch sees a GPU: layers run on the "
             "CPU; install with FP8MOE_CUDA=ON",
         )
-
-
-def _rows(t: Tensor) -> Tensor:
-    """t [..., C] as dense rows [N, C]: no view, which autograd would record, where it is one."""
-    return (t if t.ndim == 2 else t.reshape(-1, t.shape[-1])).contiguous()

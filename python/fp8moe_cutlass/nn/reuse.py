@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.nn._sharded import is_sharded
-from fp8moe_cutlass.nn.experts import MoEExperts
+from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
 
 _NAMES = ("gate_up_proj", "down_proj")
 
@@ -19,13 +19,20 @@ _NAMES = ("gate_up_proj", "down_proj")
 class Reused:
     """The FP8 weights of a layer in a scope, and what its parameters were when they were made."""
 
-    def __init__(self, name: str, layer: MoEExperts, check: bool) -> None:
+    def __init__(self, name: str, layer: ExpertBlock, check: bool) -> None:
         self.name, self.check = name, check
         self.weights: Fp8Weights = layer.quantize_weights()
         # An alias has its parameter's version counter, and keeps the address from being given away.
         self.seen = [(p, p.detach(), _version(p)) for p in _parameters(layer)]
 
-    def compare(self, layer: MoEExperts) -> None:
+    def weights_of(self, layer: ExpertBlock) -> Fp8Weights | None:
+        """Of a forward: these, after `compare`; None where it multiplies computed weights."""
+        if _computed(layer):
+            return None
+        self.compare(layer)
+        return self.weights
+
+    def compare(self, layer: ExpertBlock) -> None:
         """RuntimeError if a parameter is not what it was."""
         for name, now, (then, alias, version) in zip(
             _NAMES, _parameters(layer), self.seen, strict=True
@@ -44,7 +51,7 @@ class Reused:
         if self.check and not torch.compiler.is_compiling():
             self._compare_codes(layer)
 
-    def _compare_codes(self, layer: MoEExperts) -> None:
+    def _compare_codes(self, layer: ExpertBlock) -> None:
         fresh = layer.quantize_weights()
         for name in ("gate_up", "down"):
             pair = tensors_of(getattr(self.weights, name)), tensors_of(getattr(fresh, name))
@@ -74,14 +81,15 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
     counts no version is not seen (a fused optimizer, a write through `.data` or by another
     process), except with `check`, which quantizes again in every eager forward and at the end, and
     compares all codes. Under fully_shard, which gathers the weights for each forward anyway, it
-    is refused.
+    is refused. Computed weights (PEFT's target_parameters, parametrize, functional_call) are
+    quantized in every forward, as outside.
     """
-    named = [(n, m) for n, m in module.named_modules() if isinstance(m, MoEExperts)]
+    named = blocks_of(module)
     if not named:
         raise ValueError(
             f"[reuse_fp8_weights] module must contain a MoEExperts; got {type(module).__name__}"
         )
-    layers = [(n, m) for n, m in named if m.recipe is not None]
+    layers = [(n, m) for n, m in named.items() if m.recipe is not None and not _computed(m)]
     for name, layer in layers:
         _refuse(name, layer)
     try:
@@ -90,20 +98,18 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
         yield
         for _, layer in layers:
             if layer._reused is not None:
-                layer._reused.compare(layer)
+                layer._reused.weights_of(layer)
     finally:
         for _, layer in layers:
             layer._reused = None
 
 
-def _refuse(name: str, layer: MoEExperts) -> None:
+def _refuse(name: str, layer: ExpertBlock) -> None:
     got = None
     if layer._reused is not None:
         got = "one that is inside already"
     elif any(is_sharded(p) for p in _parameters(layer)):
         got = "a DTensor (fully_shard)"
-    elif not all(isinstance(p, nn.Parameter) for p in _parameters(layer)):
-        got = "computed weights (parametrize, functional_call)"
     if got is not None:
         raise RuntimeError(
             f"[reuse_fp8_weights] a layer must hold whole parameters of its own and be entered "
@@ -111,7 +117,11 @@ def _refuse(name: str, layer: MoEExperts) -> None:
         )
 
 
-def _parameters(layer: MoEExperts) -> tuple[Tensor, Tensor]:
+def _computed(layer: ExpertBlock) -> bool:
+    return not all(isinstance(p, nn.Parameter) for p in _parameters(layer))
+
+
+def _parameters(layer: ExpertBlock) -> tuple[Tensor, Tensor]:
     return layer.gate_up_proj, layer.down_proj
 
 

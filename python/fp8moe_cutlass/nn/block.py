@@ -1,0 +1,277 @@
+"""ExpertBlock: a forward of the experts over two parameters, whoever holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe_cutlass.autograd import (
+    Counters,
+    Fp8Weights,
+    Grouped,
+    Local,
+    Move,
+    Options,
+    experts,
+    grouped_plan,
+    quantize_weights,
+    weight_grads,
+)
+from fp8moe_cutlass.autograd.streams import in_backward
+from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
+from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.nn._sharded import whole
+from fp8moe_cutlass.nn._validate import check_inputs, check_mask, check_rows
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.slow_path import slow_path
+
+if TYPE_CHECKING:
+    from fp8moe_cutlass.nn.reuse import Reused
+
+
+class ExpertBlock:
+    """What MoEExperts does with its parameters. An integration derives another one, for parameters
+    that a module of another library holds."""
+
+    gate_up_proj: Any  # [E, 2I, H], a Parameter or computed
+    down_proj: Any  # [E, H, I]
+    _options: Options
+    _move: Move
+    _delayed: list[Pending] | None = None  # a list with delay_wgrad
+    _counters: Counters | None = None  # of telemetry
+    _reused: Reused | None = None  # inside reuse_fp8_weights
+
+    @property
+    def recipe(self) -> Fp8Recipe | None:
+        recipe: Fp8Recipe | None = self._options.recipe
+        return recipe
+
+    @property
+    def preactivation(self) -> str:
+        return self._options.preactivation
+
+    @property
+    def transposed_weights(self) -> str:
+        return self._options.transposed_weights
+
+    @property
+    def delay_wgrad(self) -> bool:
+        return self._delayed is not None
+
+    @property
+    def _exchange(self) -> Exchange | None:
+        return self._move.exchange if isinstance(self._move, GroupMove) else None
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        no_expert: int = -1,
+        capacity: int | None = None,
+        weights: Fp8Weights | None = None,
+        overwrite_main_grad: bool = False,
+    ) -> Tensor:
+        """x [..., H] float, topk_idx [..., S] int32 or int64, topk_weights [..., S] float
+        -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
+
+        no_expert: the id of a slot without an expert, besides -1, such as transformers'
+        num_experts. Other ids out of range raise on the CPU; on a GPU they are dropped and counted.
+        topk_idx may be a routing mask [..., E] bool, with topk_weights [..., E]: the same as ids in
+        ascending order. It needs capacity, the most assignments that it may hold; on a GPU those
+        beyond are dropped. Not with a group.
+        weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
+        parameters'. None: the parameters, quantized now.
+        overwrite_main_grad: this forward's backward writes main_grad instead of adding to it. It
+        must be the first one to run after the optimizer's step; one that runs later raises, but
+        not where it or the one before is compiled, nor under a reentrant checkpoint: then what
+        was added is lost.
+        """
+        masked = topk_idx.dtype == torch.bool
+        check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
+        if masked or capacity is not None:
+            check_mask(self.gate_up_proj, topk_idx, capacity, self._exchange is not None)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        shape = x.shape
+        x, topk_idx, probs = _rows(x), _rows(topk_idx), _rows(topk_weights).float()
+        if no_expert != -1 and not masked:
+            topk_idx = topk_idx.masked_fill(topk_idx == no_expert, -1)
+        move = self._move
+        if masked:
+            topk_idx, move = _ids(topk_idx), Local(topk_idx.shape[1], capacity)
+        out = self.run(move, x, topk_idx, probs, weights, overwrite_main_grad)
+        return out if len(shape) == 2 else out.view(shape)
+
+    def forward_rows(
+        self,
+        rows: Tensor,
+        counts: Tensor | Sequence[int] | RoutingPlan,
+        probs: Tensor | None = None,
+        *,
+        weights: Fp8Weights | None = None,
+        overwrite_main_grad: bool = False,
+    ) -> Tensor:
+        """The block over rows that came grouped by local expert: rows [R, H] float -> [R, H] in
+        their dtype, in the same order, for callers that move tokens themselves. Nothing is moved
+        and nothing is read by the host.
+
+        counts: rows of each local expert [E], on the host or on the device; or a plan of
+        ops.plan_from_counts, for experts whose rows begin at multiples of its align. Rows past
+        their sum influence nothing; what comes out there, and as their gradient, is unspecified.
+        probs [R]: multiply the activation, before it is quantized. None: the caller weights.
+        weights, overwrite_main_grad: as of forward.
+        """
+        check_rows(self.gate_up_proj, rows, counts, probs)
+        if torch.is_autocast_enabled(rows.device.type):
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        probs = None if probs is None else probs.float().contiguous()
+        move = Grouped(grouped_plan(self.recipe, counts, rows))
+        return self.run(move, rows.contiguous(), None, probs, weights, overwrite_main_grad)
+
+    def run(
+        self,
+        move: Move,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        probs: Tensor | None,
+        weights: Fp8Weights | None = None,
+        overwrite_main_grad: bool = False,
+        **how: Any,
+    ) -> Tensor:
+        """The block over these parameters by any `move`, as autograd.experts, which takes `how`."""
+        gate_up, down = self.gate_up_proj, self.down_proj  # once: a look-up takes a microsecond
+        if torch.compiler.is_compiling():
+            self._check_compilable()
+        weights, grads = self._prepare(gate_up, down, weights, overwrite_main_grad)
+        how |= {"move": move, "weights": weights, "grads": grads, "counters": self._counters}
+        return experts(x, topk_idx, probs, gate_up, down, self._options, **how)
+
+    def quantize_weights(self) -> Fp8Weights:
+        """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless
+        under no_grad or with transposed_weights="recompute". Collective where they are sharded."""
+        if self.recipe is None:
+            raise ValueError("[quantize_weights] the layer must have an FP8 recipe; got None")
+        transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
+        gate_up, down = (whole(w.detach()) for w in (self.gate_up_proj, self.down_proj))
+        return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
+
+    def _prepare(
+        self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None, overwrite_main_grad: bool
+    ) -> tuple[Fp8Weights | None, WeightGrads]:
+        """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
+        them, and where the gradients go."""
+        if type(overwrite_main_grad) is not bool:
+            raise ValueError(
+                "[MoEExperts] overwrite_main_grad must be True or False; "
+                f"got {overwrite_main_grad!r}"
+            )
+        if self.delay_wgrad:
+            self._check_delay(gate_up, down)
+        if weights is not None:
+            if not isinstance(weights, Fp8Weights):
+                raise ValueError(f"[MoEExperts] weights must be Fp8Weights; got {type(weights)}")
+            weights.check(gate_up, down, self.recipe)
+        elif self._reused is not None:
+            weights = self._reused.weights_of(self)
+        elif gate_up.is_leaf and gate_up.grad is not None and not torch.compiler.is_compiling():
+            _say_what_repeats(self.recipe)
+        return weights, weight_grads(gate_up, down, overwrite_main_grad, self._delayed)
+
+    def backward_dw(self) -> None:
+        """Run the weight gradients that `delay_wgrad` left behind, oldest first. One that raises
+        is still pending, with those behind it."""
+        delayed = self._delayed or []
+        while delayed:
+            wanted = delayed[0].to.weight
+            if not any(wanted is w for w in (self.gate_up_proj, self.down_proj)):
+                raise RuntimeError(
+                    "[MoEExperts] backward_dw() needs the parameters that forward saw; got others "
+                    "(fully_shard, or a new Parameter), which would not see the gradients"
+                )
+            delayed[0].run()
+            del delayed[0]  # and what it has saved
+
+    def _check_delay(self, gate_up: Tensor, down: Tensor) -> None:
+        if not (gate_up.is_leaf and down.is_leaf):
+            raise RuntimeError(
+                "[MoEExperts] delay_wgrad must be False where weights are computed (parametrize, "
+                "functional_call): backward_dw() has no way back to what they are made of; got True"
+            )
+        # A checkpointed forward runs again inside a backward: there others may be pending.
+        if torch.is_grad_enabled() and not in_backward():
+            self._check_nothing_pending("the next training forward")
+
+    def _check_nothing_pending(self, before: str) -> None:
+        if self._delayed:
+            raise RuntimeError(
+                f"[MoEExperts] backward_dw() must run before {before}; "
+                f"got {len(self._delayed)} weight gradients that still wait for it"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_nothing_pending("a copy of the layer")
+        own: Any = {"_delayed": None if self._delayed is None else []}
+        return {**self.__dict__, **own, "_reused": None, "_counters": None}
+
+    def _check_compilable(self) -> None:
+        # What the backward would have to do to Python objects, which a compiled one cannot.
+        if self.delay_wgrad:
+            raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
+        if self._exchange is not None:
+            raise RuntimeError(
+                "[MoEExperts] a layer with a group cannot be compiled; run it eagerly"
+            )
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(self, name)
+            if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
+                raise RuntimeError(
+                    "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
+                    f"got it on {name}; delete the attribute to have main_grad accumulate alone"
+                )
+
+
+Finder = Callable[[nn.Module], ExpertBlock | None]
+finders: list[Finder] = []  # of integrations: the block that a module of another library runs
+
+
+def blocks_of(module: nn.Module) -> dict[str, Any]:
+    """Every ExpertBlock of `module` by its name in it."""
+    found: dict[str, Any] = {}
+    for name, m in module.named_modules():
+        for find in (_itself, *finders):
+            block = find(m)
+            if block is not None:
+                found[name] = block
+                break
+    return found
+
+
+def _itself(module: nn.Module) -> ExpertBlock | None:
+    return module if isinstance(module, ExpertBlock) else None
+
+
+def _say_what_repeats(recipe: Fp8Recipe | None) -> None:
+    """Of a forward over weights with a gradient: it accumulates."""
+    if recipe is not None and torch.is_grad_enabled() and not in_backward():
+        slow_path(
+            "weights quantized in every forward",
+            "[MoEExperts] several forwards before an optimizer step quantize the same weights; "
+            "run them `with fp8moe_cutlass.nn.reuse_fp8_weights(model):` to quantize once",
+        )
+
+
+def _rows(t: Tensor) -> Tensor:
+    """t [..., C] as dense rows [N, C]: no view, which autograd would record, where it is one."""
+    return (t if t.ndim == 2 else t.reshape(-1, t.shape[-1])).contiguous()
+
+
+def _ids(mask: Tensor) -> Tensor:
+    """A routing mask [T, E] as ids [T, E] in ascending order, -1 where it is False."""
+    ids = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+    return torch.where(mask, ids, -1)

@@ -1,0 +1,320 @@
+"""integrations.transformers over the installed transformers: which classes run, and that their
+experts compute what "eager" does, within bounds that gate and up exchanged exceed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+pytest.importorskip("transformers")
+
+from fp8moe_cutlass import Fp8Recipe, telemetry
+from fp8moe_cutlass.autograd import weights as fp8_weights
+from fp8moe_cutlass.integrations import transformers as fp8moe
+from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
+from transformers_models import (
+    KINDS,
+    E,
+    H,
+    I,
+    error,
+    exchange_gate_and_up,
+    experts_classes,
+    experts_of,
+    gradients,
+    model_of,
+    tokens,
+)
+
+# Of weights from N(0, 0.02) and Gaussian tokens: FP8 gives 0.04 to 0.07, bf16 0.01, and gate and up
+# exchanged at least 0.26.
+BOUND = 0.1
+REFUSED = {
+    "DeepseekV4Experts": "a gate of its own",
+    "DiffusionGemmaTextExperts": "its activation is GELUTanh, not SiLU",
+    "Gemma4TextExperts": "its activation is GELUTanh, not SiLU",
+    "Glm5NextTextExperts": "a gate of its own",
+    "GptOssExperts": "biases, weights are [E, in, out], gate and up are interleaved, "
+    "a gate of its own",
+    "HYV4Experts": "a gate of its own",
+    "MiniMaxM3VLExperts": "a gate of its own",
+    "NemotronHExperts": "no gate, its activation is ReLUSquaredActivation, not SiLU",
+    "OpenAIPrivacyFilterExperts": "biases, weights are [E, in, out], a gate of its own",
+}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    fp8moe.register()
+
+
+@pytest.fixture(scope="module")
+def classes() -> dict[str, Any]:
+    return experts_classes()
+
+
+def test_every_class_runs_or_is_refused_by_name(classes: dict[str, Any]) -> None:
+    found = {name: fp8moe.check(nn.ModuleList([m]))[0] for name, m in classes.items()}
+    refused = {name: e.reason for name, e in found.items() if "meta device" not in str(e.reason)}
+    assert refused == {name: reason for name, reason in REFUSED.items() if name in classes}
+    assert len(classes) - len(refused) >= 46
+
+
+def run(m: Any, name: str, dtype: torch.dtype, exchanged: bool = False) -> list[Tensor]:
+    """Output, and gradients of tokens, probs and both weights, of an experts module."""
+    g = torch.Generator().manual_seed(0)
+
+    def gaussian(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=g) * scale).to(dtype)
+
+    gate_up, down = gaussian(E, 2 * I, H, scale=0.02), gaussian(E, H, I, scale=0.02)
+    if exchanged:
+        gate_up = gate_up.roll(I, dims=1)
+    m.gate_up_proj, m.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+    m.num_experts, m.config._experts_implementation = E, name
+    x = gaussian(96, H).requires_grad_()
+    ids = torch.rand(96, E, generator=g).topk(2).indices
+    probs = torch.rand(96, 2, generator=g).to(dtype).requires_grad_()
+    out = m(x, ids, probs)
+    out.backward(gaussian(96, H))
+    dgate_up = m.gate_up_proj.grad
+    if exchanged:
+        dgate_up = dgate_up.roll(I, dims=1)
+    return [out.detach(), x.grad, probs.grad, dgate_up, m.down_proj.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_class_computes_what_eager_does(classes: dict[str, Any], dtype: torch.dtype) -> None:
+    for name in classes.keys() - REFUSED.keys():
+        module = copy.deepcopy(classes[name])
+        want = run(module, "eager", dtype)
+        for got, its in zip(run(module, "fp8moe", dtype), want, strict=True):
+            assert got.dtype == its.dtype, name
+            assert error(got, its) < BOUND, name
+        for got, its in zip(run(module, "fp8moe", dtype, exchanged=True), want, strict=True):
+            assert error(got, its) > 2 * BOUND, name
+
+
+def test_a_refused_class_raises_in_its_first_forward(classes: dict[str, Any]) -> None:
+    for name in REFUSED.keys() & classes.keys():
+        module = copy.deepcopy(classes[name])
+        module.config._experts_implementation = "fp8moe"
+        with pytest.raises(NotImplementedError) as raised:
+            module(torch.zeros(4, H), torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1))
+        assert str(raised.value) == f"[transformers] {name} cannot run in FP8: {REFUSED[name]}"
+        with pytest.raises(NotImplementedError, match=name):
+            fp8moe.swap(nn.ModuleDict({"layer": module}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_in_whole_models(kind: str, dtype: torch.dtype) -> None:
+    """One layer: behind two, routing flips. `swap` is the registered function bit for bit."""
+    model = model_of(kind, dtype, num_hidden_layers=1)
+    want = gradients(model)
+    model.set_experts_implementation("fp8moe")
+    got = gradients(model)
+    swapped = copy.deepcopy(model)
+    keys, pointers = list(swapped.state_dict()), [p.data_ptr() for p in swapped.parameters()]
+    [name] = fp8moe.swap(swapped)
+    assert list(swapped.state_dict()) == keys
+    assert [p.data_ptr() for p in swapped.parameters()] == pointers
+    assert isinstance(swapped.get_submodule(name), MoEExperts)
+    same = gradients(swapped)
+    exchange_gate_and_up(model)
+    wrong = gradients(model)
+    for name, its in want.items():
+        assert error(got[name], its) < BOUND
+        assert torch.equal(same[name], got[name])
+        back = wrong[name].roll(I, dims=1) if "gate_up" in name else wrong[name]
+        assert error(back, its) > 2 * BOUND
+
+
+# ---- register, swap, check -----------------------------------------------------------------------
+
+
+def test_from_config_by_name_alone() -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = model_of("Qwen3Moe").config
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="fp8moe")
+    assert {e.runs for e in fp8moe.check(model)} == {"fp8moe"}
+    ids = tokens()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_register_takes_options_and_names() -> None:
+    fp8moe.register("fp8moe_bf16", recipe=None)
+    fp8moe.register("fp8moe_recompute", preactivation="recompute", transposed_weights="recompute")
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    want = gradients(model)
+    found = {}
+    for name in ("fp8moe", "fp8moe_recompute", "fp8moe_bf16"):
+        model.set_experts_implementation(name)
+        found[name] = gradients(model)
+    for name, its in want.items():
+        assert torch.equal(found["fp8moe_recompute"][name], found["fp8moe"][name])
+        assert error(found["fp8moe_bf16"][name], its) < 0.02
+    with pytest.raises(ValueError, match="preactivation must be"):
+        fp8moe.register(preactivation="forget")
+
+
+def test_check_says_what_runs() -> None:
+    model = model_of("DeepseekV3", first_k_dense_replace=1)
+    name = "model.layers.1.mlp.experts"
+    kind = "DeepseekV3Experts"
+    assert fp8moe.check(model) == [fp8moe.Experts(name, kind, "eager", None)]
+    model.set_experts_implementation("fp8moe")
+    assert fp8moe.check(model) == [fp8moe.Experts(name, kind, "fp8moe", None)]
+    fp8moe.swap(model)
+    assert fp8moe.check(model) == [fp8moe.Experts(name, "MoEExperts", "MoEExperts", None)]
+    assert fp8moe.swap(model) == []
+
+    class Llama4TextExperts(nn.Module):
+        pass
+
+    [found] = fp8moe.check(nn.ModuleDict({"experts": Llama4TextExperts()}))
+    assert found.runs == "its own forward"
+    with pytest.raises(NotImplementedError, match="takes no experts implementation"):
+        fp8moe.swap(nn.ModuleDict({"experts": Llama4TextExperts()}))
+    with pytest.raises(NotImplementedError, match="must have experts modules; got Linear"):
+        fp8moe.swap(nn.Linear(2, 2))
+
+
+def test_a_class_outside_transformers_ignores_the_name() -> None:
+    """transformers looks for its decorator in the source of the class's file; `check` shows it."""
+    from transformers import Qwen3MoeForCausalLM
+
+    class Mine(Qwen3MoeForCausalLM):  # type: ignore[misc]
+        _can_set_experts_implementation_cached_value = None  # that of its base
+
+    model = Mine(model_of("Qwen3Moe").config)
+    model.set_experts_implementation("fp8moe")
+    assert {e.runs for e in fp8moe.check(model)} == {"eager"}
+    assert len(fp8moe.swap(model)) == 2
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_swap_refuses_sharded_experts_and_changes_nothing(mesh: Any) -> None:
+    model = model_of("Qwen3Moe")
+    last = model.model.layers[1].mlp.experts
+    last.gate_up_proj = nn.Parameter(distribute_tensor(last.gate_up_proj.data, mesh, [Shard(0)]))
+    with pytest.raises(NotImplementedError, match=r"layers.1.mlp.experts .*DTensor"):
+        fp8moe.swap(model)
+    assert [e.runs for e in fp8moe.check(model)] == ["eager", "eager"]
+
+
+def test_swap_refuses() -> None:
+    model = model_of("Qwen3Moe")
+    model.hf_quantizer = object()
+    with pytest.raises(NotImplementedError, match="the model is quantized"):
+        fp8moe.swap(model)
+    for change, message in (
+        (lambda m: m.double(), "gate_up_proj is torch.float64"),
+        (lambda m: m.to("meta"), "gate_up_proj is on the meta device"),
+        (lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(2))), "own: gain"),
+    ):
+        model = model_of("Qwen3Moe")
+        change(model.model.layers[0].mlp.experts)
+        with pytest.raises(NotImplementedError, match=message):
+            fp8moe.swap(model)
+    with pytest.raises(NotImplementedError, match="multiples of 16"):
+        fp8moe.swap(model_of("Qwen3Moe", moe_intermediate_size=24))
+
+
+def test_swapped_options() -> None:
+    model = model_of("Mixtral")
+    model.eval()
+    fp8moe.swap(model, recipe=Fp8Recipe(columns="column"), preactivation="recompute")
+    for layer in experts_of(model).values():
+        assert layer.recipe == Fp8Recipe(columns="column")
+        assert layer.preactivation == "recompute"
+        assert not layer.training
+
+
+def test_the_id_of_no_expert() -> None:
+    """Expert parallelism of transformers marks other ranks' slots by num_experts."""
+    model = model_of("Qwen3Moe")
+    model.set_experts_implementation("fp8moe")
+    module = model.model.layers[0].mlp.experts
+    x, probs = torch.randn(8, H), torch.rand(8, 2)
+    ids = torch.rand(8, E).topk(2).indices
+    ids[:, 1] = E
+    want = module(x, ids[:, :1], probs[:, :1])
+    assert torch.equal(module(x, ids, probs), want)
+
+
+# ---- reuse and telemetry -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers' weights have been quantized."""
+    count = [0]
+    of_one_forward = fp8_weights.of_one_forward
+
+    def counting(*given: Any, **how: Any) -> Any:
+        count[0] += 1
+        return of_one_forward(*given, **how)
+
+    monkeypatch.setattr(fp8_weights, "of_one_forward", counting)
+    monkeypatch.setattr("fp8moe_cutlass.autograd.fp8.of_one_forward", counting)
+    return count
+
+
+@pytest.mark.parametrize("how", ["register", "swap"])
+def test_reuse(how: str, quantized: list[int]) -> None:
+    model = model_of("Qwen3Moe")
+    if how == "swap":
+        fp8moe.swap(model)
+    else:
+        model.set_experts_implementation("fp8moe")
+    want = gradients(model)
+    assert quantized == [2]
+    with reuse_fp8_weights(model, check=False):
+        assert quantized == [4]
+        for _ in range(3):
+            got = gradients(model)
+        assert quantized == [4]
+        copied = gradients(copy.deepcopy(model))
+        assert quantized == [6]
+    for name, its in want.items():
+        assert torch.equal(got[name], its)
+        assert torch.equal(copied[name], its)
+    with (
+        pytest.raises(RuntimeError, match=r"experts.gate_up_proj, which has been written"),
+        reuse_fp8_weights(model),
+        torch.no_grad(),
+    ):
+        next(iter(experts_of(model).values())).gate_up_proj.zero_()
+
+
+def test_reuse_of_a_model_that_runs_another_implementation() -> None:
+    model = model_of("Qwen3Moe")
+    with pytest.raises(ValueError, match="must contain a MoEExperts"), reuse_fp8_weights(model):
+        pass
+
+
+def test_telemetry_by_layer_name() -> None:
+    model = model_of("Qwen3Moe")
+    model.set_experts_implementation("fp8moe")
+    with telemetry.watch(model) as seen:
+        gradients(model)
+    report = seen.report()
+    assert list(report) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert all(sum(sum(t["shifts"]) for t in r["transposes"].values()) > 0 for r in report.values())
+    gradients(model)
+    assert seen.report() == report
