@@ -8,7 +8,8 @@ from typing import Any
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
-_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_FORMATS: dict[Any, str] = {}  # of the frameworks' FP8 dtypes, as they are met
+_LAYOUTS = ("row", "gemm", "block")
 
 
 def cdiv(a: int, b: int) -> int:
@@ -30,6 +31,25 @@ def scale_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return (m, cdiv(k, TILE)) if layout == "row" else (cdiv(k, TILE), pad4(m))
 
 
+def _format_of(data: Array, fp8_dtype: str | None) -> str:
+    """The format of data: its dtype's, which is then known, or the one given for uint8 codes."""
+    if fp8_dtype not in ("e4m3", "e5m2", None):
+        raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
+    name = str(data.dtype).removeprefix("torch.")
+    own = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name)
+    if own is not None:
+        _FORMATS[data.dtype] = own
+    format = own or fp8_dtype
+    if format is None:
+        raise ValueError(
+            "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
+            f"fp8_dtype given; got {name}"
+        )
+    if fp8_dtype not in (format, None):
+        raise ValueError(f"[Fp8Tensor] fp8_dtype must be that of data, {name}; got {fp8_dtype}")
+    return format
+
+
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class Fp8Tensor:
     """value = decode(data) * scale_inv of its tile.
@@ -48,7 +68,6 @@ class Fp8Tensor:
     scale_layout: str = "row"
     pow2: bool = True
     fp8_dtype: str | None = None
-    _kept = None  # by _C (src/bindings/eager.cpp): data, scale_inv and scale_layout
 
     def __init__(
         self,
@@ -58,21 +77,13 @@ class Fp8Tensor:
         pow2: bool = True,
         fp8_dtype: str | None = None,
     ) -> None:
-        if scale_layout not in ("row", "gemm", "block"):
+        own_format = _FORMATS.get(data.dtype)
+        if own_format is None or fp8_dtype not in (own_format, None):
+            own_format = _format_of(data, fp8_dtype)
+        if scale_layout not in _LAYOUTS:
             raise ValueError(
                 f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {scale_layout!r}"
             )
-        if fp8_dtype not in ("e4m3", "e5m2", None):
-            raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
-        name = str(data.dtype).removeprefix("torch.")
-        own_format = _FORMATS.get(name, fp8_dtype)
-        if own_format is None:
-            raise ValueError(
-                "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
-                f"fp8_dtype given; got {name}"
-            )
-        if fp8_dtype not in (own_format, None):
-            raise ValueError(f"[Fp8Tensor] fp8_dtype must be that of data, {name}; got {fp8_dtype}")
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv
@@ -105,14 +116,14 @@ class Fp8Tensor:
             )
         if len(self.shape) != 2:
             raise ValueError(f"[to_layout] data must be [M, K]; got {list(self.shape)}")
-        from fp8moe_cutlass.ops import _library
+        from fp8moe_cutlass.ops import _outputs
 
         m = self.shape[0]
         if layout == "row":
-            scale = _library.contiguous(self.scale_inv[:, :m].T)
+            scale = _outputs.contiguous(self.scale_inv[:, :m].T)
         else:
             shape = scale_shape(self.shape, "gemm")
-            scale = _library.empty("to_layout", self.scale_inv, shape)
+            scale = _outputs.empty("to_layout", self.scale_inv, shape)
             scale[:, m:] = 0
             scale[:, :m] = self.scale_inv.T
         return self._with(scale_inv=scale, scale_layout=layout)

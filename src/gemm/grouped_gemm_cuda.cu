@@ -5,21 +5,21 @@
 
 namespace fp8moe::cuda {
 
-void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan, const Tensor& d,
-                  Stream stream) {
-  const DeviceGuard guard(d.device);
+template <>
+void run(const GroupedGemm& p, Stream stream) {
+  const DeviceGuard guard(p.d.device);
   // Sums of nothing; no tensor map is that narrow.
-  if (a.data.shape[1] == 0) return write_zeros(d, stream);
-  const DeviceInfo& device = device_info(d.device);
+  if (p.a.data.shape[1] == 0) return write_zeros(p.d, stream);
+  const DeviceInfo& device = device_info(p.d.device);
   const gemm::Candidate candidate = gemm::choose({.kind = gemm::Kind::fprop,
-                                                  .m = a.data.shape[0],
-                                                  .n = w.data.shape[1],
-                                                  .k_blocks = cdiv(w.data.shape[2], kTile),
-                                                  .experts = plan.experts,
-                                                  .bf16 = d.dtype == DType::bf16},
+                                                  .m = p.a.data.shape[0],
+                                                  .n = p.w.data.shape[1],
+                                                  .k_blocks = cdiv(p.w.data.shape[2], kTile),
+                                                  .experts = p.plan.experts,
+                                                  .bf16 = p.d.dtype == DType::bf16},
                                                  device.board());
-  const gemm::Params params = gemm::fprop_problem(a, w, plan, d, candidate);
-  gemm::launch<gemm::Kind::fprop>(a.data.dtype, params, candidate, device, stream_of(stream));
+  const gemm::Params params = gemm::fprop_problem(p.a, p.w, p.plan, p.d, candidate);
+  gemm::launch<gemm::Kind::fprop>(p.a.data.dtype, params, candidate, device, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

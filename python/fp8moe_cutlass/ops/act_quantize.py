@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import math
 
-from fp8moe_cutlass.ops._library import (
-    PLAN,
-    column_layout,
-    define,
-    empty,
-    given_fp8,
-    is_pow2,
-    new_fp8,
-    shape_of,
-)
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import column_layout, is_pow2, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 
-_op = define(
-    f"act_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float limit, "
-    "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
-    "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
-)
-_backward = define(
-    f"act_quantize_backward(Tensor dh, Tensor z, Tensor? plan, {PLAN}, Tensor? probs, "
-    "float limit, Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
-    "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
-    "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
-    "bool pow2, float eps)"
-)
+_op = operator("act_quantize")
+_backward = operator("act_quantize_backward")
 
 
 def act_quantize(
@@ -51,6 +34,7 @@ def act_quantize(
     Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, to be kept for the backward
     in z's place and dequantized there.
     """
+    fresh = out is None
     op = "act_quantize"
     pow2 = is_pow2(op, scale)
     z_q = None
@@ -66,7 +50,7 @@ def act_quantize(
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         if save_z:
             z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
-    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, pow2, eps)
+    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, pow2, eps, fresh=fresh)
     return h if z_q is None else (h, z_q)
 
 
@@ -90,6 +74,7 @@ def act_quantize_backward(
     returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3.
     Returns (dz, dprobs or None), or (dz, dz_columns, h_columns, dprobs or None).
     """
+    fresh = out is None
     op = "act_quantize_backward"
     pow2 = is_pow2(op, scale)
     layout = None if columns is None else column_layout(op, columns)
@@ -115,7 +100,7 @@ def act_quantize_backward(
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
     bound = math.inf if limit is None else limit
-    _backward(dh, z, plan, probs, bound, dz, dprobs, dz_columns, h_columns, pow2, eps)
+    _backward(dh, z, plan, probs, bound, dz, dprobs, dz_columns, h_columns, pow2, eps, fresh=fresh)
     if dz_columns is None or h_columns is None:
         return dz, dprobs
     return dz, dz_columns, h_columns, dprobs

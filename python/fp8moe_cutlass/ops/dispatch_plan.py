@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, new_plan
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty, new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
-
-def _run(
-    topk_idx: Array,
-    num_experts: int,
-    segment: int,
-    plan: Array,
-    tokens: int,
-    slots: int,
-    experts: int,
-    align: int,
-    capacity: int,
-    counts: Array,
-) -> None:
-    sizes = (tokens, slots, experts, align, capacity)
-    bytes = _C.dispatch_plan_workspace(plan, *sizes)
-    workspace = empty("dispatch_plan", plan, (bytes,), "uint8")
-    _C.dispatch_plan(topk_idx, num_experts, segment, plan, *sizes, counts, workspace)
-
-
-_op = define(
-    "dispatch_plan(Tensor topk_idx, SymInt num_experts, SymInt segment, Tensor(a!) plan, "
-    f"{PLAN}, Tensor(b!) counts)",
-    _run,
-)
+_op = operator("dispatch_plan")
 
 
 def dispatch_plan(
@@ -51,6 +28,7 @@ def dispatch_plan(
     them. Ids outside [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA.
     Returns (plan, counts).
     """
+    fresh = out is None
     if len(topk_idx.shape) != 2:
         raise ValueError(
             f"[dispatch_plan] topk_idx must have 2 dimensions; got {tuple(topk_idx.shape)}"
@@ -68,5 +46,5 @@ def dispatch_plan(
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
     elif out[0].sizes != sizes:
         raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
-    _op(topk_idx, num_experts, segment, out[0], out[1])
+    _op(topk_idx, num_experts, segment, out[0], out[1], fresh=fresh)
     return out

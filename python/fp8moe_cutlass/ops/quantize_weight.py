@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import is_pow2, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleKind
 
-_op = define(
-    "quantize_weight(Tensor w, Tensor(a!)? q, Tensor(b!)? q_scale, "
-    "Tensor(c!)? q_t, Tensor(d!)? q_t_scale, bool pow2, float eps)"
-)
+_op = operator("quantize_weight")
 
 
 @overload
@@ -49,6 +48,7 @@ def quantize_weight(
     Returns q [E, N, K] and q_t [E, K, N] with the same codes and scales transposed; with `only`
     "rows" q alone, with "transpose" q_t alone.
     """
+    fresh = out is None
     op = "quantize_weight"
     if only not in (None, "rows", "transpose"):
         raise ValueError(f"[{op}] only must be None, 'rows' or 'transpose'; got {only!r}")
@@ -66,5 +66,5 @@ def quantize_weight(
             rows = given_fp8(op, given[0], "block", "e4m3", pow2)
         if only != "rows":
             transpose = given_fp8(op, given[1], "block", "e4m3", pow2)
-    _op(w, rows, transpose, pow2, eps)
+    _op(w, rows, transpose, pow2, eps, fresh=fresh)
     return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import (
-    codes_view,
-    define,
-    dtype_name,
-    empty,
-    split_columns,
-    words_view,
-)
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import codes_view, empty, split_columns, words_view
+from fp8moe_cutlass.ops._words import dtype_name
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes
 from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 from fp8moe_cutlass.typing import Array, DType
 
-_op = define("unpack(Tensor packed, SymInt hidden, Tensor(a!) topk_idx, Tensor(b!) probs)")
+_op = operator("unpack")
 
 
 def unpack(
@@ -34,6 +29,7 @@ def unpack(
     (others refuse it). fp8_dtype and pow2 are what quantize_pack was given; the wire does not carry
     them.
     """
+    fresh = out is None
     format = dtype_name("unpack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     shape = tuple(packed.shape)
     if len(shape) != 2 or shape[1] != packed_row_bytes(hidden, slots):
@@ -48,5 +44,5 @@ def unpack(
     if out is None:
         rows = (shape[0], slots)
         out = empty("unpack", packed, rows, "int32"), empty("unpack", packed, rows, "float32")
-    _op(packed, hidden, *out)
+    _op(packed, hidden, *out, fresh=fresh)
     return x, *out
