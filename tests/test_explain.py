@@ -87,7 +87,7 @@ def test_no_rows_are_no_tiles() -> None:
 
 @pytest.mark.parametrize("bad", [(-1, 1, 1, 1, 1), (1, 1, 1, 0, 1), (1, 1, 1, 1, 0)])
 def test_bad_sizes_are_refused(bad: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="experts and SMs positive"):
+    with pytest.raises(ValueError, match="experts, SMs and TB/s positive"):
         _C.explain_grouped_gemm("fprop", *bad)
     with pytest.raises(ValueError, match="at most 1073741824; got M 2147483648"):
         _C.explain_grouped_gemm("fprop", 2**31, 1, 1, 1, 1)

@@ -12,12 +12,13 @@ namespace fp8moe::cuda::gemm {
 namespace {
 
 // Fitted to the record docs/benchmarks/gemm-candidates-h100.json, as TileShape::k_block_ns is.
-constexpr double kTileNs = 305;        // a tile's start and end, beside its K-blocks
-constexpr double kMemoryShare = 0.86;  // of the board's bandwidth that a GEMM gets
-constexpr double kStaticBytes = 1.03;  // times the bytes: fast CTAs run ahead, slow ones read again
-constexpr double kClaimNs = 1900;      // of a launch whose CTAs claim their tiles
-constexpr double kReducedBytes = 1.34;  // per byte of D that is reduced into, where a load counts 1
-constexpr double kLoadNs = 870;        // a tile's wait for what D holds
+constexpr double kTileNs = 330;        // a tile's start and end, beside its K-blocks
+constexpr double kMemoryShare = 0.84;  // of the board's bandwidth that a GEMM gets
+// A static schedule: fast CTAs run ahead, and slow ones read again what has left L2.
+constexpr double kStaticBytes = 1.013;  // times the bytes
+constexpr double kClaimNs = 1800;       // of a launch whose CTAs claim their tiles
+constexpr double kReducedBytes = 1.07;  // per byte of D that is reduced into, where a load counts 1
+constexpr double kLoadNs = 840;         // a tile's wait for what D holds
 
 // Rows of tiles in a raster group; other heights gain less than 1% (docs/notes).
 constexpr int kRasterFprop = 8, kRasterWgrad = 4;

@@ -3,7 +3,6 @@
 
 #include "fp8moe/plan.h"
 #include "fp8moe/tensor.h"
-#include "gemm/config.h"
 #include "gemm/params.h"
 #include "gemm/policy.h"
 
