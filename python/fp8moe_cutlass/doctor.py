@@ -167,7 +167,8 @@ def explain(
 ) -> tuple[str, list[Finding]]:
     """What the grouped GEMMs of "M,N,K,E" run on CUDA: a title, and a finding for each product.
 
-    M rows of all E experts, weight [E, N, K]. sms: of the GPU, whose memory is then an H100's; None asks the one that is here.
+    M rows of all E experts, weight [E, N, K]. sms: of a GPU with an H100's memory; None asks the
+    one that is here.
     fprop and dgrad write bfloat16; wgrad writes `wgrad_dtype` ("float32" for a float32 main_grad),
     or adds to it (`accumulate`), from operands scaled as Fp8Recipe.columns says.
     """
@@ -197,7 +198,8 @@ def explain(
         )
     operands = "128x128" if columns == "block" else "1x128"
     return (
-        f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs, memory of {tb_s:.2f} TB/s; "
-        f"wgrad {'adds to' if accumulate else 'writes'} {wgrad_dtype}, operands scaled {operands}",
+        f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs, "
+        f"memory of {tb_s:.2f} TB/s; wgrad {'adds to' if accumulate else 'writes'} {wgrad_dtype}, "
+        f"operands scaled {operands}",
         found,
     )
