@@ -19,7 +19,7 @@ from fp8moe_cutlass.bench.contender import Shape
 from fp8moe_cutlass.bench.ep import SHAPES
 from fp8moe_cutlass.bench.ep_team import Team
 from fp8moe_cutlass.launch import processes
-from fp8moe_cutlass.nn import MoE
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
 from kernel_trace import trace
 
 Event = dict[str, Any]
@@ -41,7 +41,11 @@ def trace_of(team: Team, mine: Shape) -> list[Event]:
     """The events of a forward and backward with a shared expert, the third; collective."""
     e, s, h, i = (mine[name] for name in "ESHI")
     group, device = team.group, team.device
-    layer = MoE(h, i, e * team.size, s, group=group, shared_intermediate_size=2 * i, device=device)
+    layer = MoE(
+        Router(h, e * team.size, s, device=device),
+        MoEExperts(e * team.size, h, i, group=group, device=device),
+        SharedExpert(h, 2 * i, device=device),
+    )
     x = torch.randn(mine["T"], h, device=device).bfloat16().requires_grad_()
 
     def step() -> None:

@@ -39,13 +39,16 @@ from fp8moe_cutlass import nn
 
 imported = clock()
 device = sys.argv[1]
-moe = nn.MoE(hidden_size=1024, intermediate_size=512, num_experts=8, top_k=2, device=device)
+moe = nn.MoE(
+    nn.Router(1024, 8, 2, coefficients=nn.LossCoefficients(balancing=0.01), device=device),
+    nn.MoEExperts(8, 1024, 512, device=device),
+)
 optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-3)
 ends = [clock()]
 losses = []
 for step in range(3):
     x = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16)
-    loss = (moe(x) - x).float().square().mean().add(moe.aux_loss, alpha=0.01)
+    loss = (moe(x) - x).float().square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -70,7 +73,7 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
     names = [n for n in wheel.namelist() if n.startswith("fp8moe_cutlass/") and n[-1] != "/"]
     for name in names:
         assert (package.parent / name).read_bytes() == wheel.read(name), name
-moe = nn.MoE(128, 128, num_experts=2, top_k=2)
+moe = nn.MoE(nn.Router(128, 2, 2), nn.MoEExperts(2, 128, 128))
 moe(torch.ones(8, 128, dtype=torch.bfloat16))
 loaded = {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line}
 print(f"{len(names)} files of {package} are the wheel's, byte for byte; loaded:")

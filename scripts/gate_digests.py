@@ -527,17 +527,21 @@ def layer(s: Shape, name: str, memory: str, dtype: str, main_grad: str | None) -
     return found, [w.main_grad if main_grad else w.grad for w in weights]
 
 
-def moe(s: Shape, **options: Any) -> Any:
+def moe(s: Shape, rule: nn.RoutingRule, shared: int | None) -> Any:
     """Output, loss and gradients of a layer with its router."""
     torch.manual_seed(s.seed)
-    whole = nn.MoE(s.hidden, s.intermediate, s.experts, 2, device=s.device, **options)
+    router = nn.Router(s.hidden, s.experts, 2, rule, device=s.device)
+    experts = nn.MoEExperts(s.experts, s.hidden, s.intermediate, device=s.device)
+    other = nn.SharedExpert(s.hidden, shared, device=s.device) if shared else None
+    whole = nn.MoE(router, experts, other)
     x = s.plain(s.tokens, s.hidden).requires_grad_()
-    y = whole(x)
-    (y.float().square().mean() + whole.aux_loss).backward()
+    y, routing = whole(x, return_routing=True)
+    loss = router.balancing_loss(routing)
+    (y.float().square().mean() + loss).backward()
     return [
         y,
-        whole.aux_loss,
-        whole.tokens_per_expert,
+        loss,
+        routing.tokens_per_expert,
         x.grad,
         *(w.grad for w in whole.parameters()),
     ]
@@ -572,8 +576,7 @@ def layers(device: str, out: Digests) -> None:
                 out.add("layer", case, lambda: layer(shape(), *case))
         for score, bias, shared in itertools.product(("softmax", "sigmoid"), BOTH, (None, 64)):
             rule = nn.RoutingRule(score=score, selection_bias=bias)
-            how = {"rule": rule, "shared_intermediate_size": shared}
-            out.add("moe", (score, bias, shared), lambda: moe(shape(), **how))
+            out.add("moe", (score, bias, shared), lambda: moe(shape(), rule, shared))
 
 
 # ---- commands -----------------------------------------------------------------------------------

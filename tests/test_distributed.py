@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
-from fp8moe_cutlass.nn import MoE, MoEExperts, Router, RoutingRule, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, RoutingRule, SharedExpert, reuse_fp8_weights
 from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
 from reference import Result, relative_error
@@ -399,13 +399,14 @@ def test_ranks_draw_the_layer_of_one_process(pool: Pool) -> None:
 
 def moe_on_a_rank(group: Any, x: Tensor, dout: Tensor, parts: list[slice]) -> list[Tensor]:
     torch.manual_seed(2)
-    layer = MoE(HIDDEN, INTERMEDIATE, EXPERTS, SLOTS, group=group, shared_intermediate_size=64)
+    router = Router(HIDDEN, EXPERTS, SLOTS, group=group)
+    experts = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group)
+    layer = MoE(router, experts, SharedExpert(HIDDEN, 64))
     part = parts[rank_of(group) if group else 0]
     mine = x[part].clone().requires_grad_()
     out = layer(mine)
     out.backward(dout[part])
-    layer.check()
-    layer.router.group = group
+    layer.experts.check()
     twin = copy.deepcopy(layer)
     assert twin.router.group is twin.experts.group is group
     grads = [layer.router.weight.grad, layer.shared_expert.down_proj.weight.grad.float()]

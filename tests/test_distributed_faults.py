@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.integrations import deepep
-from fp8moe_cutlass.nn import MoE, MoEExperts
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
 from ranks import Pool, results
 
 HIDDEN, INTERMEDIATE, EXPERTS = 128, 64, 6
@@ -209,16 +209,13 @@ def without_values(recipe: Any, capacity: Any, pipe: Any) -> None:
     # The check that ids are in range, which the CPU alone makes, reads.
     torch.Tensor.any = lambda self: False
     with FakeTensorMode(allow_non_fake_inputs=True):
-        layer = MoE(
-            HIDDEN,
-            INTERMEDIATE,
-            EXPERTS,
-            2,
+        experts = MoEExperts(
+            *(EXPERTS, HIDDEN, INTERMEDIATE),
             recipe=recipe,
             group=dist.group.WORLD,
             capacity=capacity,
-            shared_intermediate_size=64,
         )
+        layer = MoE(Router(HIDDEN, EXPERTS, 2), experts, SharedExpert(HIDDEN, 64))
         if capacity is not None:
             layer.experts._move.exchange._agreed = Everything()
         x = torch.randn(20, HIDDEN, requires_grad=True)

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     includes = [f"-I{ROOT / 'src'}", f"-I{ROOT / 'include'}", f"-I{out}", f"-I{CUDA}/include"]
     names = (
         SOURCES / "require_device.cpp",
-        ROOT / "src/cuda/runtime.cpp",
+        ROOT / "src/device/runtime.cpp",
         SOURCES / "fake_cudart.cpp",
     )
     objects = [out / f"{source.stem}.o" for source in names]

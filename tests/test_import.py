@@ -141,29 +141,54 @@ def test_the_rule_sees_imports(tmp_path: Path) -> None:
 # ---- the same of the C++ sources ----------------------------------------------------------------
 
 SOURCES = Path(__file__).parents[1] / "src"
-# What the files of a folder include by quotes, beside their own folder and include/fp8moe.
+# What the files of a folder include by quotes, beside their own folder, common/ and include/fp8moe.
 BELOW = {
     "bindings": set(),
-    "core": {"cpu", "cuda", "common"},
-    "cpu": {"common"},
-    "cuda": {"common"},
+    "ops": {"cpu", "device"},
+    "gemm": {"ops", "cpu", "device"},
+    "cpu": set(),
+    "device": {"ops"},
     "common": set(),
 }
+LIST = "ops/backends.h"  # of the operators: all that is seen of ops/ from elsewhere
 
 
 def includes(text: str) -> set[str]:
-    """The folders of src/ that a source includes from; a name without a folder is a neighbour."""
+    """What a source includes from src/ by quotes; a name without a folder is a neighbour."""
     names = re.findall(r'^ *# *include *"([^"]+)"', text, re.MULTILINE)
-    return {name.split("/")[0] for name in names if "/" in name and not name.startswith("fp8moe/")}
+    return {name for name in names if "/" in name and not name.startswith("fp8moe/")}
+
+
+def room(name: str) -> str:
+    """The folder of a file under src/; of an operator, its family's: "ops/permute"."""
+    parts = name.split("/")
+    return "/".join(parts[:2]) if parts[0] == "ops" and len(parts) > 2 else parts[0]
+
+
+def backend(name: str) -> str | None:
+    """The backend that a file under src/ is of; None for a check and what both share."""
+    if name.split("/")[0] in ("cpu", "device"):
+        return name.split("/")[0]
+    if re.search(r"_cpu\.\w+$", name):
+        return "cpu"
+    return "device" if re.search(r"_cuda\.\w+$|\.cuh?$", name) else None
 
 
 @pytest.mark.parametrize(
     "path", [p for p in sorted(SOURCES.rglob("*.*")) if p.is_file()], ids=lambda p: p.name
 )
 def test_includes_go_one_way(path: Path) -> None:
-    """bindings -> include/; core -> {cpu, cuda} -> common; nobody includes another backend."""
-    folder = path.relative_to(SOURCES).parts[0]
-    assert includes(path.read_text()) <= BELOW[folder] | {folder}
+    """bindings -> include/; {ops/<family>, gemm} -> {cpu, device} -> common; no family another."""
+    mine = str(path.relative_to(SOURCES))
+    for name in includes(path.read_text()):
+        top = name.split("/")[0]
+        assert (
+            room(name) == room(mine)
+            or name == LIST
+            or top in BELOW[mine.split("/")[0]] | {"common"}
+        ), f"{mine} includes {name}"
+        assert top != "ops" or room(name) == room(mine) or name == LIST, f"{mine} includes {name}"
+        assert {backend(mine), backend(name)} != {"cpu", "device"}, f"{mine} includes {name}"
 
 
 def test_the_public_headers_stand_alone() -> None:
@@ -172,8 +197,13 @@ def test_the_public_headers_stand_alone() -> None:
 
 
 def test_the_rule_sees_includes() -> None:
-    text = '#include "core/check.h"\n  # include "cuda/gemm/config.h"\n#include <cuda.h>\n'
-    assert includes(text + '#include "call.h"\n#include "fp8moe/ops.h"\n') == {"core", "cuda"}
+    text = '#include "cpu/tile.h"\n  # include "ops/route/slots.cuh"\n#include <cuda.h>\n'
+    text += '#include "call.h"\n#include "fp8moe/ops.h"\n'
+    assert includes(text) == {"cpu/tile.h", "ops/route/slots.cuh"}
+    assert room("ops/route/slots.cuh") == "ops/route"
+    assert room("gemm/instances/x.cu") == "gemm"
+    names = "gemm/tile_cpu.h", "cpu/tile.h", "ops/route/slots.cuh", "ops/route/route.cpp"
+    assert [backend(n) for n in names] == ["cpu", "cpu", "device", None]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -97,6 +97,40 @@ def test_unpermute_with_probs(device: str) -> None:
         torch.testing.assert_close(probs.grad.cpu().double(), probs64.grad, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_drop_and_pad(device: str, fused: bool) -> None:
+    """Every expert at its capacity, some of its tokens with probability 0: their rows come along,
+    as Megatron gathers them. Reference: the first `capacity` of each expert's tokens."""
+    capacity = 6
+    mask = torch.zeros(T, E, dtype=torch.bool)
+    for e in range(E):
+        mask[torch.randperm(T)[:capacity], e] = True
+    probs = torch.rand(T, E) * mask
+    probs[mask.nonzero()[0, 0]] = 0.0
+    token = torch.cat([mask[:, e].nonzero().flatten() for e in range(E)])
+    expert = torch.arange(E).repeat_interleave(capacity)
+    x = torch.randn(T, H)
+    y, row_probs, row_id_map, _, _ = megatron.permute(
+        *(x.to(device), mask.to(device), probs.to(device)),
+        num_out_tokens=E * capacity,
+        fused=fused,
+        drop_and_pad=True,
+    )
+    kept = (probs[token, expert] != 0) if fused else torch.ones(E * capacity, dtype=torch.bool)
+    assert torch.equal(y.cpu(), x[token] * kept[:, None])
+    assert torch.equal(row_probs.cpu(), probs[token, expert])
+    out = megatron.unpermute(
+        *(y, row_id_map, (T, H)),
+        probs=probs.to(device),
+        routing_map=mask.to(device),
+        fused=fused,
+        drop_and_pad=True,
+    )
+    want = torch.zeros(T, H, dtype=torch.float64)
+    want.index_add_(0, token, x[token].double() * probs[token, expert, None])
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1e-6, atol=1e-6)
+
+
 def test_chunks(device: str) -> None:
     x, probs = torch.randn(12, H, device=device), torch.rand(12, device=device)
     sizes, order = torch.tensor([3, 4, 5]), torch.tensor([2, 0, 1])
@@ -132,9 +166,5 @@ def test_nothing_routed_and_what_is_refused(device: str) -> None:
     y, _, row_id_map, _, _ = megatron.permute(x, mask)
     assert y.shape == (0, H)
     assert not megatron.unpermute(y, row_id_map, (4, H)).any()
-    with pytest.raises(ValueError, match=r"\[permute\] drop_and_pad is not supported"):
-        megatron.permute(x, mask, num_out_tokens=12, drop_and_pad=True)
-    with pytest.raises(ValueError, match=r"\[unpermute\] drop_and_pad is not supported"):
-        megatron.unpermute(y, row_id_map, (4, H), drop_and_pad=True)
     with pytest.raises(ValueError, match="batch-invariant"):
         megatron.permute(x, mask, return_batch_invariant_inverse_map=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoE, RoutingRule
+from fp8moe_cutlass.nn import LossCoefficients, MoE, MoEExperts, Router, RoutingRule, SharedExpert
 from moe_problem import assert_same, problem
 
 CASES: dict[str, dict[str, Any]] = {
@@ -76,34 +77,43 @@ def test_main_grad() -> None:
         assert torch.equal(eager, traced)
 
 
-def assert_step_is_that_of(moe: MoE, traced: Callable[..., Any]) -> None:
-    x = torch.randn(64, 128).bfloat16()
+def moe_of(score: str = "softmax", shared: SharedExpert | None = None, **options: Any) -> MoE:
+    coefficients = LossCoefficients(balancing=0.5, balancing_per_sequence=0.25, z=0.1)
+    router = Router(128, 4, 2, RoutingRule(score=score), coefficients=coefficients)
+    return MoE(router, MoEExperts(4, 128, 128, **options), shared)
+
+
+def assert_step_is_that_of(moe: MoE, run: Callable[..., Any] = lambda f, x: f(x)) -> None:
+    """Compiled, run(moe, x) has the bits of an eager step, its losses by coefficients included."""
+    x = torch.randn(2, 32, 128).bfloat16()
     results = []
-    for f in (moe, traced):
+
+    def forward(x: torch.Tensor) -> Any:
+        return run(functools.partial(moe, return_routing=True), x)
+
+    for f in (forward, compiled(forward)):
         moe.zero_grad()
-        out = f(x)
-        (out.float().square().mean() + moe.aux_loss).backward()
-        results.append([out, moe.aux_loss, *(w.grad for w in moe.parameters())])
+        out, routing = f(x)
+        loss = moe.router.balancing_loss(routing)
+        (out.float().square().mean() + loss).backward()
+        results.append([out, loss, *(w.grad for w in moe.parameters())])
     for want, got in zip(*results, strict=True):
         assert torch.equal(want, got)
 
 
 def test_moe() -> None:
     torch.manual_seed(0)
-    moe = MoE(128, 128, 4, 2, RoutingRule(score="sigmoid"), shared_intermediate_size=128)
-    assert_step_is_that_of(moe, compiled(moe))
+    moe = moe_of("sigmoid", SharedExpert(128, 128))
+    assert_step_is_that_of(moe)
 
 
-def test_checkpointed_moe(monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    monkeypatch.setattr(torch._dynamo.config, flag, True)
+def test_checkpointed_moe() -> None:
     torch.manual_seed(0)
-    moe = MoE(128, 128, 4, 2)
-    assert_step_is_that_of(moe, compiled(lambda x: checkpoint(moe, x, use_reentrant=False)))
+    assert_step_is_that_of(moe_of(), functools.partial(checkpoint, use_reentrant=False))
 
 
 def test_export_of_any_token_count() -> None:
-    moe = MoE(128, 128, 4, 2, recipe=None)
+    moe = moe_of(recipe=None)
     x = torch.randn(64, 128).bfloat16()
     tokens = {0: torch.export.Dim("tokens", min=2, max=1024)}
     with torch.no_grad():

@@ -386,8 +386,6 @@ def test_recomputed_transposes_are_the_saved_ones(options: dict[str, Any]) -> No
 # ---- refusals -----------------------------------------------------------------------------------
 
 BAD_OPTIONS = {
-    "bias": ({"bias": True}, NotImplementedError, "biases"),
-    "activation": ({"activation": "swiglu_oai"}, NotImplementedError, "swiglu_oai"),
     "preactivation": ({"preactivation": "save_fp16"}, ValueError, "'save_fp16'"),
     "transposed": ({"transposed_weights": "none"}, ValueError, "'none'"),
     "save_bf16": ({"preactivation": "save_fp8", "recipe": None}, ValueError, "recipe"),

@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizers
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.autograd import Fp8Weights, Options, experts, quantize_weights
-from fp8moe_cutlass.nn import MoE, MoEExperts, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights
 from moe_problem import assert_same, problem
 
 E, H, I, T = 2, 128, 128, 16
@@ -399,14 +399,14 @@ def test_weights_are_a_value(name: str) -> None:
     assert equal(step(layer, weights=weights), fresh(layer, **OPTIONS[name]))
 
 
-def test_a_moe_updates_the_weights_it_made() -> None:
-    moe, x = MoE(H, I, E, 2), torch.randn(T, H)
-    weights = moe.quantize_weights()
+def test_a_moe_takes_weights() -> None:
+    moe, x = MoE(Router(H, E, 2), MoEExperts(E, H, I)), torch.randn(T, H)
+    weights = moe.experts.quantize_weights()
     in_place(moe.experts)
     with torch.no_grad():
         want = moe(x)
         assert not torch.equal(moe(x, weights=weights), want)
-        weights.update_(moe)
+        weights.update_(moe.experts)
         assert torch.equal(moe(x, weights=weights), want)
 
 

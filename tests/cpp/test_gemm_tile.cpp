@@ -1,6 +1,6 @@
 // Every instruction set this machine has gives the same bits: those of the ascending f32 sum.
 #include "check.h"
-#include "cpu/gemm_tile.h"
+#include "gemm/gemm_tile_cpu.h"
 
 using namespace fp8moe;
 using namespace fp8moe::test;

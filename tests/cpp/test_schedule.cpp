@@ -2,7 +2,7 @@
 // step: each has as many tiles as any other, or one fewer. split tiles are the last of their CTAs,
 // where what is left for a last wave is little. Tiles that are taken as CTAs come free are taken
 // once, too, and the queue is as it was.
-#include "cuda/gemm/schedule.h"
+#include "gemm/schedule.h"
 
 #include <algorithm>
 #include <array>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda/launch_numbers.h"
+#include "device/launch_numbers.h"
 
 using namespace fp8moe::cuda::gemm;
 using fp8moe::cuda::kNoNumber;

@@ -1,8 +1,8 @@
 // The transpose and the stores of a tile, at every width this machine has; and the shift of a line.
 // The kernels are private to the library: their source is compiled into the test.
 #include "check.h"
-#include "cpu/shift_line.h"
 #include "cpu/transpose_band.cpp"
+#include "ops/transpose/shift_line_cpu.h"
 
 using namespace fp8moe;
 using namespace fp8moe::cpu;

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_layer_gpu import moved
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoE, MoEExperts
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
 from moe_problem import assert_same
 from ranks import Pool, results
 from reference import relative_error
@@ -57,16 +57,11 @@ def test_a_group_of_one(world: Any, recipe: Any, capacity: Any, device: torch.de
 @FP8_AND_BF16
 def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.device) -> None:
     torch.manual_seed(0)
+    sizes = EXPERTS, HIDDEN, INTERMEDIATE
     layer = MoE(
-        HIDDEN,
-        INTERMEDIATE,
-        EXPERTS,
-        SLOTS,
-        recipe=recipe,
-        group=world,
-        capacity=200,
-        shared_intermediate_size=128,
-        device=device,
+        Router(HIDDEN, EXPERTS, SLOTS, group=world, device=device),
+        MoEExperts(*sizes, recipe=recipe, group=world, capacity=200, device=device),
+        SharedExpert(HIDDEN, 128, device=device),
     )
     x = torch.randn(200, HIDDEN, device=device).bfloat16().requires_grad_()
 
@@ -81,7 +76,7 @@ def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.de
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    layer.check()
+    layer.experts.check()
 
 
 @FP8_AND_BF16

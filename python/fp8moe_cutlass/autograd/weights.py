@@ -41,10 +41,9 @@ class Fp8Weights:
 
     @torch.no_grad()
     def update_(self, layer: Any) -> None:
-        """Quantize the layer's parameters into these codes, in place: for a CUDA graph, which reads
-        fixed addresses. A backward that has yet to read the old codes raises torch's "modified by
-        an inplace operation"."""
-        layer = getattr(layer, "experts", layer)  # of a MoE
+        """Quantize the parameters of `layer`, a MoEExperts, into these codes, in place: for a CUDA
+        graph, which reads fixed addresses. A backward that has yet to read the old codes raises
+        torch's "modified by an inplace operation"."""
         self.check(layer.gate_up_proj, layer.down_proj, layer.recipe)
         _fill(self.gate_up, self.gate_up_t, layer.gate_up_proj, layer.recipe)
         _fill(self.down, self.down_t, layer.down_proj, layer.recipe)

@@ -1,4 +1,5 @@
-"""permute, unpermute and sort_chunks_by_idxs of megatron.core.transformer.moe.moe_utils.
+"""permute, unpermute, sort_chunks_by_idxs and topk_routing_with_score_function of
+megatron.core.transformer.moe.moe_utils.
 
 Both fused=True and fused=False run this library's operators; `fused` only decides, as there,
 whether rows are padded and rows of prob 0 are zeroed. What permute returns as sorted indices is
@@ -7,15 +8,16 @@ TransformerEngine's row_id_map in either case: it is for unpermute.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8moe_cutlass.integrations import transformer_engine as te
+from fp8moe_cutlass.nn.published import megatron_rule
 from fp8moe_cutlass.tensor import Fp8Tensor
 
-__all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
+__all__ = ["permute", "sort_chunks_by_idxs", "topk_routing_with_score_function", "unpermute"]
 
 T = TypeVar("T", Tensor, Fp8Tensor)
 
@@ -36,10 +38,12 @@ def permute(
     num_out_tokens: the number of assignments; None: counted, which costs a host read.
     With fused, probs [T, E], tokens_per_expert [E] and align_size > 0 each expert's rows are padded
     to a multiple of align_size (1, 16, 32 or 128).
+    drop_and_pad changes nothing: the map then has num_out_tokens / E tokens of each expert, as
+    Megatron's router makes it.
     Returns (permuted, permuted_probs | None, row_id_map, pad_offsets | None, tokens_per_expert, the
     padded ones where rows are padded).
     """
-    _refuse("permute", drop_and_pad, return_batch_invariant_inverse_map)
+    _refuse_inverse_map("permute", return_batch_invariant_inverse_map)
     if fused and probs is not None and tokens_per_expert is not None and align_size > 0:
         return te.moe_permute_and_pad_with_probs(
             tokens, probs, routing_map, tokens_per_expert, align_size
@@ -65,9 +69,10 @@ def unpermute(
 ) -> Tensor:
     """Sums the rows of each token, weighted by probs [T, E] if given; restore_shape is (T, H).
 
-    sorted_indices and pad_offsets: what permute returned. routing_map is not needed.
+    sorted_indices and pad_offsets: what permute returned. routing_map is not needed, and
+    drop_and_pad changes nothing.
     """
-    _refuse("unpermute", drop_and_pad, batch_invariant_inverse_map is not None)
+    _refuse_inverse_map("unpermute", batch_invariant_inverse_map is not None)
     return te.moe_unpermute(
         permuted_tokens,
         sorted_indices,
@@ -90,8 +95,62 @@ def sort_chunks_by_idxs(
     return te.moe_sort_chunks_by_index_with_probs(input, probs, split_sizes, sorted_idxs)
 
 
-def _refuse(op: str, drop_and_pad: bool, batch_invariant: bool) -> None:
-    if drop_and_pad:
-        raise ValueError(f"[{op}] drop_and_pad is not supported; drop in routing_map instead")
+def topk_routing_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+    dense_output: bool = False,
+    precomputed_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Probabilities and routing map (bool), both [T, E], of logits [T, E]; with dense_output the
+    probabilities and experts of each token's topk, both [T, topk]. In float32; probabilities in
+    logits' dtype. nn.RoutingRule's rule: of equal scores the lower expert wins.
+
+    fused changes nothing. expert_bias [E] takes score_function "sigmoid" or "sqrtsoftplus".
+    precomputed_indices [T, topk], or what router_replay gives, take the place of the top k.
+    """
+    if logits.ndim != 2:
+        raise ValueError(
+            f"[topk_routing_with_score_function] logits must be [T, E]; got {tuple(logits.shape)}"
+        )
+    rule = megatron_rule(
+        topk,
+        score_function=score_function,
+        use_pre_softmax=use_pre_softmax,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+        expert_bias=expert_bias is not None,
+    )
+    exact = logits.float()
+    scores = rule.scores(exact)
+    compared = (scores if rule.select_by == "scores" else exact).detach()
+    if expert_bias is not None:
+        compared = compared + expert_bias.float()
+
+    def choose(values: Tensor, k: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        chosen = rule.choose(values, k)
+        return values.gather(1, chosen), chosen
+
+    idx = precomputed_indices
+    if idx is None and router_replay is None:
+        idx = rule.choose(compared, topk)
+    elif idx is None:
+        _, idx = router_replay.get_replay_topk(compared, topk, num_groups, group_topk, choose)
+    probs = rule.weights(exact, scores, idx).to(logits.dtype)
+    if dense_output:
+        return probs, idx
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, idx, True)
+    return torch.zeros_like(logits).scatter(1, idx, probs), chosen
+
+
+def _refuse_inverse_map(op: str, batch_invariant: bool) -> None:
     if batch_invariant:
         raise ValueError(f"[{op}] a batch-invariant inverse map is not supported")

@@ -67,7 +67,7 @@ def register(
     `model.set_experts_implementation(name)`. Parameters stay the model's own. A module that cannot
     run raises NotImplementedError in its first forward: transformers asks for nothing earlier.
     """
-    check_options(recipe, preactivation, transposed_weights, False, "swiglu", torch.bfloat16)
+    check_options(recipe, preactivation, transposed_weights, torch.bfloat16)
     options = Options(recipe, preactivation, transposed_weights)
 
     def forward(

@@ -27,20 +27,11 @@ def check_options(
     recipe: Fp8Recipe | None,
     preactivation: str,
     transposed_weights: str,
-    bias: bool,
-    activation: str,
     dtype: torch.dtype,
 ) -> None:
-    """The choices MoEExperts offers; what it does not do is refused by name."""
+    """The choices MoEExperts offers."""
     if not isinstance(recipe, Fp8Recipe | None):
         raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
-    if bias:
-        raise NotImplementedError("[MoEExperts] expert biases are not supported; got bias=True")
-    if activation != "swiglu":
-        raise NotImplementedError(
-            "[MoEExperts] activation must be 'swiglu', silu(gate) * up; the shifted, clamped one "
-            f"of GPT-OSS is not supported; got {activation!r}"
-        )
     if preactivation not in ("save", "save_fp8", "recompute"):
         raise ValueError(
             "[MoEExperts] preactivation must be 'save', 'save_fp8' or 'recompute'; "

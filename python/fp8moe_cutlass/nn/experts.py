@@ -79,14 +79,12 @@ class MoEExperts(ExpertBlock, nn.Module):
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         capacity: int | tuple[int, int] | None = None,
-        bias: bool = False,
-        activation: str = "swiglu",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
-        check_options(recipe, preactivation, transposed_weights, bias, activation, dtype)
+        check_options(recipe, preactivation, transposed_weights, dtype)
         _say_what_is_slow(recipe)
         self.num_experts = num_experts
         self.hidden_size = hidden_size

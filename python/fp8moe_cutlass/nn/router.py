@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from fp8moe_cutlass.autograd import gate_logits
 from fp8moe_cutlass.distributed import Shared
@@ -152,7 +153,8 @@ class Router(nn.Module):
         """x [T, H] -> Routing.
 
         topk_idx [T, top_k] int64, each in [0, num_experts): the experts to take instead of the best
-        (replay). Weights, scores and losses are those of x all the same.
+        (replay). Weights, scores and losses are those of x all the same. A token may name an
+          expert twice. Other ids raise on the CPU; on a GPU they are undefined, as in gather.
         padding [T] bool: tokens that no loss and no load counts; they are routed all the same.
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
@@ -241,6 +243,12 @@ class Router(nn.Module):
                     f"[Router] {name} must be {str(dtype)[6:]} {list(shape)}; "
                     f"got {given.dtype} {tuple(given.shape)}"
                 )
+        if topk_idx is not None and topk_idx.device.type == "cpu" and not is_compiling():
+            out = topk_idx[(topk_idx < 0) | (topk_idx >= self.num_experts)]
+            if len(out):
+                raise ValueError(
+                    f"[Router] topk_idx must be in [0, {self.num_experts}); got {int(out[0])}"
+                )
 
     def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
         """Those with a coefficient."""
@@ -302,7 +310,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The weights as they are; backward gives the loss a gradient of 1."""
+    """The weights as they are; backward gives the loss, of their dtype, a gradient of 1."""
 
     @staticmethod
     def forward(weights: Tensor, loss: Tensor) -> Tensor:
@@ -310,11 +318,11 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.loss_dtype = inputs[1].dtype
+        pass
 
     @staticmethod
     def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, Tensor]:
-        return dweights, dweights.new_ones((), dtype=ctx.loss_dtype)
+        return dweights, dweights.new_ones(())
 
 
 def with_loss(weights: Tensor, loss: Tensor) -> Tensor:

@@ -180,9 +180,9 @@ class Trainer:
                 seen = stack.enter_context(telemetry.watch(self.model))
                 pairs = stack.enter_context(seen_by_layers(self.model))
             mine = self.ranks.part(windows)
+            self.model.balance(c.balance * len(mine) / c.batch)
             loss = self.loss(mine, of=c.batch)
-            balance = self.model.balance_loss() * (len(mine) / c.batch)
-            torch.autograd.backward(loss + c.balance * balance)
+            torch.autograd.backward(loss)
         loss = self.ranks.total(loss.detach())
         self._losses[self.step : done].copy_(loss[None], non_blocking=True)
         self._sent = done

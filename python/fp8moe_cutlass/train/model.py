@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.nn import MoE
+from fp8moe_cutlass.nn import LossCoefficients, MoE, MoEExperts, Router
 
 BYTES = 256
 NEIGHBOURS = 3
@@ -88,17 +88,15 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden, device=device)
         self.attention = Attention(config, device)
         self.moe_norm = nn.RMSNorm(config.hidden, device=device)
-        self.moe = MoE(
-            config.hidden,
-            config.intermediate,
-            config.experts,
-            config.top_k,
+        router = Router(config.hidden, config.experts, config.top_k, group=group, device=device)
+        experts = MoEExperts(
+            *(config.experts, config.hidden, config.intermediate),
             recipe=recipe,
             group=group,
             dtype=torch.float32,
             device=device,
         )
-        self.moe.router.group = group
+        self.moe = MoE(router, experts)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -153,9 +151,11 @@ class Decoder(nn.Module):
             x = x + self.bytes[back](F.pad(tokens, (back, 0))[:, :-back])
         return x
 
-    def balance_loss(self) -> Tensor:
-        """Mean balancing loss of the routers in the last forward; 1 is perfect balance."""
-        return torch.stack([block.moe.aux_loss for block in self.layers()]).mean()
+    def balance(self, coefficient: float) -> None:
+        """From now on, backward adds this times the mean of the routers' balancing losses."""
+        coefficients = LossCoefficients(balancing=coefficient / len(self.blocks))
+        for block in self.layers():
+            block.moe.router.coefficients = coefficients
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, seed: int, temperature: float = 0.7) -> bytes:

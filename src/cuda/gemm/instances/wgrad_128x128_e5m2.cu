@@ -1,6 +1,0 @@
-#include "cuda/gemm/instantiate.cuh"
-
-namespace fp8moe::cuda::gemm {
-template void launch<Kind::wgrad_128x128, DType::e5m2>(const Params&, const Config&,
-                                                       const DeviceInfo&, cudaStream_t);
-}  // namespace fp8moe::cuda::gemm

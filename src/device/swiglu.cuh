@@ -1,0 +1,144 @@
+// The operands of the SwiGLU kernels, read as f32 eight at a time, and what is computed from them.
+#pragma once
+
+#include "common/dispatch.h"
+#include "common/swiglu.h"
+#include "device/runtime.h"
+#include "device/tile.cuh"
+
+namespace fp8moe::cuda {
+
+// Vec8 values of a dense tensor [R, width] of any float type.
+struct FloatSource {
+  const void* data;
+  DType dtype;
+  int width;
+
+  __device__ __forceinline__ void load(int64_t row, int column, float (&v)[8]) const {
+    const int64_t offset = row * width + column;
+    const auto* p = static_cast<const char*>(data);
+    if (dtype == DType::f32) {
+      const uint4 a = cuda::load<uint4>(p + 4 * offset), b = cuda::load<uint4>(p + 4 * offset + 16);
+      const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      unpack<float>(words, v);
+    } else {
+      const uint4 a = cuda::load<uint4>(p + 2 * offset);
+      const uint32_t words[4] = {a.x, a.y, a.z, a.w};
+      if (dtype == DType::bf16)
+        unpack<Bf16>(words, v);
+      else
+        unpack<Fp16>(words, v);
+    }
+  }
+};
+
+inline FloatSource float_source(const Tensor& t) {
+  return {t.data, t.dtype, static_cast<int>(t.shape[1])};
+}
+
+// z itself, to be quantized.
+struct ZSource {
+  FloatSource z;
+  __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
+    z.load(row, column, v);
+  }
+};
+
+// h = silu(gate) up prob, [R, I]
+struct HiddenSource {
+  FloatSource z;
+  const float* probs;  // [R] or nullptr: 1
+  float limit;
+  int intermediate;  // I
+
+  __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
+    float gate[8], up[8];
+    z.load(row, column, gate);
+    z.load(row, intermediate + column, up);
+    const float prob = probs != nullptr ? probs[row] : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
+      v[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
+    }
+  }
+};
+
+// dz = [dgate | dup], [R, 2I]; terms: of dprob instead.
+struct GradSource {
+  FloatSource z;
+  FloatSource dh;  // [R, I]
+  const float* probs;
+  float limit;
+  int intermediate;
+
+  template <typename Body>
+  __device__ __forceinline__ void each(int64_t row, int column, Body body) const {
+    float gate[8], up[8], grad[8];
+    z.load(row, column, gate);
+    z.load(row, intermediate + column, up);
+    dh.load(row, column, grad);
+    const float prob = probs != nullptr ? probs[row] : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
+      body(i, swiglu_grad(in, pinned_sigmoid(in.gate), prob, grad[i]));
+    }
+  }
+  __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
+    const bool second = column >= intermediate;
+    each(row, second ? column - intermediate : column,
+         [&](int i, SwigluGrad g) { v[i] = second ? g.dup : g.dgate; });
+  }
+  __device__ __forceinline__ void terms(int64_t row, int column, float (&v)[8]) const {
+    each(row, column, [&](int i, SwigluGrad g) { v[i] = g.dprob; });
+  }
+};
+
+// One block of 256 threads a tile; tiles of a row block are neighbours in the grid.
+template <typename F, ColumnKind kKind, typename Source>
+__global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
+    const __grid_constant__ Source source, const __grid_constant__ PlanView plan, int rows,
+    int columns, int tiles, const __grid_constant__ RowsOut rows_to,
+    const __grid_constant__ ColumnsOut columns_to, Scaling scaling) {
+  const int tile = blockIdx.x % tiles, block = blockIdx.x / tiles;
+  TokenBlock b = {128 * block, min(128, rows - 128 * block), min(128, rows - 128 * block), 0};
+  if (plan.row_of != nullptr) b = token_block(plan, block);
+  if (b.expert < 0) return;
+  quantize_tile<F, kKind>(source, b, tile, block, columns, rows_to, columns_to, scaling);
+}
+
+template <typename F, ColumnKind kKind, typename Source>
+void launch_source(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
+                   int64_t columns, const Fp8Tensor& rows_to, const Fp8Tensor& columns_to,
+                   Scaling scaling, cudaStream_t stream) {
+  const int64_t tiles = cdiv(columns, kTile);
+  const int64_t blocks = plan.defined() ? plan.columns() / kTile : cdiv(rows, kTile);
+  if (blocks == 0 || tiles == 0) return;
+  launch(op, quantize_source<F, kKind, Source>, static_cast<unsigned>(blocks * tiles),
+         Tile<8>::kThreads, 0, stream, source, view_of(plan), static_cast<int>(rows),
+         static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
+         columns_out(columns_to), scaling);
+}
+
+// Quantizes source [rows, columns] to rows, in format F.
+template <typename F, typename Source>
+void quantize_rows_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
+                        int64_t columns, const Fp8Tensor& rows_to, Scaling scaling,
+                        cudaStream_t stream) {
+  launch_source<F, ColumnKind::none>(op, source, plan, rows, columns, rows_to, {}, scaling, stream);
+}
+
+// The same to columns, and to rows where these are given.
+template <typename F, typename Source>
+void quantize_columns_from(const char* op, const Source& source, const RoutingPlan& plan,
+                           int64_t rows, int64_t columns, const Fp8Tensor& rows_to,
+                           const Fp8Tensor& columns_to, Scaling scaling, cudaStream_t stream) {
+  const auto go = [&]<ColumnKind kKind>() {
+    launch_source<F, kKind>(op, source, plan, rows, columns, rows_to, columns_to, scaling, stream);
+  };
+  kind_of(columns_to) == ColumnKind::block ? go.template operator()<ColumnKind::block>()
+                                           : go.template operator()<ColumnKind::column>();
+}
+
+}  // namespace fp8moe::cuda

@@ -1,0 +1,29 @@
+// What a grouped GEMM launch is: plain structs shared by host and kernel. No CUTLASS here.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/launch_numbers.h"
+#include "gemm/schedule.h"
+
+namespace fp8moe::cuda::gemm {
+
+struct Params : Sizes {
+  CUtensorMap a, b;              // FP8, 2-D (K, row), 128 bytes swizzled, of all rows of a tile
+  CUtensorMap a_box, b_box;      // of kBox rows, for edge and split tiles
+  CUtensorMap scale_a, scale_b;  // f32 1x128 scales, 2-D (row, K-block)
+  CUtensorMap d_box;             // 3-D (column, row, expert): 128 bytes of output_box_rows rows
+  CUtensorMap d_strip;           // 4-D (0, row, box, expert): strip_boxes such boxes side by side
+  const float* block_scale_a;    // [cdiv(M,128), K-blocks]         wgrad_128x128
+  const float* block_scale_b;    // [(E,) cdiv(N,128), K-blocks]    rows, wgrad_128x128
+  void* d;                       // [R, N] or [E, M, N]
+  bool bf16;                     // D; else f32
+  bool strips;                   // D's columns are whole boxes, and it is not f32 of rows: d_strip
+  bool add;                      // wgrad: to what D holds
+  bool load_d;  // and D is f32: what it holds is brought and added to, else it is reduced into
+  int queue = kNoNumber;  // wgrad: its number, where CTAs take tiles as they come free
+};
+
+}  // namespace fp8moe::cuda::gemm

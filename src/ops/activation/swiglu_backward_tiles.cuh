@@ -1,0 +1,340 @@
+// act_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
+// power-of-two scales.
+//
+// One block an SM takes a range of the tiles, in which those of a block of 128 tokens follow one
+// another. A thread asks for a vector of the next tile as soon as it has read that of this one, so
+// a whole tile is always on its way. dgate, dup and h are held as f32 (96 registers a thread) until
+// the maxima of the tile are known, so every output is a single quantization. A tile's columns
+// leave while the next one is computed.
+//
+// dprob is added up in the order of the tiles. Where a range ends inside a block of tokens its last
+// sums are handed on, warp by warp, to the next range. Ranges begin with these tiles and end with
+// those whose sums take over the range before, so that nobody waits but where ranges are shorter
+// than a block of tokens; and they wait for lower blocks of the grid alone, which started earlier.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "ops/activation/sigmoid_table.cuh"
+#include "ops/activation/split_barrier.cuh"
+#include "ops/activation/swiglu_backward.cuh"
+#include "ops/activation/tile_item.cuh"
+
+namespace fp8moe::cuda {
+
+using BackwardTile = Tile<16>;
+
+// Ranges of one launch, and launches that may run at the same time (launch_numbers.h).
+constexpr int kMostRanges = 144, kMostLaunches = 8192;
+
+// Bit w of [launch][i]: warp w of range i - 1 has left its rows' sums in dprobs for range i. Zero
+// between launches.
+static __device__ unsigned carry_ready[kMostLaunches][kMostRanges];
+
+// A range of the tiles: [begin, whole) of a block of tokens that the range before began, [whole,
+// last) of whole ones, [last, end) of its last one. Any but the last may be empty.
+struct BackwardRange {
+  int begin, whole, last, end;
+
+  // The tile to take after another, `last` being the first: the last block of tokens, the whole
+  // ones, and then the one begun before.
+  __device__ __forceinline__ int after(int tile) const {
+    if (++tile == end) tile = whole;
+    return tile == last ? begin : tile;
+  }
+};
+
+struct BackwardTilesShared {
+  using T = BackwardTile;
+  static constexpr int kSums = 48;
+
+  uint4 operand[4][3][T::kThreads];  // of row j: gate, up, dh; only a thread's own
+  T::Shared codes[3];                // of dgate, dup, h
+  // Where each column has its scale. 8 more, and fours of neighbours and of four warps have banks
+  // of their own.
+  static constexpr int kMaxima = 3 * 128 + 8;
+  alignas(16) float maxima[T::kWarps][kMaxima];
+  alignas(16) float scale[3][128];
+  float most[3][T::kWarps];
+  alignas(16) float prob[128];  // a warp's own 8
+  SigmoidTable sigmoids;
+  float sums[kSums][128];  // of dprob, of tiles not yet added up
+  BackwardRange range;
+  SplitBarrier maxima_done, scales_done, codes_done;
+};
+static_assert(sizeof(BackwardTilesShared) <= 227 * 1024);
+
+struct SwigluBackwardColumns {
+  ColumnsOut dz;  // [2I, Kcap] of dz's format, or none
+  ColumnsOut h;   // [I, Kcap] e4m3, or none; of the same kind
+};
+
+__device__ __forceinline__ BackwardRange backward_range(const SwigluBackward& p) {
+  const int all = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
+  const auto [begin, count] = share_of(all, gridDim.x, blockIdx.x);
+  const int end = begin + count;
+  const int last = max(begin, (end - 1) / p.tiles * p.tiles);
+  const int whole = min((begin + p.tiles - 1) / p.tiles * p.tiles, last);
+  return {begin, of_warp(whole), of_warp(last), end};
+}
+
+__device__ __forceinline__ int index_of(const SwigluBackward& p, const TileItem& item) {
+  return item.block * p.tiles + item.tile;
+}
+
+__device__ __forceinline__ TileItem item_after(const SwigluBackward& p, const BackwardRange& range,
+                                               TileItem item) {
+  const int index = index_of(p, item), next = of_warp(range.after(index));
+  int count = 1;
+  if (next != index + 1) {  // one call of what follows, or two would spill registers
+    item = {.block = next / p.tiles - 1};
+    count = p.tiles + next % p.tiles;
+  }
+  return item_after(p.plan, p.tiles, item, count);
+}
+
+// Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
+__device__ __forceinline__ void load_row(const SwigluBackward& p, const TileItem& item, int j,
+                                         BackwardTilesShared& shared) {
+  using T = BackwardTile;
+  const int r = T::row() + j, column = 128 * item.tile + T::column(0);
+  const int bytes = r < item.tokens ? 16 : 0;  // rows past the last token are not read
+  const int64_t at = strides(item.first_row + r, p.intermediate);
+  const uint16_t* gate = p.z + 2 * at + column;
+  copy_async(&shared.operand[j][0][threadIdx.x], gate, bytes);
+  copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
+  copy_async(&shared.operand[j][2][threadIdx.x], p.dh + at + column, bytes);
+  if (j > 0 || p.probs == nullptr || threadIdx.x % 32 >= 8) return;
+  const int of_prob = 8 * (threadIdx.x / 32) + threadIdx.x % 32;
+  const bool token = of_prob < item.tokens;
+  copy_async_word(&shared.prob[of_prob], p.probs + (item.first_row + (token ? of_prob : 0)),
+                  token ? 4 : 0);
+}
+
+// dgate, dup, h of a thread's row without prob, which their scales take in (where each column has
+// its scale, kMultiplied, with it). Returns the sum of the terms of dprob.
+template <bool kClamp, bool kMultiplied>
+__device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uint4 (&gates)[512],
+                                              const uint4 (&ups)[512], const uint4 (&dhs)[512],
+                                              const SigmoidTable& sigmoids, float prob,
+                                              float (&dgate)[8], float (&dup)[8], float (&h)[8]) {
+  float gate[8], up[8], dh[8], of_gate[8], term[8];
+  const uint4 g = gates[threadIdx.x], u = ups[threadIdx.x], d = dhs[threadIdx.x];
+  unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
+  sigmoids.eight(g, of_gate);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.limit : 0.0f);
+    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_limit : of_gate[i];
+    const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
+    dgate[i] = grad.dgate, dup[i] = grad.dup, term[i] = grad.dprob;
+    h[i] = swiglu(in, sigmoid, 1.0f);
+    if (kMultiplied) dgate[i] *= prob, dup[i] *= prob, h[i] *= prob;
+  }
+  return tree_sum<8>(term);
+}
+
+// Scales of the rows of dz: lane l of a group finds that of row l / 2 % 4, of dgate where l < 8,
+// else of dup.
+template <typename F>
+__device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const TileItem& item,
+                                                  const float (&row_most)[8]) {
+  using T = BackwardTile;
+  const TileScale s = p.scaling.of<F>(fmaxf(lanes_max_each<16>(row_most), 0.0f));
+  const int r = T::row() + T::lane() / 2 % 4;
+  const int tile = T::lane() < 8 ? item.tile : p.tiles + item.tile;
+  if (T::lane() % 2 == 0 && r < item.rows)
+    p.dz.scale[strides(item.first_row + r, p.dz.scale_row) + strides(tile, p.dz.scale_tile)] =
+        r < item.tokens ? s.scale_inv : 0.0f;
+  return s.scale;
+}
+
+// The rows of dgate (o = 0) or dup (o = 1).
+template <typename F>
+__device__ __forceinline__ void store_rows(const SwigluBackward& p, const TileItem& item, int o,
+                                           const float (&v)[4][8], const float (&prob)[4],
+                                           float scales) {
+  using T = BackwardTile;
+  const int left = item.rows - T::row();
+  uint8_t* codes = p.dz.data + strides(item.first_row + T::row(), p.dz.ld) +
+                   (o * p.intermediate + 128 * item.tile + T::column(0));
+#pragma unroll
+  for (int j = 0; j < 4; ++j, codes += p.dz.ld) {
+    const float scale = __shfl_sync(kFullWarp, scales, 8 * o + 2 * j, 16);
+    store_if(j < left, codes, fp8_encode8<F>(v[j], scale * prob[j]));
+  }
+}
+
+// The row whose sum lanes_tree_sum_each gives to this thread.
+__device__ __forceinline__ int sum_row() {
+  using T = BackwardTile;
+  return T::row() + 2 * (T::lane() % 2) + T::lane() / 2 % 2;
+}
+
+// Adds up the sums of dprob that are held, the last of them of this item's tile, where its block of
+// tokens or the range ends or no more can be held. Returns how many are held then. Its branches and
+// loops keep the warp together, which leaves the kernel's uniform registers to it.
+__device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem& item, int held,
+                                        BackwardTilesShared& shared) {
+  using T = BackwardTile;
+  using Flag = ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>;
+  const int next = index_of(p, item) + 1;
+  const bool ends_block = item.tile + 1 == p.tiles, ends_range = next == of_warp(shared.range.end);
+  if (!ends_block && !ends_range && held < BackwardTilesShared::kSums) return held;
+  const bool takes_over = item.tile + 1 > held && next - held == of_warp(shared.range.begin);
+  const int mine = of_warp(1 << threadIdx.x / 32);
+  const int r = sum_row();
+  const bool stores = T::lane() < 4 && r < item.rows;
+  float* const dprob = p.dprobs + item.first_row + (stores ? r : 0);
+  float sum = 0.0f;
+  if (takes_over) {
+    Flag flag(carry_ready[p.launch][blockIdx.x]);
+    while ((of_warp(static_cast<int>(flag.load(::cuda::memory_order_acquire))) & mine) == 0) {
+    }
+    __syncwarp();
+    sum = __ldcg(dprob);
+    flag.fetch_and(~static_cast<unsigned>(mine), ::cuda::memory_order_relaxed);
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < held; ++i) sum += shared.sums[i][r];
+  if (!ends_block && !ends_range) {
+    __syncwarp();
+    if (T::lane() < 4) shared.sums[0][r] = sum;
+    return 1;
+  }
+  if (stores) *dprob = sum;
+  if (!ends_block) {
+    __syncwarp();
+    Flag(carry_ready[p.launch][blockIdx.x + 1])
+        .fetch_or(static_cast<unsigned>(mine), ::cuda::memory_order_release);
+  }
+  return 0;
+}
+
+template <typename F, ColumnKind kKind, bool kClamp>
+__global__ __launch_bounds__(512, 1) void backward_tiles(
+    const __grid_constant__ SwigluBackward p, const __grid_constant__ SwigluBackwardColumns to) {
+  using T = BackwardTile;
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
+  prefetch_plan(p.plan);
+  if (p.probs == nullptr && threadIdx.x < 128) shared.prob[threadIdx.x] = 1.0f;
+  if (threadIdx.x == 0) {
+    shared.maxima_done.start(T::kWarps);
+    shared.scales_done.start(T::kWarps);
+    shared.codes_done.start(T::kWarps);
+  }
+  const BackwardRange range = backward_range(p);
+  if (threadIdx.x == 0) shared.range = range;
+  const int items = range.end - range.begin;
+  TileItem item{}, next{};
+  if (items > 0) next = item_at(p.plan, p.tiles, range.last);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (items > 0) load_row(p, next, j, shared);
+    copy_commit();
+  }
+  shared.sigmoids.fill();
+  __syncthreads();
+
+  const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
+  const int columns_of_dz = to.dz.data != nullptr ? 2 * p.intermediate : 0;
+  const int columns[3] = {columns_of_dz, columns_of_dz,
+                          to.h.data != nullptr ? p.intermediate : 0};  // 0: not stored
+  const auto tile_of = [&](int tile, int o) { return o == 1 ? p.tiles + tile : tile; };
+  const auto maxima = [&](int o) {
+    return T::Maxima{shared.maxima[0] + 128 * o, BackwardTilesShared::kMaxima, shared.most[o],
+                     shared.scale[o]};
+  };
+  const auto store_columns = [&](int o, int turn, int block, int tile) {
+    if (o == 0) shared.codes_done.wait(turn);
+    T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
+  };
+  const int quarter = of_warp(threadIdx.x / 128);  // of the block: an output's column scales each
+  int held = 0;                                    // sums of dprob
+#pragma unroll 1
+  for (int n = 0; n < items; ++n) {
+    const int last_block = item.block, last_tile = item.tile;
+    item = next;
+    const bool more = n + 1 < items;
+    if (more) next = item_after(p, shared.range, item);
+    float v[3][4][8], prob[4], row_most[8], sum[4], most[3];
+    copy_wait<3>();
+    __syncwarp();
+    const float4 probs = *reinterpret_cast<const float4*>(&shared.prob[T::row()]);
+    prob[0] = probs.x, prob[1] = probs.y, prob[2] = probs.z, prob[3] = probs.w;
+    most[2] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      constexpr bool kMultiplied = kKind == ColumnKind::column;
+      if (j > 0) {
+        if (more) load_row(p, next, j - 1, shared);
+        copy_commit();
+        copy_wait<3>();
+      }
+      const auto& operand = shared.operand[j];
+      sum[j] =
+          row_gradient<kClamp, kMultiplied>(p, operand[0], operand[1], operand[2], shared.sigmoids,
+                                            prob[j], v[0][j], v[1][j], v[2][j]);
+      if (kMultiplied) prob[j] = 1.0f;
+      row_most[j] = weighted_amax_or_nan(v[0][j], prob[j]);
+      row_most[4 + j] = weighted_amax_or_nan(v[1][j], prob[j]);
+      most[2] = fmaxf(most[2], weighted_amax_or_nan(v[2][j], prob[j]));
+      __syncwarp();  // no read of the next row before: fewer registers
+#pragma unroll
+      for (int o = 0; o < 3; ++o)  // behind two rows, for a burst of stores holds up reads
+        if (j == o / 2 && n > 0) store_columns(o, n - 1, last_block, last_tile);
+    }
+    const float row_sum = lanes_tree_sum_each<16>(sum);
+    if (T::lane() < 4) shared.sums[held][sum_row()] = row_sum;
+#pragma unroll
+    for (int o = 0; o < 2; ++o)
+      most[o] = fmaxf(fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
+                            fmaxf(row_most[4 * o + 2], row_most[4 * o + 3])),
+                      0.0f);
+#pragma unroll
+    for (int o = 0; o < 3; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
+    shared.maxima_done.arrive();
+
+    if (more) load_row(p, next, 3, shared);
+    copy_commit();
+    const float scales = store_row_scales<F>(p, item, row_most);
+    store_rows<F>(p, item, 0, v[0], prob, scales);
+    shared.maxima_done.wait(n);
+    if constexpr (kKind == ColumnKind::column) {
+      const int place = threadIdx.x % 128;
+      TileScale s{};
+      if (quarter < 3) {
+        const float most = T::column_amax<4>(maxima(quarter), place);
+        s = quarter < 2 ? p.scaling.of<F>(most) : p.scaling.of<E4M3>(most);
+        shared.scale[quarter][place] = s.scale;
+      }
+      shared.scales_done.arrive();
+      if (quarter < 3)  // nobody waits for these stores
+        T::column_scale_store(quarter < 2 ? to.dz : to.h, tile_of(item.tile, quarter), item.block,
+                              quarter < 2 ? columns_of_dz : columns[2], place, s.scale_inv);
+    }
+    store_rows<F>(p, item, 1, v[1], prob, scales);
+    if constexpr (kKind == ColumnKind::column) shared.scales_done.wait(n);
+    float scale_inv[3];
+#pragma unroll
+    for (int o = 0; o < 2; ++o)
+      scale_inv[o] = T::columns_encode<F, kKind>(v[o], prob, maxima(o), p.scaling, shared.codes[o]);
+    scale_inv[2] =
+        T::columns_encode<E4M3, kKind>(v[2], prob, maxima(2), p.scaling, shared.codes[2]);
+    shared.codes_done.arrive();
+    if constexpr (kKind == ColumnKind::block) {  // three warps, so that none falls behind
+#pragma unroll
+      for (int o = 0; o < 3; ++o)
+        if (threadIdx.x == 32 * o && columns[o] > 0)
+          T::block_scale_store(outs[o], tile_of(item.tile, o), item.block, scale_inv[o]);
+    }
+    if (p.dprobs != nullptr) held = add_sums(p, item, held + 1, shared);
+  }
+#pragma unroll
+  for (int o = 0; o < 3; ++o)
+    if (items > 0) store_columns(o, items - 1, item.block, item.tile);
+}
+
+}  // namespace fp8moe::cuda

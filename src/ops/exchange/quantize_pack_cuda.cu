@@ -1,0 +1,178 @@
+// quantize_pack: a block a token (and some that mark the rows without one). It quantizes the token
+// into shared memory, as the row of the wire is, and from there one copy a rank brings codes and
+// scales to their rows; the few vectors behind them, which differ between ranks, are stored by the
+// thread of the rank.
+#include "common/check.h"
+#include "common/dispatch.h"
+#include "device/bulk.cuh"
+#include "device/eight.cuh"
+#include "device/runtime.h"
+#include "device/tile.cuh"
+#include "ops/backends.h"
+#include "ops/exchange/wire.h"
+
+namespace fp8moe::cuda {
+namespace {
+
+template <typename T>
+constexpr int kInFlight = 8 / sizeof(T);  // tiles of half a warp: 64 bytes a lane
+template <typename T>
+constexpr int kWarpTiles = 2 * kInFlight<T>;
+constexpr int kMaxWarps = 8;
+constexpr int kRowsToMark = 1024;  // of a block
+
+template <typename T>
+struct Params {
+  const T* x;                   // [T, H]
+  const void* topk_idx;         // [T, S] or null
+  const float* probs;           // [T, S]
+  uint8_t* packed;              // [R, row_bytes]
+  const int32_t* row_of;        // [T, ranks]
+  const int32_t* token_of_row;  // [R]
+  const int32_t* row_offsets;   // [ranks + 1]
+  int64_t tokens;
+  int hidden, tiles;
+  int ranks;
+  int experts;  // of a rank
+  int slots;    // 0: no ids
+  bool wide;    // 64-bit ids
+  int row_bytes;
+  int ids_at;  // bytes; probs follow
+  Scaling scaling;
+};
+
+// Codes and scales of `token`.
+template <typename F, typename T>
+__device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token, uint8_t* row) {
+  const int warp = threadIdx.x / 32, half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
+  const int step = static_cast<int>(blockDim.x) / 32 * kWarpTiles<T>;
+  for (int first = warp * kWarpTiles<T>; first < p.tiles; first += step) {
+    Vec8<T> x[kInFlight<T>];
+#pragma unroll
+    for (int j = 0; j < kInFlight<T>; ++j) {
+      const int column = 128 * (first + 2 * j + half) + 8 * lane;
+      x[j].clear();
+      if (column < p.hidden) x[j].load(p.x + token * p.hidden + column);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight<T>; ++j) {
+      const int tile = first + 2 * j + half, column = 128 * tile + 8 * lane;
+      float v[8];
+      x[j].values(v);
+      const TileScale s = p.scaling.template of<F>(lanes_max<16>(amax(v)));
+      const uint2 codes = fp8_encode8<F>(v, s.scale);
+      if (column < p.hidden) store(row + column, codes);
+      if (lane == 0 && tile < p.tiles)
+        store(row + p.hidden + 4 * tile, __float_as_uint(s.scale_inv));
+    }
+  }
+}
+
+// Word i behind the scales of `token`'s row: ids (of all experts; -1 for what names none), probs,
+// and the zeros of the row's end.
+template <typename T>
+__device__ __forceinline__ uint32_t word_of(const Params<T>& p, int64_t token, int i) {
+  if (i >= 2 * p.slots) return 0;
+  const int64_t at = token * p.slots + i;
+  if (i >= p.slots) return __float_as_uint(__ldg(p.probs + at - p.slots));
+  const int64_t id = p.wide ? __ldg(static_cast<const int64_t*>(p.topk_idx) + at)
+                            : int64_t{__ldg(static_cast<const int32_t*>(p.topk_idx) + at)};
+  const bool named = id >= 0 && id < int64_t{p.experts} * p.ranks;
+  return static_cast<uint32_t>(named ? static_cast<int>(id) : -1);
+}
+
+// Word `at` (bytes) of the row as rank `rank` gets it: its own experts alone.
+template <typename T>
+__device__ __forceinline__ uint32_t word_for(const Params<T>& p, const uint8_t* row, int at,
+                                             int rank) {
+  const auto word_at = [&](int byte) { return *reinterpret_cast<const uint32_t*>(row + byte); };
+  const int i = (at - p.ids_at) / 4;  // of ids, then probs
+  if (at < p.ids_at || i >= 2 * p.slots) return word_at(at);
+  const bool is_id = i < p.slots;
+  const int local = static_cast<int>(word_at(is_id ? at : at - 4 * p.slots)) - rank * p.experts;
+  const bool here = local >= 0 && local < p.experts;
+  if (is_id) return static_cast<uint32_t>(here ? local : -1);
+  return here ? word_at(at) : 0;
+}
+
+// Rows of a segment that have no token have no ids; `block` of those that look for them.
+template <typename T>
+__device__ __forceinline__ void mark_missing(const Params<T>& p, int64_t block) {
+  const int64_t first = block * kRowsToMark;
+  const int64_t last = min(first + kRowsToMark, int64_t{__ldg(p.row_offsets + p.ranks)});
+  for (int64_t at = first + threadIdx.x; at < last; at += blockDim.x) {
+    if (__ldg(p.token_of_row + at) >= 0) continue;
+    auto* words = reinterpret_cast<uint32_t*>(p.packed + at * p.row_bytes + p.ids_at);
+    for (int i = 0; i < 2 * p.slots; ++i) words[i] = i < p.slots ? 0xFFFFFFFFu : 0u;
+  }
+}
+
+template <typename F, typename T>
+__global__ void __launch_bounds__(32 * kMaxWarps) pack_rows(const __grid_constant__ Params<T> p) {
+  extern __shared__ __align__(128) uint8_t row[];  // [row_bytes]
+  const int64_t token = blockIdx.x;
+  if (token >= p.tokens) return mark_missing(p, token - p.tokens);
+  // What a thread needs later is asked for before the long part.
+  const int thread = threadIdx.x, threads = blockDim.x;
+  int at = thread < p.ranks ? __ldg(p.row_of + token * p.ranks + thread) : -1;
+  const uint32_t word = word_of(p, token, thread);
+  quantize_token<F>(p, token, row);
+  const int words = (p.row_bytes - p.ids_at) / 4;
+  for (int i = thread; i < words; i += threads)
+    store(row + p.ids_at + 4 * i, i == thread ? word : word_of(p, token, i));
+  bulk_fence();
+  __syncthreads();
+  const int same = p.slots > 0 ? p.ids_at / 16 * 16 : p.row_bytes;  // for every rank
+  for (int rank = thread; rank < p.ranks; rank += threads) {
+    if (rank != thread) at = __ldg(p.row_of + token * p.ranks + rank);
+    if (at < 0) continue;
+    uint8_t* to = p.packed + int64_t{at} * p.row_bytes;
+    if (same > 0) bulk_store(to, row, same);
+    for (int byte = same; byte < p.row_bytes; byte += 16)
+      store(to + byte, uint4{word_for(p, row, byte, rank), word_for(p, row, byte + 4, rank),
+                             word_for(p, row, byte + 8, rank), word_for(p, row, byte + 12, rank)});
+  }
+  bulk_wait_read();
+}
+
+}  // namespace
+
+void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
+                   int64_t num_experts, const RoutingPlan& plan, const Tensor& packed, DType fp8,
+                   ScaleRule rule, Stream stream) {
+  const Wire wire{.hidden = x.shape[1], .slots = topk_idx.defined() ? topk_idx.shape[1] : 0};
+  FP8MOE_CHECK(wire.bytes() <= device_info(x.device).shared_per_block,
+               "[quantize_pack] on CUDA a row has at most ", device_info(x.device).shared_per_block,
+               " bytes; got ", wire.bytes());
+  const int64_t blocks = plan.tokens + (wire.slots > 0 ? cdiv(plan.rows(), kRowsToMark) : 0);
+  if (blocks == 0) return;
+  const DeviceGuard guard(x.device);
+  const int64_t tiles = cdiv(wire.hidden, kTile);
+  dispatch_fp8(fp8, [&]<typename F>() {
+    dispatch_float(x.dtype, [&]<typename T>() {
+      const Params<T> params = {.x = x.as<const T>(),
+                                .topk_idx = topk_idx.data,
+                                .probs = probs.as<const float>(),
+                                .packed = packed.as<uint8_t>(),
+                                .row_of = plan.row_of(),
+                                .token_of_row = plan.token_of_row(),
+                                .row_offsets = plan.row_offsets(),
+                                .tokens = plan.tokens,
+                                .hidden = static_cast<int>(wire.hidden),
+                                .tiles = static_cast<int>(tiles),
+                                .ranks = static_cast<int>(plan.experts),
+                                .experts = static_cast<int>(num_experts / plan.experts),
+                                .slots = static_cast<int>(wire.slots),
+                                .wide = topk_idx.dtype == DType::i64,
+                                .row_bytes = static_cast<int>(wire.bytes()),
+                                .ids_at = static_cast<int>(wire.ids()),
+                                .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
+      const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
+      launch("quantize_pack", pack_rows<F, T>, static_cast<unsigned>(blocks),
+             static_cast<unsigned>(32 * warps), static_cast<size_t>(wire.bytes()),
+             stream_of(stream), params);
+    });
+  });
+}
+
+}  // namespace fp8moe::cuda

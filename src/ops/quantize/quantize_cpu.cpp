@@ -1,0 +1,33 @@
+// q = Q(x): x [M, K], one scale per tile of 1x128.
+#include "common/dispatch.h"
+#include "cpu/multiversion.h"
+#include "cpu/tile.h"
+#include "ops/backends.h"
+
+namespace fp8moe::cpu {
+namespace {
+
+template <typename F, typename T>
+FP8MOE_CLONES void quantize_row(const T* x, int64_t k, ScaleRule rule, uint8_t* q, float* scale_inv,
+                                int64_t scale_stride) {
+  quantize_tiles<F>(x, k, rule, q, scale_inv, scale_stride);
+}
+
+}  // namespace
+
+void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream) {
+  const int64_t m = x.shape[0];
+  const int64_t k = x.shape[1];
+  const int64_t tiles = cdiv(k, kTile);
+  const bool gemm = q.layout == ScaleLayout::gemm;
+  dispatch_fp8(q.data.dtype, [&]<typename F>() {
+    dispatch_float(x.dtype, [&]<typename T>() {
+#pragma omp parallel for schedule(static)
+      for (int64_t i = 0; i < m; ++i)
+        quantize_row<F>(x.as<T>() + i * k, k, rule, q.data.as<uint8_t>() + i * k,
+                        q.scale_inv.as<float>() + (gemm ? i : i * tiles), gemm ? pad4(m) : 1);
+    });
+  });
+}
+
+}  // namespace fp8moe::cpu
