@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8moe_cutlass import _C, ops
+from fp8moe_cutlass import _C, Fp8Tensor, ops
 
 CALLS = 20000
 _FLOOR: Any = torch.library.Library("fp8moe_floor", "DEF")  # type: ignore[no-untyped-call]
@@ -31,24 +31,23 @@ ROUTES: dict[str, Callable[..., object]] = {
 }
 
 
-def arguments() -> tuple[Any, ...]:
-    """grouped_gemm's flat arguments for no tokens, one expert, N = K = 128."""
+def arguments(route: str) -> tuple[Any, ...]:
+    """grouped_gemm's arguments for no tokens, one expert, N = K = 128."""
     data = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
     weight = torch.zeros(1, 128, 128).to(torch.float8_e4m3fn)
     plan = ops.plan_from_counts(torch.zeros(1, dtype=torch.int32), capacity=0)
     d = torch.empty(0, 128, dtype=torch.bfloat16)
-    return (
-        *(data, torch.empty(1, 0)),
-        *(weight, torch.ones(1, 1, 1)),
-        *(plan.buffer, *plan.sizes, d),
-    )
+    a, w = (data, torch.empty(1, 0), "gemm"), (weight, torch.ones(1, 1, 1), "block")
+    if route == "_C":
+        return Fp8Tensor(*a), Fp8Tensor(*w), plan, d
+    return (*a, *w, plan.buffer, *plan.sizes, d)
 
 
 def host_overhead() -> list[dict[str, Any]]:
     """A result row for each route; host_us is the best of seven rounds."""
-    args = arguments()
     rows: list[dict[str, Any]] = []
     for name, call in ROUTES.items():
+        args = arguments(name)
         call(*args)
         times = timeit.repeat(partial(call, *args), number=CALLS, repeat=7)
         rounds = sorted(1e3 * t / CALLS for t in times)  # ms a call

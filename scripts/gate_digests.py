@@ -287,11 +287,12 @@ def quantization(s: Shape, deal: Any, out: Digests) -> None:
         how = {"fp8_dtype": o[1], "scale_layout": o[2], "scale": o[3], "eps": o[4]}
         out.add("quantize", o, lambda: s.of_rows(op("quantize", x, **how), m))
     for o in deal("quantize_weight", 2, DTYPES, SCALES, (None, "rows", "transpose")):
-        w, how = s.normal(e, n, k, dtype=o[0]), {"scale": o[1], "only": o[2]}
+        which = {None: True, "rows": False, "transpose": "only"}[o[2]]
+        w, how = s.normal(e, n, k, dtype=o[0]), {"scale": o[1], "transposed": which}
 
         def weight() -> Any:
             q = op("quantize_weight", w, **how)
-            return all_of(*((q,) if how["only"] else q))
+            return all_of(*(q if which is True else (q,)))
 
         out.add("quantize_weight", o, weight)
     for o in deal("dequantize", 2, FORMATS, (*LAYOUTS, "block"), DTYPES, BOTH):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
 
 TOKENS, SLOTS, EXPERTS, WIDTH = 48, 2, 3, 256
 
@@ -78,9 +79,8 @@ def flat_calls() -> dict[str, dict[str, Any]]:
     rows, width, kcap = p.plan.rows, WIDTH, p.plan.columns
     rule = {"pow2": True, "eps": 1e-10}
 
-    def fp8(name: str, t: Fp8Tensor, layout: bool = True) -> dict[str, Any]:
-        named = {name: t.data, f"{name}_scale": t.scale_inv}
-        return {**named, f"{name}_layout": t.scale_layout} if layout else named
+    def fp8(name: str, t: Fp8Tensor) -> dict[str, Any]:
+        return {name: t.data, f"{name}_scale": t.scale_inv, f"{name}_layout": t.scale_layout}
 
     def new(name: str, *shape: int, layout: str) -> dict[str, Any]:
         scale = {
@@ -91,9 +91,6 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         t = {name: torch.zeros(shape).to(e4m3), f"{name}_scale": torch.zeros(scale)}
         return {**t, f"{name}_layout": layout}
 
-    def without_layout(call: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in call.items() if not k.endswith("_layout")}
-
     buffer = torch.zeros_like(p.plan.buffer)
     counts = {"tokens": rows, "slots": 1, "experts": EXPERTS, "align": 1, "capacity": rows}
     counts_buffer = RoutingPlan(None, *counts.values()).buffer_size
@@ -101,8 +98,8 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         "quantize": {"x": p.x, **new("q", TOKENS, width, layout="row"), **rule},
         "quantize_weight": {
             "w": p.w,
-            **without_layout(new("q", EXPERTS, width, width, layout="block")),
-            **without_layout(new("q_t", EXPERTS, width, width, layout="block")),
+            **new("q", EXPERTS, width, width, layout="block"),
+            **new("q_t", EXPERTS, width, width, layout="block"),
             **rule,
         },
         "dequantize": {**fp8("q", p.x8), "x": torch.zeros(TOKENS, width)},
@@ -201,8 +198,8 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **rule,
         },
         "grouped_gemm": {
-            **fp8("a", p.rows8, layout=False),
-            **fp8("w", p.w8, layout=False),
+            **fp8("a", p.rows8),
+            **fp8("w", p.w8),
             **plan,
             "d": torch.zeros(rows, width, dtype=torch.bfloat16),
         },
@@ -217,27 +214,29 @@ def flat_calls() -> dict[str, dict[str, Any]]:
 
 
 _SIZES = ("tokens", "slots", "experts", "align", "capacity")
-OPS = (
-    "quantize",
-    "quantize_weight",
-    "dequantize",
-    "route",
-    "plan_from_counts",
-    "permute_pad",
-    "permute_pad_backward",
-    "unpermute_unpad",
-    "unpermute_unpad_backward",
-    "dispatch_plan",
-    "quantize_pack",
-    "unpack",
-    "transpose_fp8",
-    "permute_transpose_fp8",
-    "count_codes",
-    "act_quantize",
-    "act_quantize_backward",
-    "grouped_gemm",
-    "grouped_gemm_wgrad",
-)
+OPS = tuple(_C.operators())
+
+
+def objects(name: str, flat: dict[str, Any]) -> list[Any]:
+    """The same arguments as _C takes them: an Fp8Tensor and a plan as one object each."""
+    flat, given = dict(flat), []
+    for field, kind, role, _ in _C.operators()[name]:
+        if role == "workspace":
+            given.append(flat.get(field, torch.zeros(1 << 16, dtype=torch.uint8)))
+        elif kind == "rule":
+            given += [flat["pow2"], flat["eps"]]
+        elif flat[field] is None:
+            given.append(None)
+        elif kind == "plan":
+            given.append(RoutingPlan(flat[field], *(flat[size] for size in _SIZES)))
+        elif kind == "fp8" and flat[f"{field}_scale"] is not None:
+            # Not an Fp8Tensor, which refuses some of what _C has to refuse.
+            parts = {"data": flat[field], "scale_inv": flat[f"{field}_scale"]}
+            words = {"scale_layout": flat[f"{field}_layout"], "fp8_dtype": None}
+            given.append(SimpleNamespace(**parts, **words))
+        else:
+            given.append(flat[field])
+    return given
 
 
 def outputs(name: str) -> list[str]:

@@ -131,6 +131,37 @@ def test_doctor_says_what_the_library_would(monkeypatch: pytest.MonkeyPatch) -> 
     assert "here is NVIDIA A100" in cuda_tensors(monkeypatch, None, AMPERE)
 
 
+SMI = "0, GPU-aa11, NVIDIA H100, 9.0\n1, GPU-ab22, NVIDIA A100, 8.0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["NVIDIA H100", "NVIDIA A100"]),
+        ("", []),
+        ("1", ["NVIDIA A100"]),
+        ("1,0", ["NVIDIA A100", "NVIDIA H100"]),
+        ("GPU-ab", ["NVIDIA A100"]),
+        ("GPU-a", []),  # ambiguous
+        ("-1,0", []),
+        ("0,7,1", ["NVIDIA H100"]),
+    ],
+)
+def test_doctor_lists_what_the_process_can_use(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]
+) -> None:
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda fields: SMI.splitlines())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cards = doctor.gpus()
+    assert [g.name for g in cards] == names
+    hidden = [f.text for f in doctor.here(cards, None) if f.topic == "GPUs hidden"]
+    assert hidden == (
+        [f"{2 - len(names)}, by CUDA_VISIBLE_DEVICES={visible!r}"] if len(names) < 2 else []
+    )
+
+
 def test_doctor_without_torch() -> None:
     [torch] = [f for f in doctor.advice(_C.build_info(), [], None) if f.topic == "torch layers"]
     assert "pip install 'fp8moe-cutlass[torch]'" in torch.text

@@ -43,14 +43,14 @@ WANTED: dict[str, tuple[dict[str, bool], bool, bool]] = {
 }
 
 
-def directions(patch: pytest.MonkeyPatch) -> list[str | None]:
-    """Fills with what each quantize_weight is asked for; None: both directions."""
-    made: list[str | None] = []
+def directions(patch: pytest.MonkeyPatch) -> list[bool | str]:
+    """Fills with `transposed` of each quantize_weight."""
+    made: list[bool | str] = []
     quantize_weight = ops.quantize_weight
 
-    def spy(w: Tensor, *, only: Any = None, **how: Any) -> Any:
-        made.append(only)
-        return quantize_weight(w, only=only, **how)
+    def spy(w: Tensor, *, transposed: bool | str = True, **how: Any) -> Any:
+        made.append(transposed)
+        return quantize_weight(w, transposed=transposed, **how)
 
     patch.setattr(ops, "quantize_weight", spy)
     return made
@@ -74,11 +74,11 @@ def test_nothing_is_made_or_saved_for_a_gradient_nobody_takes(
     with hooks:
         out = layer(x, p.topk_idx, probs)
     if options:
-        assert made == ["rows", "rows"]
+        assert made == [False, False]
         assert any(t is layer.down_proj for t in kept)
         assert any(t is layer.gate_up_proj for t in kept) == gate_up_t
     else:
-        assert made == [None if gate_up_t else "rows", None]
+        assert made == [gate_up_t, True]
         codes = [t.shape for t in kept if t.dtype == torch.float8_e4m3fn]
         assert codes.count(torch.Size((2, 128, 256))) == gate_up_t
         assert codes.count(torch.Size((2, 128, 128))) == 1
@@ -96,7 +96,7 @@ def test_no_grad_writes_one_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     made = directions(monkeypatch)
     with torch.no_grad():
         layer(p.x, p.topk_idx, p.probs)
-    assert made == ["rows", "rows"]
+    assert made == [False, False]
 
 
 def test_placeholders_are_one_memory_per_shape() -> None:

@@ -169,14 +169,14 @@ def test_weight_of_every_kind_of_tile(dtype: str, scale: str) -> None:
 def test_one_of_the_two_weights(scale):
     w = torch.randn(3, 144, 272)
     q, q_t = ops.quantize_weight(w, scale=scale)
-    for only, want in (("rows", q), ("transpose", q_t)):
-        got = ops.quantize_weight(w, scale=scale, only=only)
-        again = ops.quantize_weight(w, scale=scale, only=only, out=got)
+    for which, want in ((False, q), ("only", q_t)):
+        got = ops.quantize_weight(w, scale=scale, transposed=which)
+        again = ops.quantize_weight(w, scale=scale, transposed=which, out=got)
         assert again is got
         assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
         assert torch.equal(got.scale_inv, want.scale_inv)
-    with pytest.raises(ValueError, match="only must be None, 'rows' or 'transpose'; got 'both'"):
-        ops.quantize_weight(w, only="both")
+    with pytest.raises(ValueError, match="transposed must be True, False or 'only'; got 'both'"):
+        ops.quantize_weight(w, transposed="both")
 
 
 # ---- dequantize ---------------------------------------------------------------------------------

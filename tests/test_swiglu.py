@@ -121,7 +121,7 @@ def test_clamp(limit: float) -> None:
     z, dh = 4 * torch.randn(50, 512), torch.randn(50, 256)
     want = truth(z, dh, limit=limit)
     assert_quantized(ops.act_quantize(z, limit=limit), want.h)
-    dz, _ = ops.act_quantize_backward(dh, z, limit=limit)
+    dz, *_ = ops.act_quantize_backward(dh, z, limit=limit)
     assert_quantized(dz, want.dz)
     shut = torch.cat([z[:, :256] > limit, z[:, 256:].abs() > limit], 1)
     assert shut.any()
@@ -146,7 +146,7 @@ def test_nan_and_inf_stay_in_their_place() -> None:
     nan = (codes & 0x7F) == 0x7F
     assert nan.nonzero().tolist() == [[1, 3], [2, 2]]
     assert int(codes[3, 5] & 0x7F) == 0x7E  # saturated
-    dz, dprobs = ops.act_quantize_backward(torch.ones(6, 128), z, probs=torch.ones(6))
+    dz, *_, dprobs = ops.act_quantize_backward(torch.ones(6, 128), z, probs=torch.ones(6))
     assert dprobs.isnan().tolist() == [False, True, True, False, False, False]
     nan = (dz.data.view(torch.uint8) & 0x7F) == 0x7F
     assert nan[1].nonzero().flatten().tolist() == [3, 131]
@@ -172,11 +172,13 @@ def test_backward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
     for inner in (16, 128, 368):
         z, dh, probs = awkward(40, 2 * inner, dtype), awkward(40, inner, dtype), torch.rand(40)
         want = truth(z, dh, probs)
-        dz, dprobs = ops.act_quantize_backward(dh, z, probs=probs, scale=scale, fp8_dtype=fp8_dtype)
+        dz, *_, dprobs = ops.act_quantize_backward(
+            dh, z, probs=probs, scale=scale, fp8_dtype=fp8_dtype
+        )
         assert_quantized(dz, want.dz, scale == "pow2")
         size = truth(z.abs(), dh.abs(), probs).dprobs.abs()
         assert ((dprobs - want.dprobs).abs() <= 1e-5 * size + 1e-30).all()
-        alone, none = ops.act_quantize_backward(dh, z, scale_layout="row")
+        alone, *_, none = ops.act_quantize_backward(dh, z, scale_layout="row")
         assert none is None
         assert_quantized(alone, truth(z, dh).dz)
 
@@ -194,14 +196,14 @@ def test_padding_rows_are_zero_and_not_read(counts: list[int], align: int) -> No
     valid, padding = valid_rows(plan), padding_rows(plan)
     z[padding], dh[padding], probs[padding] = torch.nan, torch.nan, torch.nan
     h, z_q = ops.act_quantize(z, plan, probs, save_z=True)
-    dz, dprobs = ops.act_quantize_backward(dh, z, plan, probs)
+    dz, *_, dprobs = ops.act_quantize_backward(dh, z, plan, probs)
     for q in (h, z_q, dz):
         codes, scale = codes_and_scales(q)
         assert (codes[padding] == 0).all()
         assert (scale[padding] == 0).all()
     assert (dprobs[padding] == 0).all()
     plain = ops.act_quantize(z[valid], probs=probs[valid])
-    plain_dz, plain_dprobs = ops.act_quantize_backward(dh[valid], z[valid], probs=probs[valid])
+    plain_dz, *_, plain_dprobs = ops.act_quantize_backward(dh[valid], z[valid], probs=probs[valid])
     for q, want in ((h, plain), (dz, plain_dz)):
         for got, expected in zip(codes_and_scales(q), codes_and_scales(want), strict=True):
             assert torch.equal(got[valid], expected)
@@ -278,7 +280,7 @@ def test_any_shape(data: st.DataObject) -> None:
     limit = data.draw(st.sampled_from([None, 1.0]))
     z, dh, probs = awkward(rows, 2 * inner, dtype), awkward(rows, inner, dtype), torch.rand(rows)
     h = ops.act_quantize(z, probs=probs, limit=limit)
-    dz, dprobs = ops.act_quantize_backward(dh, z, probs=probs, limit=limit)
+    dz, *_, dprobs = ops.act_quantize_backward(dh, z, probs=probs, limit=limit)
     assert (h.shape, dz.shape, dprobs.shape) == ((rows, inner), (rows, 2 * inner), (rows,))
     if rows:
         want = truth(z, dh, probs, limit)

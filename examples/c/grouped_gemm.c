@@ -7,6 +7,10 @@
 
 #include "fp8moe/c_api.h"
 
+/* An operator by its arguments' names; what is left out is not given. */
+#define CALL(op, ...) \
+  fp8moe_##op(&(fp8moe_##op##_args){.size = sizeof(fp8moe_##op##_args), __VA_ARGS__}, NULL)
+
 enum { kExperts = 3, kRows = 90, kN = 160, kK = 320, kBlocks = 3, kBlocksN = 2, kRowsPadded = 92 };
 
 static void check(fp8moe_status status) {
@@ -40,7 +44,7 @@ int main(void) {
 
   fp8moe_plan plan = {{0}, kRows, 1, kExperts, 1, kRows};
   plan.buffer = tensor(FP8MOE_I32, 4, 1, fp8moe_plan_buffer_size(&plan), 0, 0);
-  check(fp8moe_plan_from_counts(&counts, &plan, NULL));
+  check(CALL(plan_from_counts, .tokens_per_expert = &counts, .plan = &plan));
   const int32_t* row_offsets = (int32_t*)plan.buffer.data + fp8moe_plan_row_offsets_at(&plan);
 
   const fp8moe_tensor x = tensor(FP8MOE_F32, 4, 2, kRows, kK, 0);
@@ -58,9 +62,9 @@ int main(void) {
   for (int i = 0; i < kRows * kK; ++i) xs[i] = next(&state);
   for (int i = 0; i < kExperts * kN * kK; ++i) ws[i] = next(&state);
 
-  check(fp8moe_quantize(&x, &a, rule, NULL));
-  check(fp8moe_quantize_weight(&w, &b, NULL, rule, NULL));
-  check(fp8moe_grouped_gemm(&a, &b, &plan, &d, NULL));
+  check(CALL(quantize, .x = &x, .q = &a, .rule = rule));
+  check(CALL(quantize_weight, .w = &w, .q = &b, .rule = rule));
+  check(CALL(grouped_gemm, .a = &a, .w = &b, .plan = &plan, .d = &d));
 
   double error = 0.0, norm = 0.0;
   for (int e = 0; e < kExperts; ++e)

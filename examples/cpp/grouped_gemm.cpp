@@ -53,7 +53,9 @@ int main() {
   std::vector<int32_t> buffer;
   plan.buffer = view(buffer, DType::i32, {plan.buffer_size()});
   std::vector<uint8_t> scratch;
-  route(topk_idx, {}, plan, view(scratch, DType::u8, {route_workspace(plan)}));
+  route({.topk_idx = topk_idx,
+         .plan = plan,
+         .workspace = view(scratch, DType::u8, {workspace_bytes(Route{.plan = plan})})});
 
   // x -> FP8 in 1x128 tiles -> grouped by expert, scales in the layout the GEMM reads.
   std::vector<float> x, w, d;
@@ -70,12 +72,12 @@ int main() {
   wq.tensor = {view(wq.codes, DType::e4m3, {kExperts, kN, kK}),
                view(wq.scales, DType::f32, {kExperts, cdiv(kN, kTile), blocks}),
                ScaleLayout::block};
-  quantize(xt, xq.tensor, {});
-  permute_pad(xq.tensor, plan, {}, aq.tensor, {});
-  quantize_weight(wt, wq.tensor, {}, {});
+  quantize({.x = xt, .q = xq.tensor});
+  permute_pad({.x = xq.tensor, .plan = plan, .y = aq.tensor});
+  quantize_weight({.w = wt, .q = wq.tensor});
 
   const Tensor dt = view(d, DType::f32, {plan.rows(), kN});
-  grouped_gemm(aq.tensor, wq.tensor, plan, dt);
+  grouped_gemm({.a = aq.tensor, .w = wq.tensor, .plan = plan, .d = dt});
 
   // d[row_of[t, s]] should be x[t] w[expert]^T, up to the rounding of FP8's 3 mantissa bits.
   double error = 0.0, norm = 0.0;

@@ -2,7 +2,12 @@
 /* The C ABI: every operator of ops.h, under the same name and contract, for C and for any language
  * that calls C. Memory belongs to the caller; nothing here allocates or throws.
  *
- * An argument marked "optional" may be NULL. A function returns FP8MOE_OK, or the kind of error,
+ *   fp8moe_quantize_args args = {.size = sizeof args, .x = &x, .q = &q, .rule = {1, 1e-10f}};
+ *   fp8moe_status status = fp8moe_quantize(&args, stream);
+ *
+ * A struct of arguments begins with its size, as the caller was compiled: a newer library may add
+ * members at its end, where zeros stand for "as before". An argument marked "optional" may be NULL.
+ * A function returns FP8MOE_OK, or the kind of error,
  * whose message ("[op] rule; got value") fp8moe_last_error() gives; an invalid argument writes
  * nothing. An output overlaps no input and no other output. `stream` is the cudaStream_t of CUDA
  * tensors and is ignored (NULL) on the CPU. */
@@ -65,7 +70,7 @@ typedef struct fp8moe_tensor {
 /* value = decode(data) * scale_inv */
 typedef struct fp8moe_fp8_tensor {
   fp8moe_tensor data;      /* e4m3 or e5m2 */
-  fp8moe_tensor scale_inv; /* f32 */
+  fp8moe_tensor scale_inv; /* f32; all zeros: there are no scales */
   int32_t layout;
 } fp8moe_fp8_tensor;
 
@@ -112,115 +117,223 @@ FP8MOE_C_API int64_t fp8moe_plan_col_blocks_at(const fp8moe_plan* plan);        
 
 /* ---- quantization ---- */
 
-FP8MOE_C_API fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
-                                           fp8moe_scale_rule rule, void* stream);
-/* q, q_t: either is optional. */
-FP8MOE_C_API fp8moe_status fp8moe_quantize_weight(const fp8moe_tensor* w,
-                                                  const fp8moe_fp8_tensor* q,
-                                                  const fp8moe_fp8_tensor* q_t,
-                                                  fp8moe_scale_rule rule, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_dequantize(const fp8moe_fp8_tensor* q, const fp8moe_tensor* x,
-                                             void* stream);
+typedef struct fp8moe_quantize_args {
+  size_t size;
+  const fp8moe_tensor* x;
+  const fp8moe_fp8_tensor* q;
+  fp8moe_scale_rule rule;
+} fp8moe_quantize_args;
+FP8MOE_C_API fp8moe_status fp8moe_quantize(const fp8moe_quantize_args* args, void* stream);
+
+typedef struct fp8moe_quantize_weight_args {
+  size_t size;
+  const fp8moe_tensor* w;
+  const fp8moe_fp8_tensor* q;   /* optional */
+  const fp8moe_fp8_tensor* q_t; /* optional */
+  fp8moe_scale_rule rule;
+} fp8moe_quantize_weight_args;
+FP8MOE_C_API fp8moe_status fp8moe_quantize_weight(const fp8moe_quantize_weight_args* args,
+                                                  void* stream);
+
+typedef struct fp8moe_dequantize_args {
+  size_t size;
+  const fp8moe_fp8_tensor* q;
+  const fp8moe_tensor* x;
+} fp8moe_dequantize_args;
+FP8MOE_C_API fp8moe_status fp8moe_dequantize(const fp8moe_dequantize_args* args, void* stream);
 
 /* ---- routing ---- */
 
-/* *bytes: what fp8moe_route needs as workspace (0 is possible). */
-FP8MOE_C_API fp8moe_status fp8moe_route_workspace(const fp8moe_plan* plan, int64_t* bytes);
-/* One of topk_idx and routing_map is NULL; workspace is optional where it needs 0 bytes. */
-FP8MOE_C_API fp8moe_status fp8moe_route(const fp8moe_tensor* topk_idx,
-                                        const fp8moe_tensor* routing_map, const fp8moe_plan* plan,
-                                        const fp8moe_tensor* workspace, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_plan_from_counts(const fp8moe_tensor* tokens_per_expert,
-                                                   const fp8moe_plan* plan, void* stream);
+typedef struct fp8moe_route_args {
+  size_t size;
+  const fp8moe_tensor* topk_idx;    /* one of the two */
+  const fp8moe_tensor* routing_map; /* one of the two */
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* workspace; /* optional where fp8moe_route_workspace says 0 bytes */
+} fp8moe_route_args;
+FP8MOE_C_API fp8moe_status fp8moe_route(const fp8moe_route_args* args, void* stream);
+/* *bytes: what fp8moe_route needs as workspace (0 is possible); of the plan alone. */
+FP8MOE_C_API fp8moe_status fp8moe_route_workspace(const fp8moe_route_args* args, int64_t* bytes);
+
+typedef struct fp8moe_plan_from_counts_args {
+  size_t size;
+  const fp8moe_tensor* tokens_per_expert;
+  const fp8moe_plan* plan;
+} fp8moe_plan_from_counts_args;
+FP8MOE_C_API fp8moe_status fp8moe_plan_from_counts(const fp8moe_plan_from_counts_args* args,
+                                                   void* stream);
 
 /* ---- movement ---- */
 
-/* probs and row_probs: both or neither. */
-FP8MOE_C_API fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* plan,
-                                              const fp8moe_tensor* probs, const fp8moe_tensor* y,
-                                              const fp8moe_tensor* row_probs, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_permute_pad_fp8(const fp8moe_fp8_tensor* x,
-                                                  const fp8moe_plan* plan,
-                                                  const fp8moe_tensor* probs,
-                                                  const fp8moe_fp8_tensor* y,
-                                                  const fp8moe_tensor* row_probs, void* stream);
-/* row_dprobs and dprobs: both or neither. */
-FP8MOE_C_API fp8moe_status fp8moe_permute_pad_backward(const fp8moe_tensor* dy,
-                                                       const fp8moe_plan* plan,
-                                                       const fp8moe_tensor* row_dprobs,
-                                                       const fp8moe_tensor* dx,
-                                                       const fp8moe_tensor* dprobs, void* stream);
-/* probs: optional. */
-FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad(const fp8moe_tensor* y, const fp8moe_plan* plan,
-                                                  const fp8moe_tensor* probs,
-                                                  const fp8moe_tensor* out, void* stream);
-/* y, probs and dprobs: all or none. */
-FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad_backward(
-    const fp8moe_tensor* dout, const fp8moe_plan* plan, const fp8moe_tensor* y,
-    const fp8moe_tensor* probs, const fp8moe_tensor* dy, const fp8moe_tensor* dprobs, void* stream);
+typedef struct fp8moe_permute_pad_args {
+  size_t size;
+  const fp8moe_fp8_tensor* x; /* without scales: high precision */
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* probs;     /* optional */
+  const fp8moe_fp8_tensor* y;     /* without scales: high precision */
+  const fp8moe_tensor* row_probs; /* optional */
+  int32_t zero_unweighted;
+} fp8moe_permute_pad_args;
+FP8MOE_C_API fp8moe_status fp8moe_permute_pad(const fp8moe_permute_pad_args* args, void* stream);
+
+typedef struct fp8moe_permute_pad_backward_args {
+  size_t size;
+  const fp8moe_tensor* dy;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* row_dprobs; /* optional */
+  const fp8moe_tensor* dx;
+  const fp8moe_tensor* dprobs; /* optional */
+} fp8moe_permute_pad_backward_args;
+FP8MOE_C_API fp8moe_status fp8moe_permute_pad_backward(const fp8moe_permute_pad_backward_args* args,
+                                                       void* stream);
+
+typedef struct fp8moe_unpermute_unpad_args {
+  size_t size;
+  const fp8moe_tensor* y;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* probs; /* optional */
+  const fp8moe_tensor* out;
+} fp8moe_unpermute_unpad_args;
+FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad(const fp8moe_unpermute_unpad_args* args,
+                                                  void* stream);
+
+typedef struct fp8moe_unpermute_unpad_backward_args {
+  size_t size;
+  const fp8moe_tensor* dout;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* y;     /* optional */
+  const fp8moe_tensor* probs; /* optional */
+  const fp8moe_tensor* dy;
+  const fp8moe_tensor* dprobs; /* optional */
+} fp8moe_unpermute_unpad_backward_args;
+FP8MOE_C_API fp8moe_status
+fp8moe_unpermute_unpad_backward(const fp8moe_unpermute_unpad_backward_args* args, void* stream);
 
 /* ---- between ranks (expert parallelism) ---- */
 
-/* *bytes: what fp8moe_dispatch_plan needs as workspace (0 is possible). */
-FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_plan* plan, int64_t* bytes);
-/* workspace is optional where it needs 0 bytes. */
-FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, int64_t num_experts,
-                                                int64_t segment, const fp8moe_plan* plan,
-                                                const fp8moe_tensor* counts,
-                                                const fp8moe_tensor* workspace, void* stream);
+typedef struct fp8moe_dispatch_plan_args {
+  size_t size;
+  const fp8moe_tensor* topk_idx;
+  int64_t num_experts;
+  int64_t segment;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* counts;
+  const fp8moe_tensor* workspace; /* optional where fp8moe_dispatch_plan_workspace says 0 bytes */
+} fp8moe_dispatch_plan_args;
+FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan(const fp8moe_dispatch_plan_args* args,
+                                                void* stream);
+/* *bytes: what fp8moe_dispatch_plan needs as workspace (0 is possible); of the plan alone. */
+FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_dispatch_plan_args* args,
+                                                          int64_t* bytes);
+
 /* Bytes of a row on the wire (ops.h); -1 (and the message) for negative or absurd numbers. */
 FP8MOE_C_API int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots);
-/* topk_idx and probs: both or neither. fp8_dtype: FP8MOE_E4M3 or FP8MOE_E5M2. */
-FP8MOE_C_API fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x,
-                                                const fp8moe_tensor* topk_idx,
-                                                const fp8moe_tensor* probs, int64_t num_experts,
-                                                const fp8moe_plan* plan,
-                                                const fp8moe_tensor* packed, int32_t fp8_dtype,
-                                                fp8moe_scale_rule rule, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_unpack(const fp8moe_tensor* packed, int64_t hidden,
-                                         const fp8moe_tensor* topk_idx, const fp8moe_tensor* probs,
-                                         void* stream);
+
+typedef struct fp8moe_quantize_pack_args {
+  size_t size;
+  const fp8moe_tensor* x;
+  const fp8moe_tensor* topk_idx; /* optional */
+  const fp8moe_tensor* probs;    /* optional */
+  int64_t num_experts;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* packed;
+  int32_t fp8_dtype; /* FP8MOE_E4M3 or FP8MOE_E5M2 */
+  fp8moe_scale_rule rule;
+} fp8moe_quantize_pack_args;
+FP8MOE_C_API fp8moe_status fp8moe_quantize_pack(const fp8moe_quantize_pack_args* args,
+                                                void* stream);
+
+typedef struct fp8moe_unpack_args {
+  size_t size;
+  const fp8moe_tensor* packed;
+  int64_t hidden;
+  const fp8moe_tensor* topk_idx;
+  const fp8moe_tensor* probs;
+} fp8moe_unpack_args;
+FP8MOE_C_API fp8moe_status fp8moe_unpack(const fp8moe_unpack_args* args, void* stream);
 
 /* ---- transposes in the FP8 domain ---- */
 
-FP8MOE_C_API fp8moe_status fp8moe_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* plan,
-                                                const fp8moe_fp8_tensor* columns,
-                                                int32_t requantize, fp8moe_scale_rule rule,
+typedef struct fp8moe_transpose_fp8_args {
+  size_t size;
+  const fp8moe_fp8_tensor* q;
+  const fp8moe_plan* plan;
+  const fp8moe_fp8_tensor* columns;
+  int32_t requantize;
+  fp8moe_scale_rule rule;
+} fp8moe_transpose_fp8_args;
+FP8MOE_C_API fp8moe_status fp8moe_transpose_fp8(const fp8moe_transpose_fp8_args* args,
                                                 void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_fp8_tensor* q,
-                                                        const fp8moe_plan* plan,
-                                                        const fp8moe_fp8_tensor* columns,
-                                                        void* stream);
 
-/* columns: optional. counts: i64, CodeCount of ops.h. */
-FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* plan,
-                                              const fp8moe_fp8_tensor* columns, int64_t stride,
-                                              const fp8moe_tensor* counts, void* stream);
+typedef struct fp8moe_permute_transpose_fp8_args {
+  size_t size;
+  const fp8moe_fp8_tensor* q;
+  const fp8moe_plan* plan;
+  const fp8moe_fp8_tensor* columns;
+} fp8moe_permute_transpose_fp8_args;
+FP8MOE_C_API fp8moe_status
+fp8moe_permute_transpose_fp8(const fp8moe_permute_transpose_fp8_args* args, void* stream);
+
+typedef struct fp8moe_count_codes_args {
+  size_t size;
+  const fp8moe_fp8_tensor* q;
+  const fp8moe_plan* plan;
+  const fp8moe_fp8_tensor* columns; /* optional */
+  int64_t stride;
+  const fp8moe_tensor* counts;
+} fp8moe_count_codes_args;
+FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_count_codes_args* args, void* stream);
 
 /* ---- activation ---- */
 
-/* plan, probs, z_q: optional. limit: as in ops.h, INFINITY for none. */
-FP8MOE_C_API fp8moe_status fp8moe_act_quantize(const fp8moe_tensor* z, const fp8moe_plan* plan,
-                                               const fp8moe_tensor* probs, float limit,
-                                               const fp8moe_fp8_tensor* h,
-                                               const fp8moe_fp8_tensor* z_q, fp8moe_scale_rule rule,
-                                               void* stream);
-/* plan, probs, dprobs, dz_columns, h_columns: optional. */
-FP8MOE_C_API fp8moe_status fp8moe_act_quantize_backward(
-    const fp8moe_tensor* dh, const fp8moe_tensor* z, const fp8moe_plan* plan,
-    const fp8moe_tensor* probs, float limit, const fp8moe_fp8_tensor* dz,
-    const fp8moe_tensor* dprobs, const fp8moe_fp8_tensor* dz_columns,
-    const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule rule, void* stream);
+typedef struct fp8moe_act_quantize_args {
+  size_t size;
+  const fp8moe_tensor* z;
+  const fp8moe_plan* plan;    /* optional */
+  const fp8moe_tensor* probs; /* optional */
+  float limit;                /* INFINITY: none */
+  const fp8moe_fp8_tensor* h;
+  const fp8moe_fp8_tensor* z_q; /* optional */
+  fp8moe_scale_rule rule;
+} fp8moe_act_quantize_args;
+FP8MOE_C_API fp8moe_status fp8moe_act_quantize(const fp8moe_act_quantize_args* args, void* stream);
+
+typedef struct fp8moe_act_quantize_backward_args {
+  size_t size;
+  const fp8moe_tensor* dh;
+  const fp8moe_tensor* z;
+  const fp8moe_plan* plan;    /* optional */
+  const fp8moe_tensor* probs; /* optional */
+  float limit;                /* INFINITY: none */
+  const fp8moe_fp8_tensor* dz;
+  const fp8moe_tensor* dprobs;         /* optional */
+  const fp8moe_fp8_tensor* dz_columns; /* optional */
+  const fp8moe_fp8_tensor* h_columns;  /* optional */
+  fp8moe_scale_rule rule;
+} fp8moe_act_quantize_backward_args;
+FP8MOE_C_API fp8moe_status
+fp8moe_act_quantize_backward(const fp8moe_act_quantize_backward_args* args, void* stream);
 
 /* ---- grouped GEMM ---- */
 
-FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm(const fp8moe_fp8_tensor* a,
-                                               const fp8moe_fp8_tensor* w, const fp8moe_plan* plan,
-                                               const fp8moe_tensor* d, void* stream);
-FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_fp8_tensor* dy_t,
-                                                     const fp8moe_fp8_tensor* x_t,
-                                                     const fp8moe_plan* plan,
-                                                     const fp8moe_tensor* dw, int32_t accumulate,
+typedef struct fp8moe_grouped_gemm_args {
+  size_t size;
+  const fp8moe_fp8_tensor* a;
+  const fp8moe_fp8_tensor* w;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* d;
+} fp8moe_grouped_gemm_args;
+FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm(const fp8moe_grouped_gemm_args* args, void* stream);
+
+typedef struct fp8moe_grouped_gemm_wgrad_args {
+  size_t size;
+  const fp8moe_fp8_tensor* dy_t;
+  const fp8moe_fp8_tensor* x_t;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* dw;
+  int32_t accumulate;
+} fp8moe_grouped_gemm_wgrad_args;
+FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_grouped_gemm_wgrad_args* args,
                                                      void* stream);
 
 #ifdef __cplusplus

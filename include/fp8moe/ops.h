@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators. Each runs on the device of its tensors: CPU, or CUDA (sm_90a) on `stream`.
 //
+//   permute_pad({.x = x, .plan = plan, .y = y}, stream);
+//
+// Of each a struct of parameters and a function. A member left out is not given: an optional array,
+// or an option with its default. `fields` says which is which, and is all that bindings know.
+//
 // Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the
-// caller gives, allocates nothing on the device and never synchronizes with it. Outputs are the
-// arguments after the inputs; a default-constructed Tensor leaves an optional one out. No output
+// caller gives, allocates nothing on the device and never synchronizes with it. No output
 // shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
 // (InvalidArgument). Codes, high-precision data and plans start at a multiple of 16 bytes. On the
 // CPU, memory that runs out inside a parallel region ends the process: some ops hold a few rows a
@@ -12,7 +16,11 @@
 // docs/reference/numerics.md states what each op guarantees bit by bit.
 #pragma once
 
+#include <limits>
+#include <tuple>
+
 #include "fp8moe/error.h"
+#include "fp8moe/fields.h"
 #include "fp8moe/plan.h"
 #include "fp8moe/tensor.h"
 
@@ -24,72 +32,173 @@ struct ScaleRule {
   float eps = 1e-10f;  // floor of the magnitude
 };
 
-// ---- quantization -------------------------------------------------------------------------------
+// ---- quantization ------------------------------------------------------------------------------
 
 // q = Q(x) by 1x128 tiles. x [M, K] f32/f16/bf16; q.layout row or gemm.
-FP8MOE_API void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream = {});
+struct Quantize {
+  static constexpr const char* op = "quantize";
+
+  Tensor x{};
+  Fp8Tensor q{};
+  ScaleRule rule{};
+
+  static constexpr auto fields = std::tuple{in("x", &Quantize::x, kAligned), out("q", &Quantize::q),
+                                            option("rule", &Quantize::rule)};
+};
+FP8MOE_API void quantize(const Quantize& p, Stream stream = {});
 
 // q = Q(w) by 128x128 tiles of w [E, N, K], in e4m3, and q_t [E, K, N], its exact transpose with
 // its scales. q or q_t may be left out.
-FP8MOE_API void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t,
-                                ScaleRule rule, Stream stream = {});
+struct QuantizeWeight {
+  static constexpr const char* op = "quantize_weight";
+
+  Tensor w{};
+  Fp8Tensor q{};
+  Fp8Tensor q_t{};
+  ScaleRule rule{};
+
+  static constexpr auto fields =
+      std::tuple{in("w", &QuantizeWeight::w, kAligned), optional_out("q", &QuantizeWeight::q),
+                 optional_out("q_t", &QuantizeWeight::q_t), option("rule", &QuantizeWeight::rule)};
+};
+FP8MOE_API void quantize_weight(const QuantizeWeight& p, Stream stream = {});
 
 // x = q * scale_inv. q [M, K] in any layout, or [E, M, K] in block. The product is rounded to f32
 // and that to x's dtype: a product with a power of two is exact unless it leaves f32's range, so
 // that one rounding is left; one with a float32 scale may round twice.
-FP8MOE_API void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream = {});
+struct Dequantize {
+  static constexpr const char* op = "dequantize";
 
-// ---- routing ------------------------------------------------------------------------------------
+  Fp8Tensor q{};
+  Tensor x{};
 
-FP8MOE_API int64_t route_workspace(const RoutingPlan& plan);  // bytes
+  static constexpr auto fields =
+      std::tuple{in("q", &Dequantize::q), out("x", &Dequantize::x, kAligned)};
+};
+FP8MOE_API void dequantize(const Dequantize& p, Stream stream = {});
+
+// ---- routing -----------------------------------------------------------------------------------
 
 // Fills the plan from topk_idx [T, S] i32/i64 (-1: dropped), or from routing_map [T, E]
 // bool/u8/i32/i64 with S == E and slot e standing for expert e. Exactly one of the two is given.
 // Assignments whose expert-major rank is not below plan.capacity are dropped and counted.
-// workspace: u8, at least route_workspace(plan) bytes, whatever they hold.
-FP8MOE_API void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
-                      const Tensor& workspace, Stream stream = {});
+// workspace: u8, whatever it holds.
+struct Route {
+  static constexpr const char* op = "route";
+
+  Tensor topk_idx{};
+  Tensor routing_map{};
+  RoutingPlan plan{};
+  Tensor workspace{};
+
+  static constexpr auto fields = std::tuple{
+      optional_in("topk_idx", &Route::topk_idx), optional_in("routing_map", &Route::routing_map),
+      out("plan", &Route::plan), scratch("workspace", &Route::workspace)};
+};
+FP8MOE_API void route(const Route& p, Stream stream = {});
+FP8MOE_API int64_t workspace_bytes(const Route& p);  // of the plan alone
 
 // Fills the plan for rows that arrive grouped: tokens_per_expert [E] i32/i64, token i of the plan
 // (T == capacity, S == 1) being the i-th row of the packed groups.
-FP8MOE_API void plan_from_counts(const Tensor& tokens_per_expert, const RoutingPlan& plan,
-                                 Stream stream = {});
+struct PlanFromCounts {
+  static constexpr const char* op = "plan_from_counts";
 
-// ---- movement -----------------------------------------------------------------------------------
+  Tensor tokens_per_expert{};
+  RoutingPlan plan{};
+
+  static constexpr auto fields =
+      std::tuple{in("tokens_per_expert", &PlanFromCounts::tokens_per_expert),
+                 out("plan", &PlanFromCounts::plan)};
+};
+FP8MOE_API void plan_from_counts(const PlanFromCounts& p, Stream stream = {});
+
+// ---- movement ----------------------------------------------------------------------------------
 
 // y[row_of[t,s]] = x[t]; padding rows are zero (data, scale, prob).
-// x [T, C] f32/f16/bf16 or FP8 (x_scale in row or gemm layout); y [R, C] likewise (y_scale too).
+// x [T, C] f32/f16/bf16, or FP8 with scales in row or gemm layout; y [R, C] likewise.
 // Rows of an FP8 x, and its scales in row layout, may lie row_stride apart: multiples of 16 bytes
 // (4 for scales), at least a row.
 // probs [T, S] f32 -> row_probs [R] f32, both or neither.
 // zero_unweighted: a row whose prob is 0 is written as padding is, data and scale zero.
-FP8MOE_API void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                            const Tensor& y, const Tensor& row_probs, bool zero_unweighted = false,
-                            Stream stream = {});
-FP8MOE_API void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                            const Fp8Tensor& y, const Tensor& row_probs,
-                            bool zero_unweighted = false, Stream stream = {});
+struct PermutePad {
+  static constexpr const char* op = "permute_pad";
+
+  Fp8Tensor x{};
+  RoutingPlan plan{};
+  Tensor probs{};
+  Fp8Tensor y{};
+  Tensor row_probs{};
+  bool zero_unweighted = false;
+
+  static constexpr auto fields =
+      std::tuple{in("x", &PermutePad::x, kStridedRows | kPlainToo),
+                 in("plan", &PermutePad::plan),
+                 optional_in("probs", &PermutePad::probs),
+                 out("y", &PermutePad::y, kPlainToo),
+                 optional_out("row_probs", &PermutePad::row_probs),
+                 option("zero_unweighted", &PermutePad::zero_unweighted)};
+};
+FP8MOE_API void permute_pad(const PermutePad& p, Stream stream = {});
 
 // dx[t] = sum over slots ascending of dy[row_of[t,s]] (f32, rounded once); dprobs[t,s] is
 // row_dprobs[row_of[t,s]], 0 for a dropped slot. dy [R, C], dx [T, C].
-FP8MOE_API void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan,
-                                     const Tensor& row_dprobs, const Tensor& dx,
-                                     const Tensor& dprobs, Stream stream = {});
+struct PermutePadBackward {
+  static constexpr const char* op = "permute_pad_backward";
+
+  Tensor dy{};
+  RoutingPlan plan{};
+  Tensor row_dprobs{};
+  Tensor dx{};
+  Tensor dprobs{};
+
+  static constexpr auto fields =
+      std::tuple{in("dy", &PermutePadBackward::dy, kAligned), in("plan", &PermutePadBackward::plan),
+                 optional_in("row_dprobs", &PermutePadBackward::row_dprobs),
+                 out("dx", &PermutePadBackward::dx, kAligned),
+                 optional_out("dprobs", &PermutePadBackward::dprobs)};
+};
+FP8MOE_API void permute_pad_backward(const PermutePadBackward& p, Stream stream = {});
 
 // out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
-FP8MOE_API void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
-                                const Tensor& out, Stream stream = {});
+struct UnpermuteUnpad {
+  static constexpr const char* op = "unpermute_unpad";
+
+  Tensor y{};
+  RoutingPlan plan{};
+  Tensor probs{};
+  Tensor out{};
+
+  static constexpr auto fields =
+      std::tuple{in("y", &UnpermuteUnpad::y, kAligned), in("plan", &UnpermuteUnpad::plan),
+                 optional_in("probs", &UnpermuteUnpad::probs),
+                 fp8moe::out("out", &UnpermuteUnpad::out, kAligned)};
+};
+FP8MOE_API void unpermute_unpad(const UnpermuteUnpad& p, Stream stream = {});
 
 // dy[row] = (probs[t,s] *) dout[t], padding rows zero; dprobs[t,s] = <y[row], dout[t]> in the
 // pinned order of common/reduce.h, 0 for a dropped slot. y, probs and dprobs: all or none.
 // The backward of an FP8 gradient without probs is permute_pad.
-FP8MOE_API void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan,
-                                         const Tensor& y, const Tensor& probs, const Tensor& dy,
-                                         const Tensor& dprobs, Stream stream = {});
+struct UnpermuteUnpadBackward {
+  static constexpr const char* op = "unpermute_unpad_backward";
 
-// ---- between ranks (expert parallelism) ---------------------------------------------------------
+  Tensor dout{};
+  RoutingPlan plan{};
+  Tensor y{};
+  Tensor probs{};
+  Tensor dy{};
+  Tensor dprobs{};
 
-FP8MOE_API int64_t dispatch_plan_workspace(const RoutingPlan& plan);  // bytes
+  static constexpr auto fields =
+      std::tuple{in("dout", &UnpermuteUnpadBackward::dout, kAligned),
+                 in("plan", &UnpermuteUnpadBackward::plan),
+                 optional_in("y", &UnpermuteUnpadBackward::y, kAligned),
+                 optional_in("probs", &UnpermuteUnpadBackward::probs),
+                 out("dy", &UnpermuteUnpadBackward::dy, kAligned),
+                 optional_out("dprobs", &UnpermuteUnpadBackward::dprobs)};
+};
+FP8MOE_API void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream stream = {});
+
+// ---- between ranks (expert parallelism) --------------------------------------------------------
 
 // The plan by which tokens travel to plan.experts ranks, rank r owning num_experts / ranks experts
 // from r num_experts / ranks on. plan.slots == plan.experts == ranks and align == 1: slot r of a
@@ -102,10 +211,24 @@ FP8MOE_API int64_t dispatch_plan_workspace(const RoutingPlan& plan);  // bytes
 // topk_idx that travel on them.
 // Of other ops, permute_pad, unpermute_unpad and their backward without probs take such a plan; a
 // segment's rows without a token are padding to them.
-// workspace: u8, at least dispatch_plan_workspace(plan) bytes, whatever they hold.
-FP8MOE_API void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
-                              const RoutingPlan& plan, const Tensor& counts,
-                              const Tensor& workspace, Stream stream = {});
+// workspace: u8, whatever it holds.
+struct DispatchPlan {
+  static constexpr const char* op = "dispatch_plan";
+
+  Tensor topk_idx{};
+  int64_t num_experts = 0;
+  int64_t segment = 0;
+  RoutingPlan plan{};
+  Tensor counts{};
+  Tensor workspace{};
+
+  static constexpr auto fields = std::tuple{
+      in("topk_idx", &DispatchPlan::topk_idx),   option("num_experts", &DispatchPlan::num_experts),
+      option("segment", &DispatchPlan::segment), out("plan", &DispatchPlan::plan),
+      out("counts", &DispatchPlan::counts),      scratch("workspace", &DispatchPlan::workspace)};
+};
+FP8MOE_API void dispatch_plan(const DispatchPlan& p, Stream stream = {});
+FP8MOE_API int64_t workspace_bytes(const DispatchPlan& p);  // of the plan alone
 
 // Bytes of a row on the wire: hidden codes | cdiv(hidden, 128) f32 scales | slots i32 ids | slots
 // f32 probs | zeros up to a multiple of 16. slots 0: a gradient, codes and scales alone.
@@ -117,39 +240,105 @@ constexpr int64_t packed_row_bytes(int64_t hidden, int64_t slots) {
 // of topk_idx its expert counted from rank r's first (-1: it lives elsewhere) and its prob (0
 // there). plan: of dispatch_plan. x [T, H] f32/f16/bf16; topk_idx [T, S] i32/i64 and probs [T, S]
 // f32, both or neither (S is then 0, num_experts not read); packed [R, packed_row_bytes(H, S)] u8.
-// fp8: e4m3 or e5m2. Rows of a segment without a token: ids -1, probs 0, else unspecified.
-FP8MOE_API void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
-                              int64_t num_experts, const RoutingPlan& plan, const Tensor& packed,
-                              DType fp8, ScaleRule rule, Stream stream = {});
+// fp8_dtype: e4m3 or e5m2. Rows of a segment without a token: ids -1, probs 0, else unspecified.
+struct QuantizePack {
+  static constexpr const char* op = "quantize_pack";
+
+  Tensor x{};
+  Tensor topk_idx{};
+  Tensor probs{};
+  int64_t num_experts = 0;
+  RoutingPlan plan{};
+  Tensor packed{};
+  DType fp8_dtype = DType::e4m3;
+  ScaleRule rule{};
+
+  static constexpr auto fields = std::tuple{in("x", &QuantizePack::x, kAligned),
+                                            optional_in("topk_idx", &QuantizePack::topk_idx),
+                                            optional_in("probs", &QuantizePack::probs),
+                                            option("num_experts", &QuantizePack::num_experts),
+                                            in("plan", &QuantizePack::plan),
+                                            out("packed", &QuantizePack::packed, kAligned),
+                                            option("fp8_dtype", &QuantizePack::fp8_dtype),
+                                            option("rule", &QuantizePack::rule)};
+};
+FP8MOE_API void quantize_pack(const QuantizePack& p, Stream stream = {});
 
 // topk_idx [R, S] i32 and probs [R, S] f32 of packed [R, packed_row_bytes(hidden, S)] u8. Codes and
 // scales are read where they are: at bytes 0 and hidden, a row every packed_row_bytes.
-FP8MOE_API void unpack(const Tensor& packed, int64_t hidden, const Tensor& topk_idx,
-                       const Tensor& probs, Stream stream = {});
+struct Unpack {
+  static constexpr const char* op = "unpack";
 
-// ---- transposes in the FP8 domain ---------------------------------------------------------------
+  Tensor packed{};
+  int64_t hidden = 0;
+  Tensor topk_idx{};
+  Tensor probs{};
+
+  static constexpr auto fields =
+      std::tuple{in("packed", &Unpack::packed, kAligned), option("hidden", &Unpack::hidden),
+                 out("topk_idx", &Unpack::topk_idx), out("probs", &Unpack::probs)};
+};
+FP8MOE_API void unpack(const Unpack& p, Stream stream = {});
+
+// ---- transposes in the FP8 domain --------------------------------------------------------------
 
 // columns = the rows of q as the contracted dimension, shifted to one scale a tile:
 // code' = RNE(code 2^-k).
 // q [R, C] with 1x128 power-of-two scales; columns [C, Kcap] of q's format, layout block (128x128
 // tiles) or gemm (1x128 tiles along tokens, scales [Kcap/128, pad4(C)]).
 // requantize: dequantize and quantize again by `rule` instead (any scales; a second rounding).
-FP8MOE_API void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                              bool requantize = false, ScaleRule rule = {}, Stream stream = {});
+struct TransposeFp8 {
+  static constexpr const char* op = "transpose_fp8";
+
+  Fp8Tensor q{};
+  RoutingPlan plan{};
+  Fp8Tensor columns{};
+  bool requantize = false;
+  ScaleRule rule{};
+
+  static constexpr auto fields = std::tuple{
+      in("q", &TransposeFp8::q), status("plan", &TransposeFp8::plan),
+      out("columns", &TransposeFp8::columns), option("requantize", &TransposeFp8::requantize),
+      option("rule", &TransposeFp8::rule)};
+};
+FP8MOE_API void transpose_fp8(const TransposeFp8& p, Stream stream = {});
 
 // transpose_fp8(permute_pad(q)) without the intermediate; q [T, C], bit-equal to the two ops. Its
 // rows may lie row_stride apart, as permute_pad's.
-FP8MOE_API void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan,
-                                      const Fp8Tensor& columns, Stream stream = {});
+struct PermuteTransposeFp8 {
+  static constexpr const char* op = "permute_transpose_fp8";
 
-// ---- what FP8 costs -----------------------------------------------------------------------------
+  Fp8Tensor q{};
+  RoutingPlan plan{};
+  Fp8Tensor columns{};
+
+  static constexpr auto fields = std::tuple{in("q", &PermuteTransposeFp8::q, kStridedRows),
+                                            status("plan", &PermuteTransposeFp8::plan),
+                                            out("columns", &PermuteTransposeFp8::columns)};
+};
+FP8MOE_API void permute_transpose_fp8(const PermuteTransposeFp8& p, Stream stream = {});
+
+// ---- what FP8 costs ----------------------------------------------------------------------------
 
 // Adds to counts [kCodeCounts] i64 what rows 0, stride, 2 stride, ... of q hold, reading their
 // codes once. q [T, C] in row layout (rows may lie apart), or [R, C] in gemm layout, of which rows
 // without an assignment are left out. `columns`: the operand permute_transpose_fp8 made of q in row
 // layout, power-of-two scales; its scales alone are read. Words: CodeCount.
-FP8MOE_API void count_codes(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                            int64_t stride, const Tensor& counts, Stream stream = {});
+struct CountCodes {
+  static constexpr const char* op = "count_codes";
+
+  Fp8Tensor q{};
+  RoutingPlan plan{};
+  Fp8Tensor columns{};
+  int64_t stride = 1;
+  Tensor counts{};
+
+  static constexpr auto fields =
+      std::tuple{in("q", &CountCodes::q, kStridedRows), in("plan", &CountCodes::plan),
+                 optional_in("columns", &CountCodes::columns),
+                 option("stride", &CountCodes::stride), out("counts", &CountCodes::counts)};
+};
+FP8MOE_API void count_codes(const CountCodes& p, Stream stream = {});
 
 // A live tile is a 1x128 tile that holds a nonzero code. In one, a code of 0 stands for a value
 // that underflowed or was 0. Words from kMoved on are counted for every kept assignment of a row.
@@ -163,40 +352,124 @@ enum CodeCount : int {
   kCodeCounts = 4 + 17  // (of 128 channels with an S each: the largest S)
 };
 
-// ---- activation ---------------------------------------------------------------------------------
+// ---- activation --------------------------------------------------------------------------------
 
 // h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.
 // limit > 0: gate at most limit, up within [-limit, limit]; infinity: none. `plan` may be
 // undefined: all R rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional
 // z_q [R, 2I] = Q(z), the FP8 pre-activation.
-FP8MOE_API void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
-                             float limit, const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule,
-                             Stream stream = {});
+struct ActQuantize {
+  static constexpr const char* op = "act_quantize";
+
+  Tensor z{};
+  RoutingPlan plan{};
+  Tensor probs{};
+  float limit = std::numeric_limits<float>::infinity();
+  Fp8Tensor h{};
+  Fp8Tensor z_q{};
+  ScaleRule rule{};
+
+  static constexpr auto fields = std::tuple{in("z", &ActQuantize::z, kAligned),
+                                            optional_in("plan", &ActQuantize::plan),
+                                            optional_in("probs", &ActQuantize::probs),
+                                            option("limit", &ActQuantize::limit),
+                                            out("h", &ActQuantize::h),
+                                            optional_out("z_q", &ActQuantize::z_q),
+                                            option("rule", &ActQuantize::rule)};
+};
+FP8MOE_API void act_quantize(const ActQuantize& p, Stream stream = {});
 
 // The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
 // [R] f32 = sum of silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8,
 // dz_columns [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
-FP8MOE_API void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                                      const Tensor& probs, float limit, const Fp8Tensor& dz,
-                                      const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                                      const Fp8Tensor& h_columns, ScaleRule rule,
-                                      Stream stream = {});
+struct ActQuantizeBackward {
+  static constexpr const char* op = "act_quantize_backward";
 
-// ---- grouped GEMM -------------------------------------------------------------------------------
+  Tensor dh{};
+  Tensor z{};
+  RoutingPlan plan{};
+  Tensor probs{};
+  float limit = std::numeric_limits<float>::infinity();
+  Fp8Tensor dz{};
+  Tensor dprobs{};
+  Fp8Tensor dz_columns{};
+  Fp8Tensor h_columns{};
+  ScaleRule rule{};
+
+  static constexpr auto fields =
+      std::tuple{in("dh", &ActQuantizeBackward::dh, kAligned),
+                 in("z", &ActQuantizeBackward::z, kAligned),
+                 optional_in("plan", &ActQuantizeBackward::plan),
+                 optional_in("probs", &ActQuantizeBackward::probs),
+                 option("limit", &ActQuantizeBackward::limit),
+                 out("dz", &ActQuantizeBackward::dz),
+                 optional_out("dprobs", &ActQuantizeBackward::dprobs),
+                 optional_out("dz_columns", &ActQuantizeBackward::dz_columns),
+                 optional_out("h_columns", &ActQuantizeBackward::h_columns),
+                 option("rule", &ActQuantizeBackward::rule)};
+};
+FP8MOE_API void act_quantize_backward(const ActQuantizeBackward& p, Stream stream = {});
+
+// ---- grouped GEMM ------------------------------------------------------------------------------
 
 // d[rows of e] = a[rows of e] w[e]^T. a [R, K] e4m3 or e5m2, gemm layout; w [E, N, K] e4m3, block
 // layout; d [R, N] bf16/f32.
-FP8MOE_API void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
-                             const Tensor& d, Stream stream = {});
+struct GroupedGemm {
+  static constexpr const char* op = "grouped_gemm";
+
+  Fp8Tensor a{};
+  Fp8Tensor w{};
+  RoutingPlan plan{};
+  Tensor d{};
+
+  static constexpr auto fields =
+      std::tuple{in("a", &GroupedGemm::a), in("w", &GroupedGemm::w), in("plan", &GroupedGemm::plan),
+                 out("d", &GroupedGemm::d, kAligned)};
+};
+FP8MOE_API void grouped_gemm(const GroupedGemm& p, Stream stream = {});
 
 // dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap] e4m3 or e5m2, x_t [K, Kcap]
 // e4m3, both block or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's
 // dw is zero.
-FP8MOE_API void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t,
-                                   const RoutingPlan& plan, const Tensor& dw, bool accumulate,
-                                   Stream stream = {});
+struct GroupedGemmWgrad {
+  static constexpr const char* op = "grouped_gemm_wgrad";
 
-// ---- what is here -------------------------------------------------------------------------------
+  Fp8Tensor dy_t{};
+  Fp8Tensor x_t{};
+  RoutingPlan plan{};
+  Tensor dw{};
+  bool accumulate = false;
+
+  static constexpr auto fields =
+      std::tuple{in("dy_t", &GroupedGemmWgrad::dy_t), in("x_t", &GroupedGemmWgrad::x_t),
+                 in("plan", &GroupedGemmWgrad::plan), out("dw", &GroupedGemmWgrad::dw, kAligned),
+                 option("accumulate", &GroupedGemmWgrad::accumulate)};
+};
+FP8MOE_API void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream = {});
+
+// ---- what is here
+// ---------------------------------------------------------------------------------
+
+// All of them: what bindings and tests fold over.
+inline constexpr auto operators = std::tuple{&quantize,
+                                             &quantize_weight,
+                                             &dequantize,
+                                             &route,
+                                             &plan_from_counts,
+                                             &permute_pad,
+                                             &permute_pad_backward,
+                                             &unpermute_unpad,
+                                             &unpermute_unpad_backward,
+                                             &dispatch_plan,
+                                             &quantize_pack,
+                                             &unpack,
+                                             &transpose_fp8,
+                                             &permute_transpose_fp8,
+                                             &count_codes,
+                                             &act_quantize,
+                                             &act_quantize_backward,
+                                             &grouped_gemm,
+                                             &grouped_gemm_wgrad};
 
 struct BuildInfo {
   const char* version;

@@ -73,8 +73,8 @@ enum class ScaleLayout : int32_t {
 
 // value = decode(data) * scale_inv. `data` is e4m3 or e5m2, `scale_inv` f32 in `layout`.
 struct Fp8Tensor {
-  Tensor data;
-  Tensor scale_inv;
+  Tensor data{};
+  Tensor scale_inv{};
   ScaleLayout layout = ScaleLayout::row;
 
   bool defined() const { return data.defined(); }

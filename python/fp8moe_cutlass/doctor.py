@@ -52,13 +52,27 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs the driver shows."""
-    found = []
-    for line in nvidia_smi("name,compute_cap"):
-        name, capability = (part.strip() for part in line.rsplit(",", 1))
+    """The GPUs that this process can use: the driver's, as CUDA_VISIBLE_DEVICES has them."""
+    found = {}
+    for line in nvidia_smi("index,uuid,name,compute_cap"):
+        index, uuid, name, capability = (part.strip() for part in line.split(","))
         major, minor = capability.split(".")
-        found.append(Gpu(name, (int(major), int(minor))))
-    return found
+        found[index, uuid] = Gpu(name, (int(major), int(minor)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(found.values())
+    cards = []
+    for word in visible.split(","):  # those behind the first that names none are hidden
+        named = [g for (i, uuid), g in found.items() if _names(word.strip(), i, uuid)]
+        if len(named) != 1:
+            break
+        cards += named
+    return cards
+
+
+def _names(word: str, index: str, uuid: str) -> bool:
+    """Whether a word of CUDA_VISIBLE_DEVICES means this GPU: by index, or how its UUID begins."""
+    return word == index or (word.startswith("GPU-") and uuid.startswith(word))
 
 
 def driver() -> str | None:
@@ -94,7 +108,17 @@ def here(cards: list[Gpu], torch: str | None) -> list[Finding]:
         Finding("numpy", package("numpy") or "not installed"),
         Finding("driver", driver() or "none"),
         *(Finding("GPU", f"{g.name}, sm_{g.capability[0]}{g.capability[1]}") for g in cards),
+        *_hidden(cards),
     ]
+
+
+def _hidden(cards: list[Gpu]) -> list[Finding]:
+    """The GPUs that CUDA_VISIBLE_DEVICES hides."""
+    count = len(nvidia_smi("name")) - len(cards)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if count <= 0 or visible is None:
+        return []
+    return [Finding("GPUs hidden", f"{count}, by CUDA_VISIBLE_DEVICES={visible!r}")]
 
 
 def cuda_tensors(info: dict[str, object], cards: list[Gpu]) -> Finding:

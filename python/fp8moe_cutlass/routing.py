@@ -32,7 +32,6 @@ class RoutingPlan:
     experts: int
     align: int
     capacity: int
-    _kept = None  # by _C (src/bindings/eager.cpp): all of these
 
     @classmethod
     def from_counts(

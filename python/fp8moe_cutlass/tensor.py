@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
-_FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_FORMATS: dict[Any, str] = {}  # of the frameworks' FP8 dtypes, as they are met
+_FLOAT32: set[Any] = set()  # the frameworks' dtype of scales, as they are met
+_LAYOUTS = ("row", "gemm", "block")
 
 
 def cdiv(a: int, b: int) -> int:
@@ -30,6 +32,53 @@ def scale_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     return (m, cdiv(k, TILE)) if layout == "row" else (cdiv(k, TILE), pad4(m))
 
 
+def _format_of(data: Array, fp8_dtype: str | None) -> str:
+    """The format of data: its dtype's, which is then known, or the one given for uint8 codes."""
+    if fp8_dtype not in ("e4m3", "e5m2", None):
+        raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
+    name = str(getattr(data, "dtype", None)).removeprefix("torch.")
+    own = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name)
+    if own is not None:
+        _FORMATS[data.dtype] = own
+    format = own or fp8_dtype
+    if format is None:
+        raise ValueError(
+            "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
+            f"fp8_dtype given; got {name}"
+        )
+    if fp8_dtype not in (format, None):
+        raise ValueError(f"[Fp8Tensor] fp8_dtype must be that of data, {name}; got {fp8_dtype}")
+    return format
+
+
+def _check_scales(data: Array, scale_inv: Array, layout: str) -> None:
+    """ValueError unless scale_inv can hold data's scales in `layout`."""
+    if layout not in _LAYOUTS:
+        raise ValueError(
+            f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {layout!r}"
+        )
+    shape = data.shape
+    if len(shape) != 2 and not (layout == "block" and len(shape) == 3):
+        allowed = "[M, K] or [E, M, K]" if layout == "block" else "[M, K]"
+        raise ValueError(
+            f"[Fp8Tensor] data must be {allowed} in {layout} layout; got {list(shape)}"
+        )
+    dtype = getattr(scale_inv, "dtype", None)
+    if dtype not in _FLOAT32:
+        if str(dtype).removeprefix("torch.") != "float32":
+            raise ValueError(f"[Fp8Tensor] scale_inv must be float32; got {dtype}")
+        _FLOAT32.add(dtype)
+    want = scale_shape(shape, layout)
+    if tuple(scale_inv.shape) != want:
+        raise ValueError(
+            f"[Fp8Tensor] scale_inv must be {list(want)} in {layout} layout of data "
+            f"{list(shape)}; got {list(scale_inv.shape)}"
+        )
+    here, there = getattr(data, "device", None), getattr(scale_inv, "device", None)
+    if here != there:
+        raise ValueError(f"[Fp8Tensor] scale_inv must be on data's device {here}; got {there}")
+
+
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class Fp8Tensor:
     """value = decode(data) * scale_inv of its tile.
@@ -41,6 +90,8 @@ class Fp8Tensor:
       "gemm"  [cdiv(K, 128), pad4(M)]  tiles 1x128, what the GEMMs read
       "block" [(E,) cdiv(M, 128), cdiv(K, 128)]  tiles 128x128
     pow2: every scale is a power of two.
+    ValueError if the scales do not fit. A pytree; torch.save and torch.load take it (load once
+    fp8moe_cutlass.ops is imported).
     """
 
     data: Array
@@ -48,7 +99,6 @@ class Fp8Tensor:
     scale_layout: str = "row"
     pow2: bool = True
     fp8_dtype: str | None = None
-    _kept = None  # by _C (src/bindings/eager.cpp): data, scale_inv and scale_layout
 
     def __init__(
         self,
@@ -58,21 +108,10 @@ class Fp8Tensor:
         pow2: bool = True,
         fp8_dtype: str | None = None,
     ) -> None:
-        if scale_layout not in ("row", "gemm", "block"):
-            raise ValueError(
-                f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {scale_layout!r}"
-            )
-        if fp8_dtype not in ("e4m3", "e5m2", None):
-            raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
-        name = str(data.dtype).removeprefix("torch.")
-        own_format = _FORMATS.get(name, fp8_dtype)
-        if own_format is None:
-            raise ValueError(
-                "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
-                f"fp8_dtype given; got {name}"
-            )
-        if fp8_dtype not in (own_format, None):
-            raise ValueError(f"[Fp8Tensor] fp8_dtype must be that of data, {name}; got {fp8_dtype}")
+        own_format = _FORMATS.get(getattr(data, "dtype", None))
+        if own_format is None or fp8_dtype not in (own_format, None):
+            own_format = _format_of(data, fp8_dtype)
+        _check_scales(data, scale_inv, scale_layout)
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv
@@ -87,6 +126,30 @@ class Fp8Tensor:
     def device(self) -> Any:
         """The framework's device object; "cpu" for arrays that have none."""
         return getattr(self.data, "device", "cpu")
+
+    def float(self) -> Array:
+        """The values in float32."""
+        return self.dequantize("float32")
+
+    def __getitem__(self, at: slice | int) -> Fp8Tensor:
+        """Rows [a:b] in row layout, or of 128x128 tiles from a multiple of 128 on; experts [a:b] or
+        expert [e] of a weight [E, M, K]. Views."""
+        by_expert = len(self.shape) == 3
+        if isinstance(at, int) and by_expert:
+            return replace(self, data=self.data[at], scale_inv=self.scale_inv[at])
+        if not isinstance(at, slice) or at.step not in (None, 1):
+            raise ValueError(f"[Fp8Tensor] rows must be taken as [a:b]; got {at!r}")
+        if self.scale_layout == "gemm":
+            raise ValueError(
+                "[Fp8Tensor] rows must be taken in row layout: to_layout('row')[a:b]; got 'gemm'"
+            )
+        tiles = at
+        if self.scale_layout == "block" and not by_expert:
+            first, last, _ = at.indices(self.shape[0])
+            if first % TILE:
+                raise ValueError(f"[Fp8Tensor] rows must begin at a multiple of 128; got {first}")
+            tiles = slice(first // TILE, cdiv(max(first, last), TILE))
+        return replace(self, data=self.data[at], scale_inv=self.scale_inv[tiles])
 
     def dequantize(self, dtype: DType = "bfloat16") -> Array:
         """The values, rounded once to `dtype`: ops.dequantize."""
@@ -103,19 +166,17 @@ class Fp8Tensor:
                 "[to_layout] only 'row' and 'gemm' hold the same scales; "
                 f"got {self.scale_layout!r} to {layout!r}"
             )
-        if len(self.shape) != 2:
-            raise ValueError(f"[to_layout] data must be [M, K]; got {list(self.shape)}")
-        from fp8moe_cutlass.ops import _library
+        from fp8moe_cutlass.ops import _outputs
 
         m = self.shape[0]
         if layout == "row":
-            scale = _library.contiguous(self.scale_inv[:, :m].T)
+            scale = _outputs.contiguous(self.scale_inv[:, :m].T)
         else:
             shape = scale_shape(self.shape, "gemm")
-            scale = _library.empty("to_layout", self.scale_inv, shape)
+            scale = _outputs.empty("to_layout", self.scale_inv, shape)
             scale[:, m:] = 0
             scale[:, :m] = self.scale_inv.T
-        return self._with(scale_inv=scale, scale_layout=layout)
+        return replace(self, scale_inv=scale, scale_layout=layout)
 
     def to(self, *args: Any, **kwargs: Any) -> Fp8Tensor:
         """Moved to another device (torch; the arguments of Tensor.to, but no dtype)."""
@@ -125,27 +186,30 @@ class Fp8Tensor:
                 f"[Fp8Tensor.to] only moves between devices; got dtype {data.dtype}; "
                 "use dequantize for values"
             )
-        return self._with(data=data, scale_inv=scale_inv)
+        return replace(self, data=data, scale_inv=scale_inv)
 
     def cpu(self) -> Fp8Tensor:
         """Moved to the CPU (torch)."""
         return self.to("cpu")
 
-    def state(self) -> dict[str, Any]:
-        """The fields as a dict of arrays and plain values, fit for torch.save."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Fp8Tensor:
-        """The inverse of `state`."""
-        return cls(**state)
-
-    def _with(self, **changes: Any) -> Fp8Tensor:
-        return Fp8Tensor(**{**self.state(), **changes})
+    def clone(self) -> Fp8Tensor:
+        """A copy (torch)."""
+        return replace(self, data=self.data.clone(), scale_inv=self.scale_inv.clone())
 
     def __repr__(self) -> str:
-        scales = "pow2" if self.pow2 else "fp32 scales"
+        kind = "pow2" if self.pow2 else "float32"
         return (
             f"Fp8Tensor(shape={self.shape}, {self.fp8_dtype}, scale_layout={self.scale_layout!r}, "
-            f"{scales}, device={self.device})"
+            f"{kind} scales{self._scale_range()}, device={self.device})"
         )
+
+    def _scale_range(self) -> str:
+        """ " from LEAST to MOST", which waits for the device; "" where there are no values."""
+        scales = (
+            self.scale_inv[:, : self.shape[0]] if self.scale_layout == "gemm" else self.scale_inv
+        )
+        try:
+            least, most = float(scales.min()), float(scales.max())
+        except (RuntimeError, ValueError):  # meta, traced, captured or empty
+            return ""
+        return f" from {least:.4g} to {most:.4g}"

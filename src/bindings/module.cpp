@@ -1,20 +1,20 @@
-// The extension _C: one m.def an op, arguments as in fp8moe/ops.h, flattened.
+// The extension _C: of each operator in fp8moe/ops.h a function of its fields, in their order.
 //
-// An Fp8Tensor argument `q` is `q`, `q_scale` and, where more than one is legal, `q_layout` ("row",
-// "gemm" or "block"); a RoutingPlan is `plan` (its buffer) and its five sizes, zero without a plan.
-// None leaves an optional array out; (array, "e4m3") names the format of uint8 codes.
+// quantize(x, q, pow2, eps): an Fp8Tensor and a RoutingPlan are objects, a ScaleRule two arguments,
+// None leaves an optional array out. It returns torch's tensors that it wrote, whose versions the
+// caller counts.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
-#include "call.h"
-#include "eager.h"
 #include "errors.h"
 #include "fp8moe/explain.h"
 #include "fp8moe/ops.h"
+#include "reader.h"
 
 namespace fp8moe {
 namespace {
@@ -22,268 +22,145 @@ namespace {
 namespace nb = nanobind;
 using nb::literals::operator""_a;
 
-using In = const TensorArg&;
-using Out = const OutArg&;
-using Layout = const char*;
+template <class P>
+using Run = void (*)(const P&, Stream);
 
-// A plan's sizes travel as plain integers: torch's dispatcher is twice as slow with a list.
-#define PLAN_SIZES int64_t tokens, int64_t slots, int64_t experts, int64_t align, int64_t capacity
-#define PLAN_NAMES "tokens"_a, "slots"_a, "experts"_a, "align"_a, "capacity"_a
+template <class P>
+constexpr bool has_workspace = requires(const P& p) { workspace_bytes(p); };
 
-ScaleRule rule(bool pow2, double eps) { return {.pow2 = pow2, .eps = static_cast<float>(eps)}; }
-
-void bind_quantization(nb::module_& m) {
-  m.def(
-      "quantize",
-      [](In x, Out q, Out q_scale, Layout q_layout, bool pow2, double eps) {
-        Call op("quantize");
-        op.run(quantize, op.tensor(x, "x"), op.fp8(q, q_scale, q_layout, "q"), rule(pow2, eps));
-      },
-      "x"_a, "q"_a, "q_scale"_a, "q_layout"_a, "pow2"_a, "eps"_a);
-
-  m.def(
-      "quantize_weight",
-      [](In w, Out q, Out q_scale, Out q_t, Out q_t_scale, bool pow2, double eps) {
-        Call op("quantize_weight");
-        op.run(quantize_weight, op.tensor(w, "w"), op.fp8(q, q_scale, "block", "q"),
-               op.fp8(q_t, q_t_scale, "block", "q_t"), rule(pow2, eps));
-      },
-      "w"_a, "q"_a.none(), "q_scale"_a.none(), "q_t"_a.none(), "q_t_scale"_a.none(), "pow2"_a,
-      "eps"_a);
-
-  m.def(
-      "dequantize",
-      [](In q, In q_scale, Layout q_layout, Out x) {
-        Call op("dequantize");
-        op.run(dequantize, op.fp8(q, q_scale, q_layout, "q"), op.tensor(x, "x"));
-      },
-      "q"_a, "q_scale"_a, "q_layout"_a, "x"_a);
+template <class P>
+nb::object call(Run<P> run, const nb::args& given, bool flat) {
+  Reader reader(P::op, given, flat);
+  P p;
+  for_each_field<P>([&](const auto& field) { reader(p, field); });
+  reader.finish();
+  const Stream stream = reader.stream();
+  {
+    nb::gil_scoped_release nogil;
+    run(p, stream);
+  }
+  return flat ? nb::none() : reader.written();
 }
 
-void bind_routing(nb::module_& m) {
-  m.def(
-      "route_workspace",
-      [](In plan, PLAN_SIZES) {
-        return route_workspace(Call("route").plan(plan, {tokens, slots, experts, align, capacity}));
-      },
-      "plan"_a, PLAN_NAMES, "Bytes of scratch `route` needs for a plan of this shape.");
-
-  m.def(
-      "route",
-      [](In topk_idx, In routing_map, Out plan, PLAN_SIZES, Out workspace) {
-        Call op("route");
-        op.run(route, op.tensor(topk_idx, "topk_idx"), op.tensor(routing_map, "routing_map"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.tensor(workspace, "workspace"));
-      },
-      "topk_idx"_a.none(), "routing_map"_a.none(), "plan"_a, PLAN_NAMES, "workspace"_a);
-
-  m.def(
-      "plan_from_counts",
-      [](In tokens_per_expert, Out plan, PLAN_SIZES) {
-        Call op("plan_from_counts");
-        op.run(plan_from_counts, op.tensor(tokens_per_expert, "tokens_per_expert"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}));
-      },
-      "tokens_per_expert"_a, "plan"_a, PLAN_NAMES);
+// Of all arguments but the workspace.
+template <class P>
+int64_t workspace_of(const nb::args& given, bool flat) {
+  Reader reader(P::op, given, flat);
+  P p;
+  for_each_field<P>([&](const auto& field) {
+    if (field.role != Role::workspace) reader(p, field);
+  });
+  reader.finish();
+  return workspace_bytes(p);
 }
 
-void bind_movement(nb::module_& m) {
-  m.def(
-      "permute_pad",
-      [](In x, In x_scale, Layout x_layout, In plan, PLAN_SIZES, In probs, Out y, Out y_scale,
-         Layout y_layout, Out row_probs, bool zero_unweighted) {
-        Call op("permute_pad");
-        if (x_scale.given || y_scale.given) {
-          using F = void (*)(const Fp8Tensor&, const RoutingPlan&, const Tensor&, const Fp8Tensor&,
-                             const Tensor&, bool, Stream);
-          op.run(static_cast<F>(permute_pad), op.fp8(x, x_scale, x_layout, "x", true),
-                 op.plan(plan, {tokens, slots, experts, align, capacity}),
-                 op.tensor(probs, "probs"), op.fp8(y, y_scale, y_layout, "y"),
-                 op.tensor(row_probs, "row_probs"), zero_unweighted);
-        } else {
-          using F = void (*)(const Tensor&, const RoutingPlan&, const Tensor&, const Tensor&,
-                             const Tensor&, bool, Stream);
-          op.run(static_cast<F>(permute_pad), op.tensor(x, "x"),
-                 op.plan(plan, {tokens, slots, experts, align, capacity}),
-                 op.tensor(probs, "probs"), op.tensor(y, "y"), op.tensor(row_probs, "row_probs"),
-                 zero_unweighted);
-        }
-      },
-      "x"_a, "x_scale"_a.none(), "x_layout"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "y"_a,
-      "y_scale"_a.none(), "y_layout"_a, "row_probs"_a.none(), "zero_unweighted"_a);
+// ---- what Python is told of an operator ---------------------------------------------------------
 
-  m.def(
-      "permute_pad_backward",
-      [](In dy, In plan, PLAN_SIZES, In row_dprobs, Out dx, Out dprobs) {
-        Call op("permute_pad_backward");
-        op.run(permute_pad_backward, op.tensor(dy, "dy"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.tensor(row_dprobs, "row_dprobs"), op.tensor(dx, "dx"),
-               op.tensor(dprobs, "dprobs"));
-      },
-      "dy"_a, "plan"_a, PLAN_NAMES, "row_dprobs"_a.none(), "dx"_a, "dprobs"_a.none());
-
-  m.def(
-      "unpermute_unpad",
-      [](In y, In plan, PLAN_SIZES, In probs, Out out) {
-        Call op("unpermute_unpad");
-        op.run(unpermute_unpad, op.tensor(y, "y"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               op.tensor(out, "out"));
-      },
-      "y"_a, "plan"_a, PLAN_NAMES, "probs"_a.none(), "out"_a);
-
-  m.def(
-      "unpermute_unpad_backward",
-      [](In dout, In plan, PLAN_SIZES, In y, In probs, Out dy, Out dprobs) {
-        Call op("unpermute_unpad_backward");
-        op.run(unpermute_unpad_backward, op.tensor(dout, "dout"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(y, "y"),
-               op.tensor(probs, "probs"), op.tensor(dy, "dy"), op.tensor(dprobs, "dprobs"));
-      },
-      "dout"_a, "plan"_a, PLAN_NAMES, "y"_a.none(), "probs"_a.none(), "dy"_a, "dprobs"_a.none());
+template <class T>
+constexpr const char* kind_of() {
+  if constexpr (std::is_same_v<T, Tensor>) return "array";
+  if constexpr (std::is_same_v<T, Fp8Tensor>) return "fp8";
+  if constexpr (std::is_same_v<T, RoutingPlan>) return "plan";
+  if constexpr (std::is_same_v<T, ScaleRule>) return "rule";
+  if constexpr (std::is_same_v<T, DType>) return "format";
+  if constexpr (std::is_same_v<T, bool>) return "bool";
+  if constexpr (std::is_same_v<T, int64_t>) return "int";
+  if constexpr (std::is_same_v<T, float>) return "float";
 }
 
-void bind_dispatch(nb::module_& m) {
-  m.def(
-      "dispatch_plan_workspace",
-      [](In plan, PLAN_SIZES) {
-        return dispatch_plan_workspace(
-            Call("dispatch_plan").plan(plan, {tokens, slots, experts, align, capacity}));
-      },
-      "plan"_a, PLAN_NAMES, "Bytes of scratch `dispatch_plan` needs for a plan of this shape.");
-
-  m.def(
-      "dispatch_plan",
-      [](In topk_idx, int64_t num_experts, int64_t segment, Out plan, PLAN_SIZES, Out counts,
-         Out workspace) {
-        Call op("dispatch_plan");
-        op.run(dispatch_plan, op.tensor(topk_idx, "topk_idx"), num_experts, segment,
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.tensor(counts, "counts"), op.tensor(workspace, "workspace"));
-      },
-      "topk_idx"_a, "num_experts"_a, "segment"_a, "plan"_a, PLAN_NAMES, "counts"_a, "workspace"_a);
-
-  m.def(
-      "quantize_pack",
-      [](In x, In topk_idx, In probs, int64_t num_experts, In plan, PLAN_SIZES, Out packed,
-         const char* fp8_dtype, bool pow2, double eps) {
-        Call op("quantize_pack");
-        op.run(quantize_pack, op.tensor(x, "x"), op.tensor(topk_idx, "topk_idx"),
-               op.tensor(probs, "probs"), num_experts,
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.tensor(packed, "packed"), op.format(fp8_dtype), rule(pow2, eps));
-      },
-      "x"_a, "topk_idx"_a.none(), "probs"_a.none(), "num_experts"_a, "plan"_a, PLAN_NAMES,
-      "packed"_a, "fp8_dtype"_a, "pow2"_a, "eps"_a);
-
-  m.def(
-      "unpack",
-      [](In packed, int64_t hidden, Out topk_idx, Out probs) {
-        Call op("unpack");
-        op.run(unpack, op.tensor(packed, "packed"), hidden, op.tensor(topk_idx, "topk_idx"),
-               op.tensor(probs, "probs"));
-      },
-      "packed"_a, "hidden"_a, "topk_idx"_a, "probs"_a);
+const char* name_of(Role role) {
+  static constexpr const char* kNames[] = {"in",     "optional_in", "out",   "optional_out",
+                                           "status", "workspace",   "option"};
+  return kNames[static_cast<int>(role)];
 }
 
-void bind_transposes(nb::module_& m) {
-  m.def(
-      "transpose_fp8",
-      [](In q, In q_scale, Layout q_layout, Out plan, PLAN_SIZES, Out columns, Out columns_scale,
-         Layout columns_layout, bool requantize, bool pow2, double eps) {
-        Call op("transpose_fp8");
-        op.run(transpose_fp8, op.fp8(q, q_scale, q_layout, "q"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.fp8(columns, columns_scale, columns_layout, "columns"), requantize,
-               rule(pow2, eps));
-      },
-      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a, "columns_scale"_a,
-      "columns_layout"_a, "requantize"_a, "pow2"_a, "eps"_a);
-
-  m.def(
-      "permute_transpose_fp8",
-      [](In q, In q_scale, Layout q_layout, Out plan, PLAN_SIZES, Out columns, Out columns_scale,
-         Layout columns_layout) {
-        Call op("permute_transpose_fp8");
-        op.run(permute_transpose_fp8, op.fp8(q, q_scale, q_layout, "q", true),
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.fp8(columns, columns_scale, columns_layout, "columns"));
-      },
-      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a, "columns_scale"_a,
-      "columns_layout"_a);
-
-  m.def(
-      "count_codes",
-      [](In q, In q_scale, Layout q_layout, In plan, PLAN_SIZES, In columns, In columns_scale,
-         Layout columns_layout, int64_t stride, Out counts) {
-        Call op("count_codes");
-        op.run(count_codes, op.fp8(q, q_scale, q_layout, "q", true),
-               op.plan(plan, {tokens, slots, experts, align, capacity}),
-               op.fp8(columns, columns_scale, columns_layout, "columns"), stride,
-               op.tensor(counts, "counts"));
-      },
-      "q"_a, "q_scale"_a, "q_layout"_a, "plan"_a, PLAN_NAMES, "columns"_a.none(),
-      "columns_scale"_a.none(), "columns_layout"_a, "stride"_a, "counts"_a);
+// As Python has it: "def quantize(x: ArrayArg, ..., /) -> ...".
+template <class P>
+std::string signature(const std::string& name, bool workspace, const char* returns) {
+  std::string text = "def " + name + "(";
+  const auto add = [&](const std::string& argument, const std::string& type, Role role) {
+    const bool none =
+        role == Role::optional_in || role == Role::optional_out || role == Role::workspace;
+    text += argument + ": " + type + (none ? " | None" : "") + ", ";
+  };
+  for_each_field<P>([&]<class T>(const Field<P, T>& field) {
+    const std::string kind = kind_of<T>();
+    if (field.role == Role::workspace && !workspace) return;
+    if (kind == "rule") {
+      add("pow2", "bool", field.role);
+      return add("eps", "float", field.role);
+    }
+    const std::string types[][2] = {
+        {"array", "fp8moe_cutlass.typing.DLPackArray"},
+        {"fp8", "fp8moe_cutlass.tensor.Fp8Tensor"},
+        {"plan", "fp8moe_cutlass.routing.RoutingPlan"},
+        {"format", "str"},
+    };
+    std::string type = kind;
+    for (const auto& [from, to] : types)
+      if (kind == from) type = to;
+    if (field.allows & kPlainToo) type += " | fp8moe_cutlass.typing.DLPackArray";
+    add(field.name, type, field.role);
+  });
+  return text + "/) -> " + returns;
 }
 
-void bind_activation(nb::module_& m) {
+template <class P>
+void bind(nb::module_& m, Run<P> run) {
   m.def(
-      "act_quantize",
-      [](In z, In plan, PLAN_SIZES, In probs, double limit, Out h, Out h_scale, Layout h_layout,
-         Out z_q, Out z_q_scale, Layout z_q_layout, bool pow2, double eps) {
-        Call op("act_quantize");
-        op.run(act_quantize, op.tensor(z, "z"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               static_cast<float>(limit), op.fp8(h, h_scale, h_layout, "h"),
-               op.fp8(z_q, z_q_scale, z_q_layout, "z_q"), rule(pow2, eps));
-      },
-      "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "limit"_a, "h"_a, "h_scale"_a,
-      "h_layout"_a, "z_q"_a.none(), "z_q_scale"_a.none(), "z_q_layout"_a, "pow2"_a, "eps"_a);
-
-  m.def(
-      "act_quantize_backward",
-      [](In dh, In z, In plan, PLAN_SIZES, In probs, double limit, Out dz, Out dz_scale,
-         Layout dz_layout, Out dprobs, Out dz_columns, Out dz_columns_scale,
-         Layout dz_columns_layout, Out h_columns, Out h_columns_scale, Layout h_columns_layout,
-         bool pow2, double eps) {
-        Call op("act_quantize_backward");
-        op.run(act_quantize_backward, op.tensor(dh, "dh"), op.tensor(z, "z"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(probs, "probs"),
-               static_cast<float>(limit), op.fp8(dz, dz_scale, dz_layout, "dz"),
-               op.tensor(dprobs, "dprobs"),
-               op.fp8(dz_columns, dz_columns_scale, dz_columns_layout, "dz_columns"),
-               op.fp8(h_columns, h_columns_scale, h_columns_layout, "h_columns"), rule(pow2, eps));
-      },
-      "dh"_a, "z"_a, "plan"_a.none(), PLAN_NAMES, "probs"_a.none(), "limit"_a, "dz"_a, "dz_scale"_a,
-      "dz_layout"_a, "dprobs"_a.none(), "dz_columns"_a.none(), "dz_columns_scale"_a.none(),
-      "dz_columns_layout"_a, "h_columns"_a.none(), "h_columns_scale"_a.none(), "h_columns_layout"_a,
-      "pow2"_a, "eps"_a);
+      P::op, [run](const nb::args& given) { return call<P>(run, given, false); },
+      nb::sig(signature<P>(P::op, true, "list[Any] | None").c_str()));
+  if constexpr (has_workspace<P>) {
+    const std::string name = std::string(P::op) + "_workspace";
+    m.def(
+        name.c_str(), [](const nb::args& given) { return workspace_of<P>(given, false); },
+        nb::sig(signature<P>(name, false, "int").c_str()));
+  }
 }
 
-void bind_gemm(nb::module_& m) {
-  m.def(
-      "grouped_gemm",
-      [](In a, In a_scale, In w, In w_scale, In plan, PLAN_SIZES, Out d) {
-        Call op("grouped_gemm");
-        op.run(grouped_gemm, op.fp8(a, a_scale, "gemm", "a"), op.fp8(w, w_scale, "block", "w"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(d, "d"));
-      },
-      "a"_a, "a_scale"_a, "w"_a, "w_scale"_a, "plan"_a, PLAN_NAMES, "d"_a);
+template <class P>
+void describe(nb::dict& all, Run<P>) {
+  nb::list fields;
+  for_each_field<P>([&]<class T>(const Field<P, T>& field) {
+    fields.append(nb::make_tuple(field.name, kind_of<T>(), name_of(field.role),
+                                 (field.allows & kPlainToo) != 0));
+  });
+  all[P::op] = nb::tuple(fields);
+}
 
+template <class P>
+void flat(nb::object& found, std::string_view name, Run<P> run) {
+  if (name == P::op)
+    found = nb::cpp_function([run](const nb::args& given) { return call<P>(run, given, true); });
+  if constexpr (has_workspace<P>)
+    if (name == std::string(P::op) + "_workspace")
+      found = nb::cpp_function([](const nb::args& given) { return workspace_of<P>(given, true); });
+}
+
+void bind_operators(nb::module_& m) {
+  std::apply([&](auto... run) { (bind(m, run), ...); }, operators);
   m.def(
-      "grouped_gemm_wgrad",
-      [](In dy_t, In dy_t_scale, Layout dy_t_layout, In x_t, In x_t_scale, Layout x_t_layout,
-         In plan, PLAN_SIZES, Out dw, bool accumulate) {
-        Call op("grouped_gemm_wgrad");
-        op.run(grouped_gemm_wgrad, op.fp8(dy_t, dy_t_scale, dy_t_layout, "dy_t"),
-               op.fp8(x_t, x_t_scale, x_t_layout, "x_t"),
-               op.plan(plan, {tokens, slots, experts, align, capacity}), op.tensor(dw, "dw"),
-               accumulate);
+      "operators",
+      [] {
+        nb::dict all;
+        std::apply([&](auto... run) { (describe(all, run), ...); }, operators);
+        return all;
       },
-      "dy_t"_a, "dy_t_scale"_a, "dy_t_layout"_a, "x_t"_a, "x_t_scale"_a, "x_t_layout"_a, "plan"_a,
-      PLAN_NAMES, "dw"_a, "accumulate"_a);
+      nb::sig("def operators() -> dict[str, tuple[tuple[str, str, str, bool], ...]]"),
+      "Of each operator its fields: name, kind, role, and whether a plain array may stand for an "
+      "Fp8Tensor.");
+  m.def(
+      "flat",
+      [](const char* name) {
+        nb::object found;
+        std::apply([&](auto... run) { (flat(found, name, run), ...); }, operators);
+        if (!found.is_valid()) throw nb::key_error(name);
+        return found;
+      },
+      nb::sig("def flat(name: str) -> Any"),
+      "An operator of flat arguments, as torch's dispatcher has them: an Fp8Tensor is three, a "
+      "plan "
+      "six.");
 }
 
 }  // namespace
@@ -292,33 +169,10 @@ void bind_gemm(nb::module_& m) {
 NB_MODULE(_C, m) {
   using namespace fp8moe;
   bind_errors(m);
-  bind_quantization(m);
-  bind_routing(m);
-  bind_movement(m);
-  bind_dispatch(m);
-  bind_transposes(m);
-  bind_activation(m);
-  bind_gemm(m);
-  m.def("attach_torch", &attach_torch, nb::sig("def attach_torch(objects: dict[str, Any]) -> None"),
-        "Hands over what eager calls ask of torch.");
-  m.def(
-      "eager", &eager,
-      nb::sig("def eager(direct: Any, watched: Any, kinds: str, arrays: int, written: int) -> Any"),
-      "A function of an op's arguments: `direct` of the flat ones, or `watched` where torch "
-      "watches.");
-  m.def("empty", &empty, "like"_a.none(), "shape"_a, "dtype"_a.none(),
-        nb::sig("def empty(like: Any, shape: Any, dtype: Any) -> Any"),
-        "A tensor beside `like` without torch's dispatcher, or None.");
-  m.def("empty_fp8", &empty_fp8, "like"_a.none(), "shape"_a, "layout"_a.none(),
-        "fp8_dtype"_a.none(), "pow2"_a,
-        nb::sig("def empty_fp8(like: Any, shape: Any, layout: Any, fp8_dtype: Any, pow2: bool) -> "
-                "Any"),
-        "An Fp8Tensor beside `like` without torch's dispatcher, or None.");
-  m.def("empty_plan", &empty_plan, "like"_a.none(), "sizes"_a,
-        nb::sig("def empty_plan(like: Any, sizes: tuple[int, ...]) -> Any"),
-        "A RoutingPlan beside `like` without torch's dispatcher, or None.");
-  m.def("set_stream", &set_stream, "handle"_a,
-        "Sets this thread's stream for arrays whose framework names none; returns the one before.");
+  bind_operators(m);
+  m.def("attach_torch", &attach_torch, "tensor"_a, "is_grad_enabled"_a,
+        nb::sig("def attach_torch(tensor: Any, is_grad_enabled: Any) -> None"),
+        "From then on arguments that require grad are refused where grad mode is on.");
   m.def(
       "explain_grouped_gemm",
       [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count,

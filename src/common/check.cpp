@@ -151,7 +151,10 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   if (std::find(layouts.begin(), layouts.end(), t.layout) == layouts.end()) {
     std::string names;
     for (ScaleLayout l : layouts) names += (names.empty() ? "" : ", ") + std::string(name_of(l));
-    fail("[", op_, "] ", name, " must have scale layout ", names, "; got ", name_of(t.layout));
+    const char* how = names == "gemm" && t.layout == ScaleLayout::row
+                          ? ": quantize and permute_pad write it with scale_layout=\"gemm\""
+                          : "";
+    fail("[", op_, "] ", name, " must have scale layout ", names, "; got ", name_of(t.layout), how);
   }
   const int64_t m = *(shape.end() - 2);
   const int64_t k = *(shape.end() - 1);

@@ -5,21 +5,21 @@
 
 namespace fp8moe::cpu {
 
-void grouped_gemm(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan, const Tensor& d,
-                  Stream) {
-  check_offsets("grouped_gemm", plan);
-  const int64_t columns = d.shape[1];
+template <>
+void run(const GroupedGemm& p, Stream) {
+  check_offsets("grouped_gemm", p.plan);
+  const int64_t columns = p.d.shape[1];
   std::vector<BlockProduct> products;
-  for (int64_t e = 0; e < plan.experts; ++e) {
-    const int64_t row = plan.row_offsets()[e];
-    products.push_back({.a = BlockOperand::of(a, 0, row, 0),
-                        .b = BlockOperand::of(w, e, 0, 0),
-                        .rows = plan.row_offsets()[e + 1] - row,
+  for (int64_t e = 0; e < p.plan.experts; ++e) {
+    const int64_t row = p.plan.row_offsets()[e];
+    products.push_back({.a = BlockOperand::of(p.a, 0, row, 0),
+                        .b = BlockOperand::of(p.w, e, 0, 0),
+                        .rows = p.plan.row_offsets()[e + 1] - row,
                         .columns = columns,
-                        .depth = a.data.shape[1],
+                        .depth = p.a.data.shape[1],
                         .out = row * columns});
   }
-  multiply(products, d, false);
+  multiply(products, p.d, false);
 }
 
 }  // namespace fp8moe::cpu

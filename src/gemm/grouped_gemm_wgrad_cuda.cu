@@ -6,27 +6,27 @@
 
 namespace fp8moe::cuda {
 
-void grouped_gemm_wgrad(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
-                        const Tensor& dw, bool accumulate, Stream stream) {
-  const DeviceGuard guard(dw.device);
-  const DeviceInfo& device = device_info(dw.device);
-  if (plan.columns() == 0) {  // no expert can have a token
-    if (!accumulate) write_zeros(dw, stream);
+template <>
+void run(const GroupedGemmWgrad& p, Stream stream) {
+  const DeviceGuard guard(p.dw.device);
+  const DeviceInfo& device = device_info(p.dw.device);
+  if (p.plan.columns() == 0) {  // no expert can have a token
+    if (!p.accumulate) write_zeros(p.dw, stream);
     return;
   }
-  const bool bf16 = dw.dtype == DType::bf16;
-  const bool block = dy_t.layout == ScaleLayout::block;
-  const int64_t k_blocks = plan.columns() / gemm::kBlockK;
+  const bool bf16 = p.dw.dtype == DType::bf16;
+  const bool block = p.dy_t.layout == ScaleLayout::block;
+  const int64_t k_blocks = p.plan.columns() / gemm::kBlockK;
   const gemm::Config config =
-      gemm::wgrad_config(block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128, dw.shape[1],
-                         dw.shape[2], k_blocks, plan.experts, bf16, accumulate);
-  gemm::Params params = gemm::wgrad_problem(dy_t, x_t, plan, dw, accumulate, config);
-  if (gemm::dynamic_schedule(k_blocks, plan.experts, accumulate && !bf16)) {
+      gemm::wgrad_config(block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128, p.dw.shape[1],
+                         p.dw.shape[2], k_blocks, p.plan.experts, bf16, p.accumulate);
+  gemm::Params params = gemm::wgrad_problem(p.dy_t, p.x_t, p.plan, p.dw, p.accumulate, config);
+  if (gemm::dynamic_schedule(k_blocks, p.plan.experts, p.accumulate && !bf16)) {
     static LaunchNumbers numbers(gemm::kQueues);
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }
   const auto run = [&]<gemm::Kind kKind>() {
-    gemm::launch<kKind>(dy_t.data.dtype, params, config, device, stream_of(stream));
+    gemm::launch<kKind>(p.dy_t.data.dtype, params, config, device, stream_of(stream));
   };
   if (block)
     run.operator()<gemm::Kind::wgrad_128x128>();

@@ -1,39 +1,51 @@
-// The two backends behind the checks: the same functions, arguments already checked.
+// The two backends behind the checks. Of every operator's parameters P, already checked, each
+// defines `template <> void run(const P& p, Stream stream)`, and workspace_bytes where P has one.
 #pragma once
 
 #include "fp8moe/explain.h"
 #include "fp8moe/ops.h"
 
-namespace fp8moe::cpu {
-#include "ops/backend_ops.inc"
-}  // namespace fp8moe::cpu
+namespace fp8moe {
 
-namespace fp8moe::cuda {
-#include "ops/backend_ops.inc"
+namespace cpu {
+template <class P>
+void run(const P& p, Stream stream);
+template <class P>
+int64_t workspace_bytes(const P& p);
+}  // namespace cpu
+
+namespace cuda {
+template <class P>
+void run(const P& p, Stream stream);
+template <class P>
+int64_t workspace_bytes(const P& p);
 
 // Refuses a machine without driver or GPU, and a GPU that is not compute capability 9.0.
 void require_device(Device device, const char* op);
 
 // Plain C++, and in every build: it asks no device.
 GemmChoice explain_grouped_gemm(const GemmQuery& query);
-}  // namespace fp8moe::cuda
+}  // namespace cuda
 
-// FP8MOE_DISPATCH("op", device, op(arguments)): returns what the backend of `device` returns. The
-// last statement of an op.
+// Runs the checked operator on the backend of `device`: the last statement of an operator.
+template <class P>
+void dispatch(const P& p, Device device, Stream stream) {
+  if (device.type == DeviceType::cpu) return cpu::run(p, stream);
+  cuda::require_device(device, P::op);
 #if FP8MOE_HAS_CUDA
-#define FP8MOE_DISPATCH(op, device, ...)    \
-  do {                                      \
-    if ((device).type == DeviceType::cpu) { \
-      return cpu::__VA_ARGS__;              \
-    } else {                                \
-      cuda::require_device(device, op);     \
-      return cuda::__VA_ARGS__;             \
-    }                                       \
-  } while (false)
-#else
-#define FP8MOE_DISPATCH(op, device, ...)                                              \
-  do {                                                                                \
-    if ((device).type != DeviceType::cpu) ::fp8moe::cuda::require_device(device, op); \
-    return cpu::__VA_ARGS__;                                                          \
-  } while (false)
+  cuda::run(p, stream);
 #endif
+}
+
+template <class P>
+int64_t dispatch_workspace(const P& p, Device device) {
+  if (device.type == DeviceType::cpu) return cpu::workspace_bytes(p);
+  cuda::require_device(device, P::op);
+#if FP8MOE_HAS_CUDA
+  return cuda::workspace_bytes(p);
+#else
+  return 0;
+#endif
+}
+
+}  // namespace fp8moe

@@ -1,6 +1,8 @@
 // The C ABI: converts the plain structs, calls the C++ operator, turns exceptions into statuses.
 #include "fp8moe/c_api.h"
 
+#include <algorithm>
+#include <cstring>
 #include <new>
 #include <string>
 
@@ -61,6 +63,8 @@ Enum to_enum(int32_t value, Enum last, const char* what) {
 Tensor tensor(const fp8moe_tensor* c) {
   Tensor t;
   if (c == nullptr) return t;
+  const bool zeros = c->data == nullptr && c->ndim == 0;
+  if (zeros) return t;  // as a NULL pointer
   FP8MOE_CHECK(c->ndim >= 0 && c->ndim <= Tensor::kMaxDims, "[c_api] ndim must be between 0 and ",
                Tensor::kMaxDims, "; got ", c->ndim);
   t.data = c->data;
@@ -129,6 +133,173 @@ int64_t size(const fp8moe_plan* c, int64_t (RoutingPlan::*of)() const) {
 
 ScaleRule rule(fp8moe_scale_rule c) { return {.pow2 = c.pow2 != 0, .eps = c.eps}; }
 
+// ---- each operator's arguments
+// -------------------------------------------------------------------
+
+Quantize params(const fp8moe_quantize_args& c) {
+  return {.x = tensor(c.x), .q = fp8(c.q), .rule = rule(c.rule)};
+}
+
+QuantizeWeight params(const fp8moe_quantize_weight_args& c) {
+  return {.w = tensor(c.w), .q = fp8(c.q), .q_t = fp8(c.q_t), .rule = rule(c.rule)};
+}
+
+Dequantize params(const fp8moe_dequantize_args& c) { return {.q = fp8(c.q), .x = tensor(c.x)}; }
+
+Route params(const fp8moe_route_args& c) {
+  return {.topk_idx = tensor(c.topk_idx),
+          .routing_map = tensor(c.routing_map),
+          .plan = plan(c.plan),
+          .workspace = tensor(c.workspace)};
+}
+
+PlanFromCounts params(const fp8moe_plan_from_counts_args& c) {
+  return {.tokens_per_expert = tensor(c.tokens_per_expert), .plan = plan(c.plan)};
+}
+
+PermutePad params(const fp8moe_permute_pad_args& c) {
+  return {.x = fp8(c.x),
+          .plan = plan(c.plan),
+          .probs = tensor(c.probs),
+          .y = fp8(c.y),
+          .row_probs = tensor(c.row_probs),
+          .zero_unweighted = c.zero_unweighted != 0};
+}
+
+PermutePadBackward params(const fp8moe_permute_pad_backward_args& c) {
+  return {.dy = tensor(c.dy),
+          .plan = plan(c.plan),
+          .row_dprobs = tensor(c.row_dprobs),
+          .dx = tensor(c.dx),
+          .dprobs = tensor(c.dprobs)};
+}
+
+UnpermuteUnpad params(const fp8moe_unpermute_unpad_args& c) {
+  return {.y = tensor(c.y), .plan = plan(c.plan), .probs = tensor(c.probs), .out = tensor(c.out)};
+}
+
+UnpermuteUnpadBackward params(const fp8moe_unpermute_unpad_backward_args& c) {
+  return {.dout = tensor(c.dout),
+          .plan = plan(c.plan),
+          .y = tensor(c.y),
+          .probs = tensor(c.probs),
+          .dy = tensor(c.dy),
+          .dprobs = tensor(c.dprobs)};
+}
+
+DispatchPlan params(const fp8moe_dispatch_plan_args& c) {
+  return {.topk_idx = tensor(c.topk_idx),
+          .num_experts = c.num_experts,
+          .segment = c.segment,
+          .plan = plan(c.plan),
+          .counts = tensor(c.counts),
+          .workspace = tensor(c.workspace)};
+}
+
+QuantizePack params(const fp8moe_quantize_pack_args& c) {
+  return {.x = tensor(c.x),
+          .topk_idx = tensor(c.topk_idx),
+          .probs = tensor(c.probs),
+          .num_experts = c.num_experts,
+          .plan = plan(c.plan),
+          .packed = tensor(c.packed),
+          .fp8_dtype = to_enum(c.fp8_dtype, DType::boolean, "fp8_dtype"),
+          .rule = rule(c.rule)};
+}
+
+Unpack params(const fp8moe_unpack_args& c) {
+  return {.packed = tensor(c.packed),
+          .hidden = c.hidden,
+          .topk_idx = tensor(c.topk_idx),
+          .probs = tensor(c.probs)};
+}
+
+TransposeFp8 params(const fp8moe_transpose_fp8_args& c) {
+  return {.q = fp8(c.q),
+          .plan = plan(c.plan),
+          .columns = fp8(c.columns),
+          .requantize = c.requantize != 0,
+          .rule = rule(c.rule)};
+}
+
+PermuteTransposeFp8 params(const fp8moe_permute_transpose_fp8_args& c) {
+  return {.q = fp8(c.q), .plan = plan(c.plan), .columns = fp8(c.columns)};
+}
+
+CountCodes params(const fp8moe_count_codes_args& c) {
+  return {.q = fp8(c.q),
+          .plan = plan(c.plan),
+          .columns = fp8(c.columns),
+          .stride = c.stride,
+          .counts = tensor(c.counts)};
+}
+
+ActQuantize params(const fp8moe_act_quantize_args& c) {
+  return {.z = tensor(c.z),
+          .plan = plan(c.plan),
+          .probs = tensor(c.probs),
+          .limit = c.limit,
+          .h = fp8(c.h),
+          .z_q = fp8(c.z_q),
+          .rule = rule(c.rule)};
+}
+
+ActQuantizeBackward params(const fp8moe_act_quantize_backward_args& c) {
+  return {.dh = tensor(c.dh),
+          .z = tensor(c.z),
+          .plan = plan(c.plan),
+          .probs = tensor(c.probs),
+          .limit = c.limit,
+          .dz = fp8(c.dz),
+          .dprobs = tensor(c.dprobs),
+          .dz_columns = fp8(c.dz_columns),
+          .h_columns = fp8(c.h_columns),
+          .rule = rule(c.rule)};
+}
+
+GroupedGemm params(const fp8moe_grouped_gemm_args& c) {
+  return {.a = fp8(c.a), .w = fp8(c.w), .plan = plan(c.plan), .d = tensor(c.d)};
+}
+
+GroupedGemmWgrad params(const fp8moe_grouped_gemm_wgrad_args& c) {
+  return {.dy_t = fp8(c.dy_t),
+          .x_t = fp8(c.x_t),
+          .plan = plan(c.plan),
+          .dw = tensor(c.dw),
+          .accumulate = c.accumulate != 0};
+}
+
+// The caller's struct, of whatever size it has there; zeros where it is shorter. What a newer
+// caller gives beyond ours must be zero.
+template <class C>
+C given(const C* args, const char* op) {
+  FP8MOE_CHECK(args != nullptr, "[", op, "] args must be given; got NULL");
+  constexpr size_t kFirst = sizeof(size_t);
+  FP8MOE_CHECK(args->size > kFirst && args->size <= 2 * sizeof(C), "[", op,
+               "] args.size must be that of the struct (", sizeof(C), " bytes here); got ",
+               args->size);
+  const auto* bytes = reinterpret_cast<const char*>(args);
+  for (size_t i = sizeof(C); i < args->size; ++i)
+    FP8MOE_CHECK(bytes[i] == 0, "[", op, "] args must be of this library's version or older; got ",
+                 args->size, " bytes where ", sizeof(C), " are known");
+  C c{};
+  std::memcpy(&c, bytes, std::min(args->size, sizeof(C)));
+  return c;
+}
+
+template <class P, class C>
+fp8moe_status run(void (*op)(const P&, Stream), const C* args, void* stream) {
+  return guarded([&] { op(params(given(args, P::op)), {stream}); });
+}
+
+template <class C>
+fp8moe_status workspace(const C* args, int64_t* bytes, const char* op) {
+  return guarded([&] {
+    FP8MOE_CHECK(bytes != nullptr, "[", op, "] bytes must be given; got NULL");
+    *bytes = workspace_bytes(params(given(args, op)));
+  });
+}
+
 }  // namespace
 }  // namespace fp8moe
 
@@ -166,98 +337,45 @@ int64_t fp8moe_plan_col_blocks_at(const fp8moe_plan* p) {
   return size(p, &RoutingPlan::col_blocks_at);
 }
 
-fp8moe_status fp8moe_quantize(const fp8moe_tensor* x, const fp8moe_fp8_tensor* q,
-                              fp8moe_scale_rule r, void* stream) {
-  return guarded([&] { quantize(tensor(x), fp8(q), rule(r), {stream}); });
+fp8moe_status fp8moe_quantize(const fp8moe_quantize_args* args, void* stream) {
+  return run(&quantize, args, stream);
 }
-
-fp8moe_status fp8moe_quantize_weight(const fp8moe_tensor* w, const fp8moe_fp8_tensor* q,
-                                     const fp8moe_fp8_tensor* q_t, fp8moe_scale_rule r,
-                                     void* stream) {
-  return guarded([&] { quantize_weight(tensor(w), fp8(q), fp8(q_t), rule(r), {stream}); });
+fp8moe_status fp8moe_quantize_weight(const fp8moe_quantize_weight_args* args, void* stream) {
+  return run(&quantize_weight, args, stream);
 }
-
-fp8moe_status fp8moe_dequantize(const fp8moe_fp8_tensor* q, const fp8moe_tensor* x, void* stream) {
-  return guarded([&] { dequantize(fp8(q), tensor(x), {stream}); });
+fp8moe_status fp8moe_dequantize(const fp8moe_dequantize_args* args, void* stream) {
+  return run(&dequantize, args, stream);
 }
-
-fp8moe_status fp8moe_route_workspace(const fp8moe_plan* p, int64_t* bytes) {
-  return guarded([&] {
-    FP8MOE_CHECK(bytes != nullptr, "[route_workspace] bytes must be given; got NULL");
-    *bytes = route_workspace(plan(p));
-  });
+fp8moe_status fp8moe_route(const fp8moe_route_args* args, void* stream) {
+  return run(&route, args, stream);
 }
-
-fp8moe_status fp8moe_route(const fp8moe_tensor* topk_idx, const fp8moe_tensor* routing_map,
-                           const fp8moe_plan* p, const fp8moe_tensor* workspace, void* stream) {
-  return guarded(
-      [&] { route(tensor(topk_idx), tensor(routing_map), plan(p), tensor(workspace), {stream}); });
+fp8moe_status fp8moe_route_workspace(const fp8moe_route_args* args, int64_t* bytes) {
+  return workspace(args, bytes, "route_workspace");
 }
-
-fp8moe_status fp8moe_plan_from_counts(const fp8moe_tensor* tokens_per_expert, const fp8moe_plan* p,
-                                      void* stream) {
-  return guarded([&] { plan_from_counts(tensor(tokens_per_expert), plan(p), {stream}); });
+fp8moe_status fp8moe_plan_from_counts(const fp8moe_plan_from_counts_args* args, void* stream) {
+  return run(&plan_from_counts, args, stream);
 }
-
-fp8moe_status fp8moe_permute_pad(const fp8moe_tensor* x, const fp8moe_plan* p,
-                                 const fp8moe_tensor* probs, const fp8moe_tensor* y,
-                                 const fp8moe_tensor* row_probs, void* stream) {
-  return guarded([&] {
-    permute_pad(tensor(x), plan(p), tensor(probs), tensor(y), tensor(row_probs), false, {stream});
-  });
+fp8moe_status fp8moe_permute_pad(const fp8moe_permute_pad_args* args, void* stream) {
+  return run(&permute_pad, args, stream);
 }
-
-fp8moe_status fp8moe_permute_pad_fp8(const fp8moe_fp8_tensor* x, const fp8moe_plan* p,
-                                     const fp8moe_tensor* probs, const fp8moe_fp8_tensor* y,
-                                     const fp8moe_tensor* row_probs, void* stream) {
-  return guarded([&] {
-    permute_pad(fp8(x), plan(p), tensor(probs), fp8(y), tensor(row_probs), false, {stream});
-  });
+fp8moe_status fp8moe_permute_pad_backward(const fp8moe_permute_pad_backward_args* args,
+                                          void* stream) {
+  return run(&permute_pad_backward, args, stream);
 }
-
-fp8moe_status fp8moe_permute_pad_backward(const fp8moe_tensor* dy, const fp8moe_plan* p,
-                                          const fp8moe_tensor* row_dprobs, const fp8moe_tensor* dx,
-                                          const fp8moe_tensor* dprobs, void* stream) {
-  return guarded([&] {
-    permute_pad_backward(tensor(dy), plan(p), tensor(row_dprobs), tensor(dx), tensor(dprobs),
-                         {stream});
-  });
+fp8moe_status fp8moe_unpermute_unpad(const fp8moe_unpermute_unpad_args* args, void* stream) {
+  return run(&unpermute_unpad, args, stream);
 }
-
-fp8moe_status fp8moe_unpermute_unpad(const fp8moe_tensor* y, const fp8moe_plan* p,
-                                     const fp8moe_tensor* probs, const fp8moe_tensor* out,
-                                     void* stream) {
-  return guarded(
-      [&] { unpermute_unpad(tensor(y), plan(p), tensor(probs), tensor(out), {stream}); });
-}
-
-fp8moe_status fp8moe_unpermute_unpad_backward(const fp8moe_tensor* dout, const fp8moe_plan* p,
-                                              const fp8moe_tensor* y, const fp8moe_tensor* probs,
-                                              const fp8moe_tensor* dy, const fp8moe_tensor* dprobs,
+fp8moe_status fp8moe_unpermute_unpad_backward(const fp8moe_unpermute_unpad_backward_args* args,
                                               void* stream) {
-  return guarded([&] {
-    unpermute_unpad_backward(tensor(dout), plan(p), tensor(y), tensor(probs), tensor(dy),
-                             tensor(dprobs), {stream});
-  });
+  return run(&unpermute_unpad_backward, args, stream);
 }
-
-fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_plan* p, int64_t* bytes) {
-  return guarded([&] {
-    FP8MOE_CHECK(bytes != nullptr, "[dispatch_plan_workspace] bytes must be given; got NULL");
-    *bytes = dispatch_plan_workspace(plan(p));
-  });
+fp8moe_status fp8moe_dispatch_plan(const fp8moe_dispatch_plan_args* args, void* stream) {
+  return run(&dispatch_plan, args, stream);
 }
-
-fp8moe_status fp8moe_dispatch_plan(const fp8moe_tensor* topk_idx, int64_t num_experts,
-                                   int64_t segment, const fp8moe_plan* p,
-                                   const fp8moe_tensor* counts, const fp8moe_tensor* workspace,
-                                   void* stream) {
-  return guarded([&] {
-    dispatch_plan(tensor(topk_idx), num_experts, segment, plan(p), tensor(counts),
-                  tensor(workspace), {stream});
-  });
+fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_dispatch_plan_args* args,
+                                             int64_t* bytes) {
+  return workspace(args, bytes, "dispatch_plan_workspace");
 }
-
 int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots) {
   return number([&] {
     constexpr int64_t kMost = INT64_MAX / 32;
@@ -268,75 +386,34 @@ int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots) {
   });
 }
 
-fp8moe_status fp8moe_quantize_pack(const fp8moe_tensor* x, const fp8moe_tensor* topk_idx,
-                                   const fp8moe_tensor* probs, int64_t num_experts,
-                                   const fp8moe_plan* p, const fp8moe_tensor* packed,
-                                   int32_t fp8_dtype, fp8moe_scale_rule r, void* stream) {
-  return guarded([&] {
-    quantize_pack(tensor(x), tensor(topk_idx), tensor(probs), num_experts, plan(p), tensor(packed),
-                  to_enum(fp8_dtype, DType::boolean, "fp8_dtype"), rule(r), {stream});
-  });
+fp8moe_status fp8moe_quantize_pack(const fp8moe_quantize_pack_args* args, void* stream) {
+  return run(&quantize_pack, args, stream);
 }
-
-fp8moe_status fp8moe_unpack(const fp8moe_tensor* packed, int64_t hidden,
-                            const fp8moe_tensor* topk_idx, const fp8moe_tensor* probs,
-                            void* stream) {
-  return guarded(
-      [&] { unpack(tensor(packed), hidden, tensor(topk_idx), tensor(probs), {stream}); });
+fp8moe_status fp8moe_unpack(const fp8moe_unpack_args* args, void* stream) {
+  return run(&unpack, args, stream);
 }
-
-fp8moe_status fp8moe_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,
-                                   const fp8moe_fp8_tensor* columns, int32_t requantize,
-                                   fp8moe_scale_rule r, void* stream) {
-  return guarded(
-      [&] { transpose_fp8(fp8(q), plan(p), fp8(columns), requantize != 0, rule(r), {stream}); });
+fp8moe_status fp8moe_transpose_fp8(const fp8moe_transpose_fp8_args* args, void* stream) {
+  return run(&transpose_fp8, args, stream);
 }
-
-fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,
-                                           const fp8moe_fp8_tensor* columns, void* stream) {
-  return guarded([&] { permute_transpose_fp8(fp8(q), plan(p), fp8(columns), {stream}); });
-}
-
-fp8moe_status fp8moe_count_codes(const fp8moe_fp8_tensor* q, const fp8moe_plan* p,
-                                 const fp8moe_fp8_tensor* columns, int64_t stride,
-                                 const fp8moe_tensor* counts, void* stream) {
-  return guarded(
-      [&] { count_codes(fp8(q), plan(p), fp8(columns), stride, tensor(counts), {stream}); });
-}
-
-fp8moe_status fp8moe_act_quantize(const fp8moe_tensor* z, const fp8moe_plan* p,
-                                  const fp8moe_tensor* probs, float limit,
-                                  const fp8moe_fp8_tensor* h, const fp8moe_fp8_tensor* z_q,
-                                  fp8moe_scale_rule r, void* stream) {
-  return guarded([&] {
-    act_quantize(tensor(z), plan(p), tensor(probs), limit, fp8(h), fp8(z_q), rule(r), {stream});
-  });
-}
-
-fp8moe_status fp8moe_act_quantize_backward(const fp8moe_tensor* dh, const fp8moe_tensor* z,
-                                           const fp8moe_plan* p, const fp8moe_tensor* probs,
-                                           float limit, const fp8moe_fp8_tensor* dz,
-                                           const fp8moe_tensor* dprobs,
-                                           const fp8moe_fp8_tensor* dz_columns,
-                                           const fp8moe_fp8_tensor* h_columns, fp8moe_scale_rule r,
+fp8moe_status fp8moe_permute_transpose_fp8(const fp8moe_permute_transpose_fp8_args* args,
                                            void* stream) {
-  return guarded([&] {
-    act_quantize_backward(tensor(dh), tensor(z), plan(p), tensor(probs), limit, fp8(dz),
-                          tensor(dprobs), fp8(dz_columns), fp8(h_columns), rule(r), {stream});
-  });
+  return run(&permute_transpose_fp8, args, stream);
 }
-
-fp8moe_status fp8moe_grouped_gemm(const fp8moe_fp8_tensor* a, const fp8moe_fp8_tensor* w,
-                                  const fp8moe_plan* p, const fp8moe_tensor* d, void* stream) {
-  return guarded([&] { grouped_gemm(fp8(a), fp8(w), plan(p), tensor(d), {stream}); });
+fp8moe_status fp8moe_count_codes(const fp8moe_count_codes_args* args, void* stream) {
+  return run(&count_codes, args, stream);
 }
-
-fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_fp8_tensor* dy_t, const fp8moe_fp8_tensor* x_t,
-                                        const fp8moe_plan* p, const fp8moe_tensor* dw,
-                                        int32_t accumulate, void* stream) {
-  return guarded([&] {
-    grouped_gemm_wgrad(fp8(dy_t), fp8(x_t), plan(p), tensor(dw), accumulate != 0, {stream});
-  });
+fp8moe_status fp8moe_act_quantize(const fp8moe_act_quantize_args* args, void* stream) {
+  return run(&act_quantize, args, stream);
+}
+fp8moe_status fp8moe_act_quantize_backward(const fp8moe_act_quantize_backward_args* args,
+                                           void* stream) {
+  return run(&act_quantize_backward, args, stream);
+}
+fp8moe_status fp8moe_grouped_gemm(const fp8moe_grouped_gemm_args* args, void* stream) {
+  return run(&grouped_gemm, args, stream);
+}
+fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_grouped_gemm_wgrad_args* args, void* stream) {
+  return run(&grouped_gemm_wgrad, args, stream);
 }
 
 }  // extern "C"

@@ -210,9 +210,11 @@ inline Owned int32s(std::initializer_list<int64_t> shape, const std::vector<int>
 }
 
 inline void run_route(const OwnedPlan& p, const Tensor& topk_idx, const Tensor& routing_map) {
-  Owned workspace(DType::u8, {route_workspace(p)});
+  Route r{.topk_idx = topk_idx, .routing_map = routing_map, .plan = p};
+  Owned workspace(DType::u8, {workspace_bytes(r)});
   std::memset(workspace.as<uint8_t>(), 0, workspace.size());
-  route(topk_idx, routing_map, p, workspace);
+  r.workspace = workspace;
+  route(r);
   for (size_t i = 0; i < workspace.size(); ++i) CHECK(workspace.as<uint8_t>()[i] == 0);
 }
 
@@ -226,7 +228,7 @@ inline OwnedPlan routed(int64_t tokens, int64_t slots, int64_t experts, int64_t 
 inline OwnedPlan from_counts(const std::vector<int>& counts, int64_t capacity, int64_t align) {
   const int64_t experts = static_cast<int64_t>(counts.size());
   OwnedPlan p = empty_plan(capacity, 1, experts, align, capacity);
-  plan_from_counts(int32s({experts}, counts), p);
+  plan_from_counts({.tokens_per_expert = int32s({experts}, counts), .plan = p});
   return p;
 }
 

@@ -16,6 +16,13 @@
     }                                                                           \
   } while (0)
 
+/* An operator by its arguments' names; what is left out is not given. */
+#define CALL(op, ...) \
+  fp8moe_##op(&(fp8moe_##op##_args){.size = sizeof(fp8moe_##op##_args), __VA_ARGS__}, NULL)
+#define WORKSPACE(op, bytes, ...)                                                                 \
+  fp8moe_##op##_workspace(&(fp8moe_##op##_args){.size = sizeof(fp8moe_##op##_args), __VA_ARGS__}, \
+                          bytes)
+
 enum { kTokens = 5, kSlots = 2, kExperts = 3, kRows = 10, kN = 16, kK = 144, kBlocks = 2 };
 
 static fp8moe_tensor tensor(void* data, int32_t dtype, int32_t ndim, int64_t a, int64_t b,
@@ -38,24 +45,26 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   const fp8moe_tensor it = tensor(ids, FP8MOE_I32, 2, kTokens, kSlots, 0);
   const fp8moe_tensor ct = tensor(counts, FP8MOE_I32, 2, kRanks, 2, 0);
   int64_t bytes = -1;
-  CHECK(fp8moe_dispatch_plan_workspace(&plan, &bytes) == FP8MOE_OK && bytes == 0);
-  CHECK(fp8moe_dispatch_plan(&it, kRanks, 0, &plan, &ct, NULL, NULL) == FP8MOE_OK);
+  CHECK(WORKSPACE(dispatch_plan, &bytes, .plan = &plan) == FP8MOE_OK && bytes == 0);
+  CHECK(CALL(dispatch_plan, .topk_idx = &it, .num_experts = kRanks, .plan = &plan, .counts = &ct) ==
+        FP8MOE_OK);
   CHECK(counts[0] == 3 && counts[1] == 4 && counts[4] == kTo2 && counts[5] == 4);
 
   CHECK(fp8moe_packed_row_bytes(kK, kSlots) == kRow);
   const fp8moe_tensor xt = tensor(x, FP8MOE_F32, 2, kTokens, kK, 0);
   const fp8moe_tensor pt = tensor(probs, FP8MOE_F32, 2, kTokens, kSlots, 0);
   const fp8moe_tensor wire = tensor(packed, FP8MOE_U8, 2, kTokens * kSlots, kRow, 0);
-  CHECK(fp8moe_quantize_pack(&xt, &it, &pt, kRanks, &plan, &wire, FP8MOE_E4M3, rule, NULL) ==
-        FP8MOE_OK);
-  CHECK(fp8moe_quantize_pack(&xt, &it, &pt, kRanks, &plan, &wire, 99, rule, NULL) ==
-        FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(quantize_pack, .x = &xt, .topk_idx = &it, .probs = &pt, .num_experts = kRanks,
+             .plan = &plan, .packed = &wire, .fp8_dtype = FP8MOE_E4M3, .rule = rule) == FP8MOE_OK);
+  CHECK(CALL(quantize_pack, .x = &xt, .topk_idx = &it, .probs = &pt, .num_experts = kRanks,
+             .plan = &plan, .packed = &wire, .fp8_dtype = 99,
+             .rule = rule) == FP8MOE_INVALID_ARGUMENT);
 
   uint8_t* rank_2 = packed + buffer[fp8moe_plan_row_offsets_at(&plan) + 2] * kRow;
   const fp8moe_tensor arrived = tensor(rank_2, FP8MOE_U8, 2, kTo2, kRow, 0);
   const fp8moe_tensor lt = tensor(local, FP8MOE_I32, 2, kTo2, kSlots, 0);
   const fp8moe_tensor wt = tensor(weights, FP8MOE_F32, 2, kTo2, kSlots, 0);
-  CHECK(fp8moe_unpack(&arrived, kK, &lt, &wt, NULL) == FP8MOE_OK);
+  CHECK(CALL(unpack, .packed = &arrived, .hidden = kK, .topk_idx = &lt, .probs = &wt) == FP8MOE_OK);
   CHECK(local[0] == -1 && local[1] == 0 && weights[1] == 1.0f); /* token 0: slot 1 is expert 2 */
 
   uint8_t moved[kTo2 * kK];
@@ -73,14 +82,14 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   int32_t* one_buffer = malloc((size_t)words * sizeof(int32_t));
   one.buffer = tensor(one_buffer, FP8MOE_I32, 1, words, 0, 0);
   const fp8moe_tensor ht = tensor(here, FP8MOE_I32, 2, kTo2, 1, 0);
-  CHECK(fp8moe_route(&ht, NULL, &one, NULL, NULL) == FP8MOE_OK);
-  CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_OK);
+  CHECK(CALL(route, .topk_idx = &ht, .plan = &one) == FP8MOE_OK);
+  CHECK(CALL(permute_pad, .x = &from, .plan = &one, .y = &to) == FP8MOE_OK);
   for (int r = 0; r < kTo2; ++r) CHECK(memcmp(moved + r * kK, rank_2 + r * kRow, kK) == 0);
   from.data.row_stride = INT64_MAX;
-  CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(permute_pad, .x = &from, .plan = &one, .y = &to) == FP8MOE_INVALID_ARGUMENT);
   CHECK(strstr(fp8moe_last_error(), "2^63 bytes") != NULL);
   from.data.row_stride = -16;
-  CHECK(fp8moe_permute_pad_fp8(&from, &one, NULL, &to, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(permute_pad, .x = &from, .plan = &one, .y = &to) == FP8MOE_INVALID_ARGUMENT);
   free(one_buffer);
   free(buffer);
 }
@@ -105,11 +114,11 @@ int main(void) {
   plan.buffer = tensor(buffer, FP8MOE_I32, 1, size, 0, 0);
 
   int64_t bytes = -1;
-  CHECK(fp8moe_route_workspace(&plan, &bytes) == FP8MOE_OK && bytes >= 0);
+  CHECK(WORKSPACE(route, &bytes, .plan = &plan) == FP8MOE_OK && bytes >= 0);
   void* scratch = calloc(1, (size_t)bytes + 1);
   const fp8moe_tensor topk = tensor(ids, FP8MOE_I32, 2, kTokens, kSlots, 0);
   const fp8moe_tensor workspace = tensor(scratch, FP8MOE_U8, 1, bytes, 0, 0);
-  CHECK(fp8moe_route(&topk, NULL, &plan, &workspace, NULL) == FP8MOE_OK);
+  CHECK(CALL(route, .topk_idx = &topk, .plan = &plan, .workspace = &workspace) == FP8MOE_OK);
   const int32_t* offsets = buffer + fp8moe_plan_row_offsets_at(&plan);
   CHECK(offsets[0] == 0 && offsets[1] == 4 && offsets[2] == 4 && offsets[3] == 8);
 
@@ -126,10 +135,10 @@ int main(void) {
   const fp8moe_fp8_tensor wq = {tensor(w_codes, FP8MOE_E4M3, 3, kExperts, kN, kK),
                                 tensor(w_scale, FP8MOE_F32, 3, kExperts, 1, kBlocks),
                                 FP8MOE_LAYOUT_BLOCK};
-  CHECK(fp8moe_quantize(&xt, &xq, rule, NULL) == FP8MOE_OK);
-  CHECK(fp8moe_permute_pad_fp8(&xq, &plan, NULL, &aq, NULL, NULL) == FP8MOE_OK);
-  CHECK(fp8moe_quantize_weight(&wt, &wq, NULL, rule, NULL) == FP8MOE_OK);
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &dt, NULL) == FP8MOE_OK);
+  CHECK(CALL(quantize, .x = &xt, .q = &xq, .rule = rule) == FP8MOE_OK);
+  CHECK(CALL(permute_pad, .x = &xq, .plan = &plan, .y = &aq) == FP8MOE_OK);
+  CHECK(CALL(quantize_weight, .w = &wt, .q = &wq, .rule = rule) == FP8MOE_OK);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan, .d = &dt) == FP8MOE_OK);
   const int32_t* row_of = buffer + fp8moe_plan_row_of_at(&plan);
   for (int i = 0; i < kTokens * kSlots; ++i) {
     CHECK((row_of[i] < 0) == (expert_of[i] < 0));
@@ -147,22 +156,26 @@ int main(void) {
   const float kept = d[0];
   fp8moe_tensor bad = dt;
   bad.shape[1] = kN + 1;
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan, .d = &bad) ==
+        FP8MOE_INVALID_ARGUMENT);
   CHECK(strstr(fp8moe_last_error(), "[grouped_gemm] d must be [10, 16]; got [10, 17]") != NULL);
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, NULL, &dt, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .d = &dt) == FP8MOE_INVALID_ARGUMENT);
   bad = dt;
   bad.dtype = 99;
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan, .d = &bad) ==
+        FP8MOE_INVALID_ARGUMENT);
   CHECK(strstr(fp8moe_last_error(), "dtype") != NULL);
   bad = dt;
   bad.ndim = 7;
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan, .d = &bad) ==
+        FP8MOE_INVALID_ARGUMENT);
   bad = dt;
   bad.shape[0] = bad.shape[1] = INT64_C(1) << 40;
-  CHECK(fp8moe_grouped_gemm(&aq, &wq, &plan, &bad, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan, .d = &bad) ==
+        FP8MOE_INVALID_ARGUMENT);
   CHECK(strstr(fp8moe_last_error(), "2^63 bytes") != NULL);
-  CHECK(fp8moe_route_workspace(&plan, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(WORKSPACE(route, NULL, .plan = &plan) == FP8MOE_INVALID_ARGUMENT);
   CHECK(fp8moe_plan_rows(NULL) == -1);
   fp8moe_plan huge = plan;
   huge.capacity = INT64_MAX;
@@ -173,6 +186,45 @@ int main(void) {
   CHECK(fp8moe_packed_row_bytes(INT64_MAX, 8) == -1);
   CHECK(strstr(fp8moe_last_error(), "packed_row_bytes") != NULL);
   CHECK(d[0] == kept);
+
+  /* A struct's size: what an older caller does not know is not given; a newer one's must be zero.
+   */
+  struct {
+    fp8moe_permute_pad_args args;
+    int64_t more;
+  } newer = {.args = {.x = &xq, .plan = &plan, .y = &aq, .zero_unweighted = 1}, .more = 0};
+  plan.align = 1;
+  newer.args.size = sizeof(newer.args);
+  CHECK(fp8moe_permute_pad(&newer.args, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(strstr(fp8moe_last_error(), "zero_unweighted needs probs") != NULL);
+  newer.args.size = offsetof(fp8moe_permute_pad_args, zero_unweighted);
+  CHECK(fp8moe_permute_pad(&newer.args, NULL) == FP8MOE_OK);
+  newer.args.zero_unweighted = 0;
+  newer.args.size = sizeof(newer);
+  CHECK(fp8moe_permute_pad(&newer.args, NULL) == FP8MOE_OK);
+  newer.more = 1;
+  CHECK(fp8moe_permute_pad(&newer.args, NULL) == FP8MOE_INVALID_ARGUMENT);
+  newer.args.size = 0;
+  CHECK(fp8moe_permute_pad(&newer.args, NULL) == FP8MOE_INVALID_ARGUMENT);
+  CHECK(strstr(fp8moe_last_error(), "args.size must be") != NULL);
+  CHECK(fp8moe_permute_pad(NULL, NULL) == FP8MOE_INVALID_ARGUMENT);
+
+  /* Rows of weight 0 as padding. */
+  float probs[kTokens * kSlots] = {1.0f}, row_probs[kRows];
+  const fp8moe_tensor pt = tensor(probs, FP8MOE_F32, 2, kTokens, kSlots, 0);
+  const fp8moe_tensor rt = tensor(row_probs, FP8MOE_F32, 1, kRows, 0, 0);
+  CHECK(CALL(permute_pad, .x = &xq, .plan = &plan, .probs = &pt, .y = &aq, .row_probs = &rt,
+             .zero_unweighted = 1) == FP8MOE_OK);
+  for (int i = 0; i < kTokens * kSlots; ++i)
+    for (int k = 0; k < kK && row_of[i] >= 0; ++k)
+      CHECK(a_codes[row_of[i] * kK + k] == (i == 0 ? x_codes[k] : 0));
+
+  /* High precision: no scales. */
+  float y[kRows * kK];
+  const fp8moe_fp8_tensor x_plain = {.data = xt},
+                          y_plain = {.data = tensor(y, FP8MOE_F32, 2, kRows, kK, 0)};
+  CHECK(CALL(permute_pad, .x = &x_plain, .plan = &plan, .y = &y_plain) == FP8MOE_OK);
+  CHECK(memcmp(y + row_of[0] * kK, x, kK * sizeof(float)) == 0);
 
   CHECK(strcmp(fp8moe_get_build_info().version, "") != 0);
   free(scratch);

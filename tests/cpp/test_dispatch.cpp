@@ -32,11 +32,16 @@ struct Dispatched {
 Dispatched dispatched(const Problem& p, bool wide) {
   Dispatched d{empty_plan(p.tokens, p.ranks, p.ranks, 1, p.capacity()),
                Owned(DType::i32, {p.ranks, 2})};
-  Owned workspace(DType::u8, {dispatch_plan_workspace(d.plan)});
+  Owned workspace(DType::u8, {workspace_bytes(DispatchPlan{.plan = d.plan})});
   Owned ids(wide ? DType::i64 : DType::i32, {p.tokens, p.slots});
   for (size_t i = 0; i < p.topk.size(); ++i)
     wide ? void(ids.as<int64_t>()[i] = p.topk[i]) : void(ids.as<int32_t>()[i] = p.topk[i]);
-  dispatch_plan(ids, p.experts(), p.segment, d.plan, d.counts, workspace);
+  dispatch_plan({.topk_idx = ids,
+                 .num_experts = p.experts(),
+                 .segment = p.segment,
+                 .plan = d.plan,
+                 .counts = d.counts,
+                 .workspace = workspace});
   return d;
 }
 
@@ -104,13 +109,18 @@ void expect_wire(const Problem& p, const Dispatched& d, int64_t hidden, DType dt
   fill_normal(x, random);
   fill_normal(probs, random);
   const OwnedFp8 q(fp8, p.tokens, hidden, ScaleLayout::row);
-  quantize(x, q, {});
+  quantize({.x = x, .q = q});
   const RoutingPlan& plan = d.plan;
   for (const bool ids : {true, false}) {
     const int64_t bytes = packed_row_bytes(hidden, ids ? p.slots : 0);
     Owned packed(DType::u8, {plan.rows(), bytes});
-    quantize_pack(x, ids ? Tensor(int32s({p.tokens, p.slots}, p.topk)) : Tensor(),
-                  ids ? Tensor(probs) : Tensor(), p.experts(), plan, packed, fp8, {});
+    quantize_pack({.x = x,
+                   .topk_idx = ids ? Tensor(int32s({p.tokens, p.slots}, p.topk)) : Tensor(),
+                   .probs = ids ? Tensor(probs) : Tensor(),
+                   .num_experts = p.experts(),
+                   .plan = plan,
+                   .packed = packed,
+                   .fp8_dtype = fp8});
     for (int64_t t = 0; t < p.tokens; ++t)
       for (int64_t r = 0; r < p.ranks; ++r) {
         const int64_t row = plan.row_of()[t * p.ranks + r];
@@ -121,7 +131,7 @@ void expect_wire(const Problem& p, const Dispatched& d, int64_t hidden, DType dt
       }
     if (!ids) continue;
     Owned local(DType::i32, {plan.rows(), p.slots}), weights(DType::f32, {plan.rows(), p.slots});
-    unpack(packed, hidden, local, weights);
+    unpack({.packed = packed, .hidden = hidden, .topk_idx = local, .probs = weights});
     for (int64_t row = 0; row < plan.row_offsets()[p.ranks]; ++row)
       for (int64_t s = 0; plan.token_of_row()[row] < 0 && s < p.slots; ++s)
         CHECK(local.as<int32_t>()[row * p.slots + s] == -1 && weights.at(row * p.slots + s) == 0.0);
@@ -169,36 +179,38 @@ void strided_rows() {
   for (const ScaleLayout layout : {ScaleLayout::row, ScaleLayout::gemm}) {
     const OwnedFp8 want(DType::e4m3, plan->rows(), width, layout);
     const OwnedFp8 got(DType::e4m3, plan->rows(), width, layout);
-    permute_pad(q, plan, {}, want, {});
-    permute_pad(apart, plan, {}, got, {});
+    permute_pad({.x = q, .plan = plan, .y = want});
+    permute_pad({.x = apart, .plan = plan, .y = got});
     CHECK(got.data.same(want.data) && got.scale.same(want.scale));
   }
   for (const ScaleLayout layout : {ScaleLayout::block, ScaleLayout::gemm}) {
     const OwnedFp8 want(DType::e4m3, width, plan->columns(), layout);
     const OwnedFp8 got(DType::e4m3, width, plan->columns(), layout);
-    permute_transpose_fp8(q, plan, want);
-    permute_transpose_fp8(apart, plan, got);
+    permute_transpose_fp8({.q = q, .plan = plan, .columns = want});
+    permute_transpose_fp8({.q = apart, .plan = plan, .columns = got});
     CHECK(got.data.same(want.data) && got.scale.same(want.scale));
   }
 
   const OwnedFp8 y(DType::e4m3, plan->rows(), width, ScaleLayout::row);
   Owned values(DType::f32, {tokens, width});
-  CHECK_INVALID("[dequantize] q must be contiguous", dequantize(apart, values));
+  CHECK_INVALID("[dequantize] q must be contiguous", dequantize({.q = apart, .x = values}));
   Fp8Tensor wrong = apart;
   wrong.data.row_stride = width - 16;
   CHECK_INVALID("x must have rows 144 to 2^31 - 1 elements apart, a multiple of 16; got 128",
-                permute_pad(wrong, plan, {}, y, {}));
+                permute_pad({.x = wrong, .plan = plan, .y = y}));
   wrong.data.row_stride = width + 8;
-  CHECK_INVALID("a multiple of 16; got 152", permute_transpose_fp8(wrong, plan, y));
+  CHECK_INVALID("a multiple of 16; got 152",
+                permute_transpose_fp8({.q = wrong, .plan = plan, .columns = y}));
   wrong = apart;
   wrong.scale_inv.row_stride = 1;
-  CHECK_INVALID("x.scale_inv must have rows 2 to", permute_pad(wrong, plan, {}, y, {}));
+  CHECK_INVALID("x.scale_inv must have rows 2 to", permute_pad({.x = wrong, .plan = plan, .y = y}));
   const Owned room(DType::u8, {tokens * stride + plan->rows() * width});
   Fp8Tensor last = y;  // an output that begins where the last row does
   apart.data.data = room.as<uint8_t>();
   apart.scale_inv.data = room.as<uint8_t>() + width;
   last.data.data = room.as<uint8_t>() + (tokens - 1) * stride;
-  CHECK_INVALID("y and x must not share memory", permute_pad(apart, plan, {}, last, {}));
+  CHECK_INVALID("y and x must not share memory",
+                permute_pad({.x = apart, .plan = plan, .y = last}));
 }
 
 void refusals() {
@@ -208,31 +220,73 @@ void refusals() {
   const std::vector<uint8_t> buffer = d.plan.buffer.copy();
   const Tensor none;
   for (const int bad : {6, -2, 0x7FFFFFFF})
-    CHECK_INVALID(
-        "expert ids must lie in [-1, 6)",
-        dispatch_plan(int32s({4, 2}, {0, 5, -1, 2, 3, bad, 1, 4}), 6, 0, plan, d.counts, none));
+    CHECK_INVALID("expert ids must lie in [-1, 6)",
+                  dispatch_plan({.topk_idx = int32s({4, 2}, {0, 5, -1, 2, 3, bad, 1, 4}),
+                                 .num_experts = 6,
+                                 .segment = 0,
+                                 .plan = plan,
+                                 .counts = d.counts,
+                                 .workspace = none}));
   const Owned ids = int32s({4, 2}, p.topk);
-  CHECK_INVALID("multiple of the ranks", dispatch_plan(ids, 5, 0, plan, d.counts, none));
-  CHECK_INVALID("segment must be", dispatch_plan(ids, 6, 3, plan, d.counts, none));
-  CHECK_INVALID("segment must be", dispatch_plan(ids, 6, -4, plan, d.counts, none));
-  CHECK_INVALID("counts must be", dispatch_plan(ids, 6, 0, plan, ids, none));
-  CHECK_INVALID("slots == experts",
-                dispatch_plan(ids, 6, 0, empty_plan(4, 1, 2, 1, 8), d.counts, none));
+  CHECK_INVALID("multiple of the ranks", dispatch_plan({.topk_idx = ids,
+                                                        .num_experts = 5,
+                                                        .segment = 0,
+                                                        .plan = plan,
+                                                        .counts = d.counts,
+                                                        .workspace = none}));
+  CHECK_INVALID("segment must be", dispatch_plan({.topk_idx = ids,
+                                                  .num_experts = 6,
+                                                  .segment = 3,
+                                                  .plan = plan,
+                                                  .counts = d.counts,
+                                                  .workspace = none}));
+  CHECK_INVALID("segment must be", dispatch_plan({.topk_idx = ids,
+                                                  .num_experts = 6,
+                                                  .segment = -4,
+                                                  .plan = plan,
+                                                  .counts = d.counts,
+                                                  .workspace = none}));
+  CHECK_INVALID("counts must be", dispatch_plan({.topk_idx = ids,
+                                                 .num_experts = 6,
+                                                 .segment = 0,
+                                                 .plan = plan,
+                                                 .counts = ids,
+                                                 .workspace = none}));
+  CHECK_INVALID("slots == experts", dispatch_plan({.topk_idx = ids,
+                                                   .num_experts = 6,
+                                                   .segment = 0,
+                                                   .plan = empty_plan(4, 1, 2, 1, 8),
+                                                   .counts = d.counts,
+                                                   .workspace = none}));
   CHECK(d.plan.buffer.copy() == buffer);
 
   const Owned x(DType::f32, {4, 32}), probs(DType::f32, {4, 2});
   const Owned packed(DType::u8, {8, packed_row_bytes(32, 2)});
   const auto pack = [&](const Tensor& i, const Tensor& w, const Tensor& to, DType fp8) {
-    quantize_pack(x, i, w, 6, plan, to, fp8, {});
+    quantize_pack({.x = x,
+                   .topk_idx = i,
+                   .probs = w,
+                   .num_experts = 6,
+                   .plan = plan,
+                   .packed = to,
+                   .fp8_dtype = fp8});
   };
   CHECK_INVALID("given together", pack(ids, {}, packed, DType::e4m3));
   CHECK_INVALID("fp8 must be", pack(ids, probs, packed, DType::u8));
   CHECK_INVALID("packed must be [8, 48]", pack({}, {}, packed, DType::e4m3));
   const OwnedPlan unfilled = empty_plan(4, 2, 2, 1, 8);
-  CHECK_INVALID("plan must be filled",
-                quantize_pack(x, ids, probs, 6, unfilled, packed, DType::e4m3, {}));
+  CHECK_INVALID("plan must be filled", quantize_pack({.x = x,
+                                                      .topk_idx = ids,
+                                                      .probs = probs,
+                                                      .num_experts = 6,
+                                                      .plan = unfilled,
+                                                      .packed = packed,
+                                                      .fp8_dtype = DType::e4m3}));
   for (size_t i = 0; i < packed.size(); ++i) CHECK(packed.as<uint8_t>()[i] == 0xA5);
-  CHECK_INVALID("[unpack]", unpack(packed, 48, Owned(DType::i32, {8, 2}), probs));
+  CHECK_INVALID(
+      "[unpack]",
+      unpack(
+          {.packed = packed, .hidden = 48, .topk_idx = Owned(DType::i32, {8, 2}), .probs = probs}));
 }
 
 }  // namespace

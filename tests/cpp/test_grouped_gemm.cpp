@@ -22,7 +22,7 @@ void fprop(const std::vector<int>& counts, int64_t spare, int64_t align, int64_t
   fill_random(a, random);
   fill_random(w, random);
   const Owned d(out, {plan->rows(), n});
-  grouped_gemm(a, w, plan, d);
+  grouped_gemm({.a = a, .w = w, .plan = plan, .d = d});
 
   const int32_t* offsets = plan->row_offsets();
   for (int64_t e = 0; e < experts; ++e)
@@ -42,7 +42,7 @@ void fprop(const std::vector<int>& counts, int64_t spare, int64_t align, int64_t
   for (int64_t i = offsets[experts] * bytes; i < plan->rows() * bytes; ++i)
     CHECK(d.as<uint8_t>()[i] == 0xA5);
   const Owned again(out, {plan->rows(), n});
-  grouped_gemm(a, w, plan, again);
+  grouped_gemm({.a = a, .w = w, .plan = plan, .d = again});
   CHECK(d.same(again));
 }
 
@@ -66,7 +66,7 @@ void wgrad(const std::vector<int>& counts, int64_t n, int64_t k, ScaleLayout lay
   const Owned before(out, {experts, n, k});
   fill_normal(before, random);
   std::memcpy(dw.as<uint8_t>(), before.as<uint8_t>(), dw.size());
-  grouped_gemm_wgrad(dy, x, plan, dw, accumulate);
+  grouped_gemm_wgrad({.dy_t = dy, .x_t = x, .plan = plan, .dw = dw, .accumulate = accumulate});
 
   for (int64_t e = 0; e < experts; ++e)
     for (int64_t i = 0; i < n; ++i)
@@ -102,7 +102,7 @@ void special_values() {
   w.data.as<uint8_t>()[3 * 32 + 7] = 0x7F;  // column 3: NaN
   w.data.as<uint8_t>()[4 * 32 + 5] = 0x00;  // column 4 meets row 0's Inf with 0
   const Owned d(DType::bf16, {3, 16});
-  grouped_gemm(a, w, plan, d);
+  grouped_gemm({.a = a, .w = w, .plan = plan, .d = d});
   for (int row = 0; row < 3; ++row)
     for (int j = 0; j < 16; ++j) {
       const double value = d.at(row * 16 + j);
@@ -125,31 +125,40 @@ void bad_arguments() {
   const OwnedFp8 three_experts(DType::e4m3, 3, 48, 32);
   const OwnedFp8 narrow(DType::e4m3, 2, 40, 32);
   CHECK_INVALID("[grouped_gemm] a must have scale layout gemm",
-                grouped_gemm(row_scales, w, plan, d));
-  CHECK_INVALID("[grouped_gemm] w must be [2, 48, 32]", grouped_gemm(a, three_experts, plan, d));
+                grouped_gemm({.a = row_scales, .w = w, .plan = plan, .d = d}));
+  CHECK_INVALID("[grouped_gemm] w must be [2, 48, 32]",
+                grouped_gemm({.a = a, .w = three_experts, .plan = plan, .d = d}));
   CHECK_INVALID(
       "[grouped_gemm] w must be float8_e4m3fn, as every weight and activation; got float8_e5m2",
-      grouped_gemm(a, OwnedFp8(DType::e5m2, 2, 48, 32), plan, d));
-  CHECK_INVALID("[grouped_gemm] N must be a multiple of 16; got 40",
-                grouped_gemm(a, narrow, plan, Owned(DType::bf16, {5, 40})));
+      grouped_gemm({.a = a, .w = OwnedFp8(DType::e5m2, 2, 48, 32), .plan = plan, .d = d}));
+  CHECK_INVALID(
+      "[grouped_gemm] N must be a multiple of 16; got 40",
+      grouped_gemm({.a = a, .w = narrow, .plan = plan, .d = Owned(DType::bf16, {5, 40})}));
   CHECK_INVALID("[grouped_gemm] d must be one of",
-                grouped_gemm(a, w, plan, Owned(DType::f16, {5, 48})));
+                grouped_gemm({.a = a, .w = w, .plan = plan, .d = Owned(DType::f16, {5, 48})}));
   CHECK_INVALID("[grouped_gemm] d must be [5, 48]",
-                grouped_gemm(a, w, plan, Owned(DType::bf16, {5, 32})));
-  CHECK_INVALID("[grouped_gemm] d is required", grouped_gemm(a, w, plan, {}));
-  CHECK_INVALID("null pointer", grouped_gemm(a, w, plan, Tensor(nullptr, DType::bf16, {5, 48})));
+                grouped_gemm({.a = a, .w = w, .plan = plan, .d = Owned(DType::bf16, {5, 32})}));
+  CHECK_INVALID("[grouped_gemm] d is required", grouped_gemm({.a = a, .w = w, .plan = plan}));
+  CHECK_INVALID(
+      "null pointer",
+      grouped_gemm({.a = a, .w = w, .plan = plan, .d = Tensor(nullptr, DType::bf16, {5, 48})}));
   for (size_t i = 0; i < d.size(); ++i) CHECK(d.as<uint8_t>()[i] == 0xA5);
 
   const OwnedFp8 dy(DType::e4m3, 48, plan->columns(), ScaleLayout::block);
   const OwnedFp8 x(DType::e4m3, 32, plan->columns(), ScaleLayout::gemm);
   CHECK_INVALID("[grouped_gemm_wgrad] dy_t and x_t must have one scale layout; got block and gemm",
-                grouped_gemm_wgrad(dy, x, plan, Owned(DType::f32, {2, 48, 32}), false));
+                grouped_gemm_wgrad(
+                    {.dy_t = dy, .x_t = x, .plan = plan, .dw = Owned(DType::f32, {2, 48, 32})}));
   const OwnedFp8 gradient(DType::e5m2, 32, plan->columns(), ScaleLayout::block);
-  CHECK_INVALID("[grouped_gemm_wgrad] x_t must be float8_e4m3fn",
-                grouped_gemm_wgrad(dy, gradient, plan, Owned(DType::f32, {2, 48, 32}), false));
+  CHECK_INVALID(
+      "[grouped_gemm_wgrad] x_t must be float8_e4m3fn",
+      grouped_gemm_wgrad(
+          {.dy_t = dy, .x_t = gradient, .plan = plan, .dw = Owned(DType::f32, {2, 48, 32})}));
   const OwnedFp8 too_short(DType::e4m3, 32, 128, ScaleLayout::block);
-  CHECK_INVALID("[grouped_gemm_wgrad] x_t must be [32, 256]",
-                grouped_gemm_wgrad(dy, too_short, plan, Owned(DType::f32, {2, 48, 32}), false));
+  CHECK_INVALID(
+      "[grouped_gemm_wgrad] x_t must be [32, 256]",
+      grouped_gemm_wgrad(
+          {.dy_t = dy, .x_t = too_short, .plan = plan, .dw = Owned(DType::f32, {2, 48, 32})}));
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ void permute(const Case& c, Random& random) {
   for (DType dtype : {DType::f32, DType::bf16}) {
     const Owned x(dtype, {c.tokens, kWidth}), y(dtype, {plan->rows(), kWidth});
     fill_normal(x, random);
-    permute_pad(x, plan, probs, y, y_probs);
+    permute_pad({.x = x, .plan = plan, .probs = probs, .y = y, .row_probs = y_probs});
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t t = plan->token_of_row()[row], s = plan->slot_of_row()[row];
       CHECK(y_probs.at(row) == (t < 0 ? 0.0 : probs.at(t * c.slots + s)));
@@ -49,7 +49,7 @@ void permute(const Case& c, Random& random) {
       const OwnedFp8 x(DType::e4m3, c.tokens, kWidth, from),
           y(DType::e4m3, plan->rows(), kWidth, to);
       fill_random(x, random);
-      permute_pad(x, plan, {}, y, {});
+      permute_pad({.x = x, .plan = plan, .y = y});
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t j = 0; j < kWidth; ++j) {
           const int64_t t = plan->token_of_row()[row];
@@ -63,7 +63,7 @@ void permute(const Case& c, Random& random) {
   const Owned dprobs(DType::f32, {c.tokens, c.slots});
   fill_normal(dy, random);
   fill_normal(y_probs, random);
-  permute_pad_backward(dy, plan, y_probs, dx, dprobs);
+  permute_pad_backward({.dy = dy, .plan = plan, .row_dprobs = y_probs, .dx = dx, .dprobs = dprobs});
   for (int64_t t = 0; t < c.tokens; ++t) {
     for (int64_t j = 0; j < kWidth; ++j) {
       float sum = 0.0f;
@@ -87,7 +87,7 @@ void unpermute(const Case& c, bool weighted, Random& random) {
   fill_normal(y, random);
   fill_normal(probs, random);
   const Tensor given = weighted ? probs.view : Tensor{};
-  unpermute_unpad(y, plan, given, out);
+  unpermute_unpad({.y = y, .plan = plan, .probs = given, .out = out});
   for (int64_t t = 0; t < c.tokens; ++t)
     for (int64_t j = 0; j < kWidth; ++j) {
       double sum = 0.0, magnitude = 0.0;
@@ -105,8 +105,12 @@ void unpermute(const Case& c, bool weighted, Random& random) {
   const Owned dout(DType::bf16, {c.tokens, kWidth}), dy(DType::bf16, {plan->rows(), kWidth});
   const Owned dprobs(DType::f32, {c.tokens, c.slots});
   fill_normal(dout, random);
-  unpermute_unpad_backward(dout, plan, weighted ? y.view : Tensor{}, given, dy,
-                           weighted ? dprobs.view : Tensor{});
+  unpermute_unpad_backward({.dout = dout,
+                            .plan = plan,
+                            .y = weighted ? y.view : Tensor{},
+                            .probs = given,
+                            .dy = dy,
+                            .dprobs = weighted ? dprobs.view : Tensor{}});
   for (int64_t row = 0; row < plan->row_offsets()[c.experts]; ++row)
     for (int64_t j = 0; j < kWidth; ++j) {
       double expected = 0.0;
@@ -133,14 +137,24 @@ void bad_arguments() {
   const Owned x(DType::bf16, {2, 32}), y(DType::bf16, {4, 32});
   const Owned probs(DType::f32, {2, 2}), y_probs(DType::f32, {4});
   const std::vector<uint8_t> before = y.copy();
-  CHECK_INVALID("[permute_pad]", permute_pad(Owned(DType::bf16, {3, 32}).view, plan, {}, y, {}));
-  CHECK_INVALID("[permute_pad]", permute_pad(Owned(DType::f32, {2, 32}).view, plan, {}, y, {}));
-  CHECK_INVALID("[permute_pad]", permute_pad(x.view, plan, probs, y, {}));
-  CHECK_INVALID("[permute_pad]", permute_pad(x.view, plan, Owned(DType::f32, {2, 3}), y, y_probs));
-  CHECK_INVALID("[permute_pad]", permute_pad(x.view, {}, {}, y, {}));
-  CHECK_INVALID("[unpermute_unpad]", unpermute_unpad(y, plan, Owned(DType::f32, {3, 2}), x));
-  CHECK_INVALID("[unpermute_unpad_backward]", unpermute_unpad_backward(x, plan, {}, probs, y, {}));
-  CHECK_INVALID("[permute_pad_backward]", permute_pad_backward(y, plan, y_probs, x, {}));
+  CHECK_INVALID("[permute_pad]",
+                permute_pad({.x = Owned(DType::bf16, {3, 32}).view, .plan = plan, .y = y}));
+  CHECK_INVALID("[permute_pad]",
+                permute_pad({.x = Owned(DType::f32, {2, 32}).view, .plan = plan, .y = y}));
+  CHECK_INVALID("[permute_pad]", permute_pad({.x = x.view, .plan = plan, .probs = probs, .y = y}));
+  CHECK_INVALID("[permute_pad]", permute_pad({.x = x.view,
+                                              .plan = plan,
+                                              .probs = Owned(DType::f32, {2, 3}),
+                                              .y = y,
+                                              .row_probs = y_probs}));
+  CHECK_INVALID("[permute_pad]", permute_pad({.x = x.view, .y = y}));
+  CHECK_INVALID(
+      "[unpermute_unpad]",
+      unpermute_unpad({.y = y, .plan = plan, .probs = Owned(DType::f32, {3, 2}), .out = x}));
+  CHECK_INVALID("[unpermute_unpad_backward]",
+                unpermute_unpad_backward({.dout = x, .plan = plan, .probs = probs, .dy = y}));
+  CHECK_INVALID("[permute_pad_backward]",
+                permute_pad_backward({.dy = y, .plan = plan, .row_dprobs = y_probs, .dx = x}));
   CHECK(y.copy() == before);
 }
 

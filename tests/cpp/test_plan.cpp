@@ -96,11 +96,14 @@ void bad_arguments() {
     RoutingPlan odd = plan;
     odd.align = align;
     const Owned workspace(DType::u8, {4096});
-    CHECK_INVALID("align must be 1, 16, 32 or 128", route(good, {}, odd, workspace));
+    CHECK_INVALID("align must be 1, 16, 32 or 128",
+                  route({.topk_idx = good, .plan = odd, .workspace = workspace}));
   }
-  CHECK_INVALID("[plan_from_counts]", plan_from_counts(Owned(DType::i32, {5}), plan));
+  CHECK_INVALID("[plan_from_counts]",
+                plan_from_counts({.tokens_per_expert = Owned(DType::i32, {5}), .plan = plan}));
   const OwnedPlan counted = empty_plan(4, 1, 3, 1, 4);
-  CHECK_INVALID("[plan_from_counts]", plan_from_counts(int32s({3}, {1, -1, 2}), counted));
+  CHECK_INVALID("[plan_from_counts]",
+                plan_from_counts({.tokens_per_expert = int32s({3}, {1, -1, 2}), .plan = counted}));
 }
 
 }  // namespace

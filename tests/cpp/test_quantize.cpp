@@ -62,10 +62,10 @@ void rows() {
           if (m > 1) std::memset(x.as<uint8_t>(), 0, k * size_of(dtype));  // a zero row
           for (ScaleRule rule : {ScaleRule{true, 1e-10f}, ScaleRule{false, 0.0f}}) {
             const OwnedFp8 q(format, m, k, layout);
-            quantize(x, q, rule);
+            quantize({.x = x, .q = q, .rule = rule});
             expect_quantized(q, m, k, [&](int64_t i, int64_t j) { return x.at(i * k + j); }, rule);
             const Owned back(DType::f32, {m, k});
-            dequantize(q, back);
+            dequantize({.q = q, .x = back});
             for (int64_t i = 0; i < m * k; ++i)
               CHECK(back.at(i) == static_cast<float>(q.at(i / k, i % k)));
           }
@@ -79,7 +79,7 @@ void weights() {
     const Owned w(DType::bf16, {2, n, k});
     fill_normal(w, random);
     const OwnedFp8 q(DType::e4m3, 2, n, k), q_t(DType::e4m3, 2, k, n);
-    quantize_weight(w, q, q_t, rule);
+    quantize_weight({.w = w, .q = q, .q_t = q_t, .rule = rule});
     expect_quantized(q, n, k, [&](int64_t i, int64_t j) { return w.at(i * k + j); }, rule);
     for (int64_t e = 0; e < 2; ++e)
       for (int64_t i = 0; i < n; ++i)
@@ -97,24 +97,30 @@ void bad_arguments() {
   const OwnedFp8 q(DType::e4m3, 4, 32, ScaleLayout::row);
   const std::vector<uint8_t> before = q.data.copy();
   const ScaleRule rule;
-  CHECK_INVALID("[quantize] x must be one of", quantize(Owned(DType::i32, {4, 32}), q, rule));
-  CHECK_INVALID("[quantize] x must have 2 dimensions", quantize(Owned(DType::f32, {4}), q, rule));
-  CHECK_INVALID("[quantize] q must be [5, 32]", quantize(Owned(DType::f32, {5, 32}), q, rule));
-  CHECK_INVALID(
-      "multiple of 16; got 8",
-      quantize(Owned(DType::f32, {4, 8}), OwnedFp8(DType::e4m3, 4, 8, ScaleLayout::row), rule));
+  CHECK_INVALID("[quantize] x must be one of",
+                quantize({.x = Owned(DType::i32, {4, 32}), .q = q, .rule = rule}));
+  CHECK_INVALID("[quantize] x must have 2 dimensions",
+                quantize({.x = Owned(DType::f32, {4}), .q = q, .rule = rule}));
+  CHECK_INVALID("[quantize] q must be [5, 32]",
+                quantize({.x = Owned(DType::f32, {5, 32}), .q = q, .rule = rule}));
+  CHECK_INVALID("multiple of 16; got 8",
+                quantize({.x = Owned(DType::f32, {4, 8}),
+                          .q = OwnedFp8(DType::e4m3, 4, 8, ScaleLayout::row),
+                          .rule = rule}));
   Fp8Tensor wrong_scale = q;
   wrong_scale.layout = ScaleLayout::gemm;
   wrong_scale.scale_inv = Owned(DType::f32, {1, 3}).view;
-  CHECK_INVALID("[quantize] q.scale_inv must be [1, 4]", quantize(x, wrong_scale, rule));
-  CHECK_INVALID("[quantize]", quantize({}, q, rule));
-  CHECK_INVALID("null pointer", quantize(Tensor(nullptr, DType::f32, {4, 32}), q, rule));
-  CHECK_INVALID("[dequantize]", dequantize(q, Owned(DType::f32, {4, 16})));
+  CHECK_INVALID("[quantize] q.scale_inv must be [1, 4]",
+                quantize({.x = x, .q = wrong_scale, .rule = rule}));
+  CHECK_INVALID("[quantize]", quantize({.q = q, .rule = rule}));
+  CHECK_INVALID("null pointer",
+                quantize({.x = Tensor(nullptr, DType::f32, {4, 32}), .q = q, .rule = rule}));
+  CHECK_INVALID("[dequantize]", dequantize({.q = q, .x = Owned(DType::f32, {4, 16})}));
   const Owned w(DType::bf16, {1, 272, 32});
   CHECK_INVALID("[quantize_weight] q must be [1, 272, 32]",
-                quantize_weight(w, OwnedFp8(DType::e4m3, 1, 256, 32), {}, rule));
+                quantize_weight({.w = w, .q = OwnedFp8(DType::e4m3, 1, 256, 32), .rule = rule}));
   CHECK_INVALID("[quantize_weight] q must be float8_e4m3fn",
-                quantize_weight(w, OwnedFp8(DType::e5m2, 1, 272, 32), {}, rule));
+                quantize_weight({.w = w, .q = OwnedFp8(DType::e5m2, 1, 272, 32), .rule = rule}));
   CHECK(q.data.copy() == before);
 }
 

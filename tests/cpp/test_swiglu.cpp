@@ -52,9 +52,18 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
   const OwnedFp8 dz(DType::e4m3, r, 2 * inner, ScaleLayout::gemm);
   const Owned dprobs(DType::f32, {r});
   const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
-  act_quantize(z, plan, given, limit, h, z_q, rule);
-  act_quantize_backward(dh, z, plan, given, limit, dz, weighted ? dprobs.view : Tensor{},
-                        optional(dz_t), optional(h_t), rule);
+  act_quantize(
+      {.z = z, .plan = plan, .probs = given, .limit = limit, .h = h, .z_q = z_q, .rule = rule});
+  act_quantize_backward({.dh = dh,
+                         .z = z,
+                         .plan = plan,
+                         .probs = given,
+                         .limit = limit,
+                         .dz = dz,
+                         .dprobs = weighted ? dprobs.view : Tensor{},
+                         .dz_columns = optional(dz_t),
+                         .h_columns = optional(h_t),
+                         .rule = rule});
 
   const std::vector<int> one = {static_cast<int>(r)};
   const std::vector<int>& groups = counts ? *counts : one;
@@ -91,32 +100,53 @@ void bad_arguments() {
   const OwnedPlan plan = from_counts({3}, 3, 1);
   const std::vector<uint8_t> before = h.data.copy();
   const ScaleRule rule;
-  CHECK_INVALID("[act_quantize]",
-                act_quantize(Owned(DType::bf16, {3, 48}), {}, {}, kNoLimit, h, {}, rule));
-  CHECK_INVALID("[act_quantize]",
-                act_quantize(z, {}, Owned(DType::f32, {4}), kNoLimit, h, {}, rule));
-  CHECK_INVALID("[act_quantize]", act_quantize(z, {}, {}, kNoLimit, {}, {}, rule));
-  CHECK_INVALID("[act_quantize] limit must be positive", act_quantize(z, {}, {}, 0, h, {}, rule));
-  CHECK_INVALID("[act_quantize_backward] h_columns needs a plan",
-                act_quantize_backward(dh, z, {}, {}, kNoLimit, dz, {}, {}, h_t, rule));
+  CHECK_INVALID(
+      "[act_quantize]",
+      act_quantize({.z = Owned(DType::bf16, {3, 48}), .limit = kNoLimit, .h = h, .rule = rule}));
+  CHECK_INVALID(
+      "[act_quantize]",
+      act_quantize(
+          {.z = z, .probs = Owned(DType::f32, {4}), .limit = kNoLimit, .h = h, .rule = rule}));
+  CHECK_INVALID("[act_quantize]", act_quantize({.z = z, .limit = kNoLimit, .rule = rule}));
+  CHECK_INVALID("[act_quantize] limit must be positive",
+                act_quantize({.z = z, .limit = 0, .h = h, .rule = rule}));
+  CHECK_INVALID(
+      "[act_quantize_backward] h_columns needs a plan",
+      act_quantize_backward(
+          {.dh = dh, .z = z, .limit = kNoLimit, .dz = dz, .h_columns = h_t, .rule = rule}));
   const OwnedFp8 e5m2(DType::e5m2, 3, 32, ScaleLayout::gemm);
   CHECK_INVALID("[act_quantize] h must be float8_e4m3fn",
-                act_quantize(z, {}, {}, kNoLimit, e5m2, {}, rule));
-  CHECK_INVALID(
-      "[act_quantize] z_q must be float8_e4m3fn",
-      act_quantize(z, {}, {}, kNoLimit, h, OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row), rule));
+                act_quantize({.z = z, .limit = kNoLimit, .h = e5m2, .rule = rule}));
+  CHECK_INVALID("[act_quantize] z_q must be float8_e4m3fn",
+                act_quantize({.z = z,
+                              .limit = kNoLimit,
+                              .h = h,
+                              .z_q = OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row),
+                              .rule = rule}));
   CHECK_INVALID(
       "[act_quantize_backward] dz_columns (the format of dz) must be",
-      act_quantize_backward(dh, z, plan, {}, kNoLimit, dz, {},
-                            OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block), {}, rule));
+      act_quantize_backward({.dh = dh,
+                             .z = z,
+                             .plan = plan,
+                             .limit = kNoLimit,
+                             .dz = dz,
+                             .dz_columns = OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block),
+                             .rule = rule}));
   CHECK_INVALID(
       "[act_quantize_backward] dz_columns and h_columns must have one scale layout",
-      act_quantize_backward(dh, z, plan, {}, kNoLimit, dz, {},
-                            OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm), h_t, rule));
+      act_quantize_backward({.dh = dh,
+                             .z = z,
+                             .plan = plan,
+                             .limit = kNoLimit,
+                             .dz = dz,
+                             .dz_columns = OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm),
+                             .h_columns = h_t,
+                             .rule = rule}));
   CHECK_INVALID("[act_quantize_backward]",
-                act_quantize_backward(dh, {}, {}, {}, kNoLimit, dz, {}, {}, {}, rule));
-  CHECK_INVALID("[act_quantize_backward]",
-                act_quantize_backward(z, z, {}, {}, kNoLimit, dz, {}, {}, {}, rule));
+                act_quantize_backward({.dh = dh, .limit = kNoLimit, .dz = dz, .rule = rule}));
+  CHECK_INVALID(
+      "[act_quantize_backward]",
+      act_quantize_backward({.dh = z, .z = z, .limit = kNoLimit, .dz = dz, .rule = rule}));
   CHECK(h.data.copy() == before);
 }
 

@@ -20,7 +20,7 @@ void shift(DType format, ScaleLayout rows, ScaleLayout columns, int64_t align, i
   q.scale.as<float>()[q.scale_index(first, 0)] = 0x1p100f;
   q.scale.as<float>()[q.scale_index(first + 1, 0)] = 0x1p-100f;
   const std::vector<uint8_t> before = q.data.copy();
-  transpose_fp8(q, plan, q_t);
+  transpose_fp8({.q = q, .plan = plan, .columns = q_t});
   CHECK(q.data.copy() == before);
 
   for (int64_t e = 0; e < experts; ++e) {
@@ -64,8 +64,8 @@ void requantize() {
   fill_random(q, random);
   for (int64_t i = 0; i < q.scale.view.numel(); ++i) q.scale.as<float>()[i] *= 1.3f;
   const OwnedFp8 q_t(DType::e4m3, c, plan->columns(), ScaleLayout::gemm);
-  CHECK_INVALID("[transpose_fp8]", transpose_fp8(q, plan, q_t));
-  transpose_fp8(q, plan, q_t, true);
+  CHECK_INVALID("[transpose_fp8]", transpose_fp8({.q = q, .plan = plan, .columns = q_t}));
+  transpose_fp8({.q = q, .plan = plan, .columns = q_t, .requantize = true});
   for (int64_t e = 0; e < 3; ++e)
     for (int64_t t = 0; t < plan->tokens_per_expert()[e]; ++t)
       for (int64_t i = 0; i < c; ++i) {
@@ -75,7 +75,7 @@ void requantize() {
       }
 }
 
-// permute_transpose_fp8 == transpose_fp8(permute_pad), defined content bit for bit.
+// permute_transpose_fp8 == transpose_fp8({.q = permute_pad}), defined content bit for bit.
 void gathered(ScaleLayout rows, ScaleLayout columns, int64_t align) {
   Random random(23);
   const int64_t tokens = 150, slots = 2, c = 144;
@@ -85,9 +85,9 @@ void gathered(ScaleLayout rows, ScaleLayout columns, int64_t align) {
   const OwnedFp8 y(DType::e4m3, plan->rows(), c, ScaleLayout::gemm);
   const OwnedFp8 two(DType::e4m3, c, plan->columns(), columns);
   const OwnedFp8 one(DType::e4m3, c, plan->columns(), columns);
-  permute_pad(x, plan, {}, y, {});
-  transpose_fp8(y, plan, two);
-  permute_transpose_fp8(x, plan, one);
+  permute_pad({.x = x, .plan = plan, .y = y});
+  transpose_fp8({.q = y, .plan = plan, .columns = two});
+  permute_transpose_fp8({.q = x, .plan = plan, .columns = one});
   for (int64_t i = 0; i < c; ++i)
     for (int64_t t = 0; t < plan->col_offsets()[4]; ++t)
       CHECK(one.code(i, t) == two.code(i, t) && one.scale_at(i, t) == two.scale_at(i, t));
@@ -97,8 +97,8 @@ void empty_and_bad() {
   const OwnedPlan none = from_counts({0, 0}, 0, 1);
   const OwnedFp8 nothing(DType::e4m3, 0, 32, ScaleLayout::gemm);
   const OwnedFp8 nothing_t(DType::e4m3, 32, 0, ScaleLayout::block);
-  transpose_fp8(nothing, none, nothing_t);
-  permute_transpose_fp8(nothing, none, nothing_t);
+  transpose_fp8({.q = nothing, .plan = none, .columns = nothing_t});
+  permute_transpose_fp8({.q = nothing, .plan = none, .columns = nothing_t});
 
   Random random(24);
   const OwnedPlan plan = from_counts({3}, 3, 1);
@@ -107,12 +107,17 @@ void empty_and_bad() {
   const OwnedFp8 q_t(DType::e4m3, 32, 128, ScaleLayout::block);
   const std::vector<uint8_t> before = q_t.data.copy();
   q.scale.as<float>()[1] = 3.0f;
-  CHECK_INVALID("[transpose_fp8]", transpose_fp8(q, plan, q_t));
-  CHECK_INVALID("[permute_transpose_fp8]", permute_transpose_fp8(q, plan, q_t));
-  CHECK_INVALID("[transpose_fp8]",
-                transpose_fp8(q, plan, OwnedFp8(DType::e4m3, 32, 256, ScaleLayout::block)));
-  CHECK_INVALID("[transpose_fp8]",
-                transpose_fp8(q, plan, OwnedFp8(DType::e5m2, 32, 128, ScaleLayout::block)));
+  CHECK_INVALID("[transpose_fp8]", transpose_fp8({.q = q, .plan = plan, .columns = q_t}));
+  CHECK_INVALID("[permute_transpose_fp8]",
+                permute_transpose_fp8({.q = q, .plan = plan, .columns = q_t}));
+  CHECK_INVALID(
+      "[transpose_fp8]",
+      transpose_fp8(
+          {.q = q, .plan = plan, .columns = OwnedFp8(DType::e4m3, 32, 256, ScaleLayout::block)}));
+  CHECK_INVALID(
+      "[transpose_fp8]",
+      transpose_fp8(
+          {.q = q, .plan = plan, .columns = OwnedFp8(DType::e5m2, 32, 128, ScaleLayout::block)}));
   CHECK(q_t.data.copy() == before);
 }
 

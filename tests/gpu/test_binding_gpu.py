@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8moe_cutlass import ops, use_stream
-from fp8moe_cutlass.ops._library import empty
+from fp8moe_cutlass.ops._outputs import empty
 from lender import Lender
 
 

@@ -189,7 +189,7 @@ def backward(
         scale=recipe.scale,
         eps=recipe.eps,
     )
-    dz, *columns, row_dprobs = made
+    dz, dz_columns, h_columns, row_dprobs = made
     del dy, dh, z, made
     if counters is not None:
         count(counters, "dout", dout, plan)
@@ -206,8 +206,8 @@ def backward(
     return Gradients(
         dx,
         dprobs,
-        Wgrad("x", x, columns[0], plan, recipe) if need.gate_up else None,
-        Wgrad("dout", dout, columns[1], plan, recipe) if need.down else None,
+        Wgrad("x", x, dz_columns, plan, recipe) if need.gate_up else None,
+        Wgrad("dout", dout, h_columns, plan, recipe) if need.down else None,
     )
 
 

@@ -14,7 +14,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, written
-from fp8moe_cutlass.ops._library import new_fp8
+from fp8moe_cutlass.ops._outputs import new_fp8
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor
 
@@ -148,9 +148,9 @@ def _fill(
     """Quantize w into the codes that are given."""
     how: Any = {"scale": recipe.scale, "eps": recipe.eps}
     if rows is None:
-        how |= {"only": "transpose", "out": transposed}
+        how |= {"transposed": "only", "out": transposed}
     elif transposed is None:
-        how |= {"only": "rows", "out": rows}
+        how |= {"transposed": False, "out": rows}
     else:
         how |= {"out": (rows, transposed)}
     ops.quantize_weight(dense(w.detach()), **how)

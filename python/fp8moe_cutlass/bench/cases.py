@@ -131,7 +131,7 @@ def quantize_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
     w = normal(shape["E"], shape["N"], shape["K"], device=device)
     run, out = into(ops.quantize_weight, w)
     yield Work("for fprop and dgrad", run, size_of(w, out))
-    run, one = into(ops.quantize_weight, w, only="rows")
+    run, one = into(ops.quantize_weight, w, transposed=False)
     yield Work("for fprop", run, size_of(w, one))
 
 

@@ -369,8 +369,5 @@ def _check_rows(op: str, inp: Tensor | Fp8Tensor, num_out_tokens: int) -> None:
 
 def _clone(inp: T, scale_layout: ScaleLayout | None) -> T:
     if isinstance(inp, Fp8Tensor):
-        copy = Fp8Tensor.from_state(
-            {**inp.state(), "data": inp.data.clone(), "scale_inv": inp.scale_inv.clone()}
-        )
-        return copy.to_layout(scale_layout or inp.scale_layout)
+        return inp.clone().to_layout(scale_layout or inp.scale_layout)
     return inp.clone()

@@ -6,24 +6,46 @@ stride, device or word is a ValueError, and nothing is written then. docs/refere
 what each guarantees bit by bit.
 """
 
-from fp8moe_cutlass.ops.act_quantize import act_quantize, act_quantize_backward
+from fp8moe_cutlass.ops.act_quantize import (
+    ActGradients,
+    ActQuantized,
+    act_quantize,
+    act_quantize_backward,
+)
 from fp8moe_cutlass.ops.count_codes import count_codes
 from fp8moe_cutlass.ops.dequantize import dequantize
-from fp8moe_cutlass.ops.dispatch_plan import dispatch_plan
+from fp8moe_cutlass.ops.dispatch_plan import Dispatch, dispatch_plan
 from fp8moe_cutlass.ops.grouped_gemm import grouped_gemm
 from fp8moe_cutlass.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
-from fp8moe_cutlass.ops.permute_pad import permute_pad, permute_pad_backward
+from fp8moe_cutlass.ops.permute_pad import (
+    Permuted,
+    PermuteGradients,
+    permute_pad,
+    permute_pad_backward,
+)
 from fp8moe_cutlass.ops.permute_transpose_fp8 import permute_transpose_fp8
 from fp8moe_cutlass.ops.plan_from_counts import plan_from_counts
 from fp8moe_cutlass.ops.quantize import quantize
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
-from fp8moe_cutlass.ops.quantize_weight import quantize_weight
+from fp8moe_cutlass.ops.quantize_weight import QuantizedWeight, quantize_weight
 from fp8moe_cutlass.ops.route import route
 from fp8moe_cutlass.ops.transpose_fp8 import transpose_fp8
-from fp8moe_cutlass.ops.unpack import unpack
-from fp8moe_cutlass.ops.unpermute_unpad import unpermute_unpad, unpermute_unpad_backward
+from fp8moe_cutlass.ops.unpack import Unpacked, unpack
+from fp8moe_cutlass.ops.unpermute_unpad import (
+    UnpermuteGradients,
+    unpermute_unpad,
+    unpermute_unpad_backward,
+)
 
 __all__ = [
+    "ActGradients",
+    "ActQuantized",
+    "Dispatch",
+    "PermuteGradients",
+    "Permuted",
+    "QuantizedWeight",
+    "Unpacked",
+    "UnpermuteGradients",
     "act_quantize",
     "act_quantize_backward",
     "count_codes",

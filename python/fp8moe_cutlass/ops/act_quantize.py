@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from fp8moe_cutlass.ops._library import (
-    PLAN,
-    column_layout,
-    define,
-    empty,
-    given_fp8,
-    is_pow2,
-    new_fp8,
-    shape_of,
-)
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import column_layout, is_pow2, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
 
-_op = define(
-    f"act_quantize(Tensor z, Tensor? plan, {PLAN}, Tensor? probs, float limit, "
-    "Tensor(a!) h, Tensor(b!) h_scale, str h_layout, "
-    "Tensor(c!)? z_q, Tensor(d!)? z_q_scale, str z_q_layout, bool pow2, float eps)"
-)
-_backward = define(
-    f"act_quantize_backward(Tensor dh, Tensor z, Tensor? plan, {PLAN}, Tensor? probs, "
-    "float limit, Tensor(a!) dz, Tensor(b!) dz_scale, str dz_layout, Tensor(c!)? dprobs, "
-    "Tensor(d!)? dz_columns, Tensor(e!)? dz_columns_scale, str dz_columns_layout, "
-    "Tensor(f!)? h_columns, Tensor(g!)? h_columns_scale, str h_columns_layout, "
-    "bool pow2, float eps)"
-)
+_op = operator("act_quantize")
+_backward = operator("act_quantize_backward")
+
+
+class ActQuantized(NamedTuple):
+    """What act_quantize returns with save_z."""
+
+    h: Fp8Tensor  # [R, I]
+    z: Fp8Tensor  # [R, 2I], row layout
+
+
+class ActGradients(NamedTuple):
+    """What act_quantize_backward returns."""
+
+    dz: Fp8Tensor  # [R, 2I]
+    dz_columns: Fp8Tensor | None  # [2I, Kcap], with columns
+    h_columns: Fp8Tensor | None  # [I, Kcap], with columns
+    dprobs: Array | None  # [R] float32, with probs
 
 
 def act_quantize(
@@ -43,14 +43,15 @@ def act_quantize(
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
     out: tuple[Fp8Tensor, Fp8Tensor] | Fp8Tensor | None = None,
-) -> Fp8Tensor | tuple[Fp8Tensor, Fp8Tensor]:
+) -> Fp8Tensor | ActQuantized:
     """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. limit c > 0: gate at
     most c, up within [-c, c]; None: neither.
-    Returns h [R, I]; with save_z (h, Q(z)), Q(z) [R, 2I] in row layout, to be kept for the backward
-    in z's place and dequantized there.
+    Returns h [R, I]; with save_z also Q(z) [R, 2I] in row layout, to be kept for the backward in
+    z's place and dequantized there.
     """
+    fresh = out is None
     op = "act_quantize"
     pow2 = is_pow2(op, scale)
     z_q = None
@@ -66,8 +67,8 @@ def act_quantize(
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         if save_z:
             z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
-    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, pow2, eps)
-    return h if z_q is None else (h, z_q)
+    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, pow2, eps, fresh=fresh)
+    return h if z_q is None else ActQuantized(h, z_q)
 
 
 def act_quantize_backward(
@@ -83,13 +84,14 @@ def act_quantize_backward(
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
     out: tuple[Fp8Tensor | Array | None, ...] | None = None,
-) -> tuple[Fp8Tensor, Array | None] | tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor, Array | None]:
+) -> ActGradients:
     """The gradient of act_quantize at dh [R, I], with z [R, 2I] as given forward.
 
     dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
-    returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3.
-    Returns (dz, dprobs or None), or (dz, dz_columns, h_columns, dprobs or None).
+    returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3. out: as what
+    is returned.
     """
+    fresh = out is None
     op = "act_quantize_backward"
     pow2 = is_pow2(op, scale)
     layout = None if columns is None else column_layout(op, columns)
@@ -104,10 +106,11 @@ def act_quantize_backward(
             dz_columns = new_fp8(op, dh, (2 * i, kcap), layout, fp8_dtype, pow2)
             h_columns = new_fp8(op, dh, (i, kcap), layout, "e4m3", pow2)
     else:
-        parts = 4 if layout else 2
-        if len(out) != parts:
-            raise ValueError(f"[{op}] out must have {parts} parts; got {len(out)}")
-        dprobs = out[-1]
+        if len(out) != 4:
+            raise ValueError(
+                f"[{op}] out must be (dz, dz_columns, h_columns, dprobs); got {len(out)} parts"
+            )
+        dprobs = out[3]
         dz = given_fp8(op, out[0], scale_layout, fp8_dtype, pow2)
         if layout:
             dz_columns = given_fp8(op, out[1], layout, fp8_dtype, pow2)
@@ -115,7 +118,5 @@ def act_quantize_backward(
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
     bound = math.inf if limit is None else limit
-    _backward(dh, z, plan, probs, bound, dz, dprobs, dz_columns, h_columns, pow2, eps)
-    if dz_columns is None or h_columns is None:
-        return dz, dprobs
-    return dz, dz_columns, h_columns, dprobs
+    _backward(dh, z, plan, probs, bound, dz, dprobs, dz_columns, h_columns, pow2, eps, fresh=fresh)
+    return ActGradients(dz, dz_columns, h_columns, dprobs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define
+from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array
@@ -10,10 +10,7 @@ from fp8moe_cutlass.typing import Array
 SHIFTS = 17
 COUNTS = 4 + SHIFTS  # words: live, underflowed, moved, flushed, and the histogram of shifts
 
-_op = define(
-    f"count_codes(Tensor q, Tensor q_scale, str q_layout, Tensor plan, {PLAN}, "
-    "Tensor? columns, Tensor? columns_scale, str columns_layout, SymInt stride, Tensor(a!) counts)"
-)
+_op = operator("count_codes")
 
 
 def count_codes(

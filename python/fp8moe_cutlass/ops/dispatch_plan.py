@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, new_plan
+from typing import NamedTuple
+
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty, new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
-
-def _run(
-    topk_idx: Array,
-    num_experts: int,
-    segment: int,
-    plan: Array,
-    tokens: int,
-    slots: int,
-    experts: int,
-    align: int,
-    capacity: int,
-    counts: Array,
-) -> None:
-    sizes = (tokens, slots, experts, align, capacity)
-    bytes = _C.dispatch_plan_workspace(plan, *sizes)
-    workspace = empty("dispatch_plan", plan, (bytes,), "uint8")
-    _C.dispatch_plan(topk_idx, num_experts, segment, plan, *sizes, counts, workspace)
+_op = operator("dispatch_plan")
 
 
-_op = define(
-    "dispatch_plan(Tensor topk_idx, SymInt num_experts, SymInt segment, Tensor(a!) plan, "
-    f"{PLAN}, Tensor(b!) counts)",
-    _run,
-)
+class Dispatch(NamedTuple):
+    """What dispatch_plan returns."""
+
+    plan: RoutingPlan  # a slot per rank
+    counts: Array  # [ranks, 2] int32: rows with a token, and entries of topk_idx on them
 
 
 def dispatch_plan(
@@ -40,17 +26,17 @@ def dispatch_plan(
     *,
     segment: int = 0,
     out: tuple[RoutingPlan, Array] | None = None,
-) -> tuple[RoutingPlan, Array]:
+) -> Dispatch:
     """The plan of topk_idx [T, S] (int32 or int64; -1: none) over ranks of num_experts / ranks.
 
     Slot r of the plan is rank r (slots == experts == ranks): a token has one row for a rank however
     many of its experts live there; row_of [T, ranks], -1 where none does. Rows are rank-major, in
     token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
     rows [r segment, (r+1) segment), padding (-1) after its tokens; tokens past it are dropped and
-    counted in plan.status. counts [ranks, 2] int32: rows with a token, and entries of topk_idx on
-    them. Ids outside [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA.
-    Returns (plan, counts).
+    counted in plan.status. Ids outside [-1, num_experts): ValueError on the CPU; dropped and
+    counted on CUDA.
     """
+    fresh = out is None
     if len(topk_idx.shape) != 2:
         raise ValueError(
             f"[dispatch_plan] topk_idx must have 2 dimensions; got {tuple(topk_idx.shape)}"
@@ -68,5 +54,5 @@ def dispatch_plan(
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
     elif out[0].sizes != sizes:
         raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
-    _op(topk_idx, num_experts, segment, out[0], out[1])
-    return out
+    _op(topk_idx, num_experts, segment, out[0], out[1], fresh=fresh)
+    return Dispatch(*out)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty, require_layout
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty
+from fp8moe_cutlass.ops._words import dtype_name
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
-_op = define(
-    "grouped_gemm(Tensor a, Tensor a_scale, Tensor w, Tensor w_scale, "
-    f"Tensor plan, {PLAN}, Tensor(a!) d)"
-)
+_op = operator("grouped_gemm")
 
 
 def grouped_gemm(
@@ -26,11 +25,9 @@ def grouped_gemm(
     fprop with quantize_weight's first result, dgrad with its second. Rows are ragged: `plan` says
     whose they are. Returns d [R, N], bfloat16 or float32, accumulated in float32.
     """
+    fresh = out is None
     name = dtype_name("grouped_gemm", "out_dtype", out_dtype, "bfloat16", "float32")
     if out is None:
         out = empty("grouped_gemm", a.data, (a.data.shape[0], w.data.shape[1]), name)
-    op = "grouped_gemm"
-    require_layout(op, "a", a, "gemm")
-    require_layout(op, "w", w, "block")
-    _op(a, w, plan, out)
+    _op(a, w, plan, out, fresh=fresh)
     return out

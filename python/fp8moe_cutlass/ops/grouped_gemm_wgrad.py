@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, dtype_name, empty
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty
+from fp8moe_cutlass.ops._words import dtype_name
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
-_op = define(
-    "grouped_gemm_wgrad(Tensor dy_t, Tensor dy_t_scale, str dy_t_layout, "
-    f"Tensor x_t, Tensor x_t_scale, str x_t_layout, Tensor plan, {PLAN}, "
-    "Tensor(a!) dw, bool accumulate)"
-)
+_op = operator("grouped_gemm_wgrad")
 
 
 def grouped_gemm_wgrad(
@@ -29,11 +27,12 @@ def grouped_gemm_wgrad(
     [E, N, K], float32 or bfloat16; accumulate=True adds to `out`; otherwise an expert without
     tokens gets zeros.
     """
+    fresh = out is None
     name = dtype_name("grouped_gemm_wgrad", "out_dtype", out_dtype, "float32", "bfloat16")
     if out is None:
         if accumulate:
             raise ValueError("[grouped_gemm_wgrad] accumulate=True adds to out; got out=None")
         shape = (plan.experts, dy_t.shape[0], x_t.shape[0])
         out = empty("grouped_gemm_wgrad", dy_t.data, shape, name)
-    _op(dy_t, x_t, plan, out, accumulate)
+    _op(dy_t, x_t, plan, out, accumulate, fresh=fresh)
     return out

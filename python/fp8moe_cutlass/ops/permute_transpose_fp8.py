@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import (
-    PLAN,
-    column_layout,
-    define,
-    given_fp8,
-    new_fp8,
-    shape_of,
-)
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import column_layout, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns
 
-_op = define(
-    "permute_transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, "
-    f"{PLAN}, Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout)",
-    counts_in="plan",
-)
+_op = operator("permute_transpose_fp8")
 
 
 def permute_transpose_fp8(
@@ -28,6 +19,7 @@ def permute_transpose_fp8(
 
     Bit-equal to transpose_fp8 of permute_pad's rows; t needs power-of-two 1x128 scales.
     """
+    fresh = out is None
     if not t.pow2:
         raise ValueError(
             "[permute_transpose_fp8] shifts codes by powers of two, so t must have pow2 scales; "
@@ -39,5 +31,5 @@ def permute_transpose_fp8(
         out = new_fp8("permute_transpose_fp8", t.data, shape, layout, t.fp8_dtype, True)
     else:
         given_fp8("permute_transpose_fp8", out, layout, t.fp8_dtype, True)
-    _op(t, plan, out)
+    _op(t, plan, out, fresh=fresh)
     return out

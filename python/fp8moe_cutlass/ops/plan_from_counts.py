@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, new_plan
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
-_op = define(f"plan_from_counts(Tensor tokens_per_expert, Tensor(a!) plan, {PLAN})")
+_op = operator("plan_from_counts")
 
 
 def plan_from_counts(
@@ -16,6 +17,7 @@ def plan_from_counts(
 
     It has T = capacity tokens of one slot: token i is the i-th packed row, -1 past their sum.
     """
+    fresh = out is None
     if len(tokens_per_expert.shape) != 1:
         raise ValueError(
             "[plan_from_counts] tokens_per_expert must have 1 dimension; "
@@ -26,5 +28,5 @@ def plan_from_counts(
         out = new_plan("plan_from_counts", tokens_per_expert, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[plan_from_counts] out must be a plan of {sizes}; got {out.sizes}")
-    _op(tokens_per_expert, out)
+    _op(tokens_per_expert, out, fresh=fresh)
     return out

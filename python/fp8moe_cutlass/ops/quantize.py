@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import is_pow2, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind, ScaleLayout
 
-_op = define(
-    "quantize(Tensor x, Tensor(a!) q, Tensor(b!) q_scale, str q_layout, bool pow2, float eps)"
-)
+_op = operator("quantize")
 
 
 def quantize(
@@ -26,10 +26,11 @@ def quantize(
     to the largest FP8 value, rounded to a power of two for scale="pow2". scale_layout: "row" or
     "gemm".
     """
+    fresh = out is None
     pow2 = is_pow2("quantize", scale)
     if out is None:
         out = new_fp8("quantize", x, shape_of("quantize", "x", x, 2), scale_layout, fp8_dtype, pow2)
     else:
         given_fp8("quantize", out, scale_layout, fp8_dtype, pow2)
-    _op(x, out, pow2, eps)
+    _op(x, out, pow2, eps, fresh=fresh)
     return out

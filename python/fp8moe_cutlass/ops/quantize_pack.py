@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import (
-    PLAN,
-    define,
-    dtype_name,
-    empty,
-    is_pow2,
-    shape_of,
-)
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty
+from fp8moe_cutlass.ops._words import dtype_name, is_pow2, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
 
-_op = define(
-    "quantize_pack(Tensor x, Tensor? topk_idx, Tensor? probs, SymInt num_experts, Tensor plan, "
-    f"{PLAN}, Tensor(a!) packed, str fp8_dtype, bool pow2, float eps)"
-)
+_op = operator("quantize_pack")
 
 
 def packed_row_bytes(hidden: int, slots: int) -> int:
@@ -49,6 +41,7 @@ def quantize_pack(
     Rows of a segment without a token have ids -1 and are unspecified else.
     Returns uint8 [plan.rows, packed_row_bytes(H, S)]; `ops.unpack` reads it.
     """
+    fresh = out is None
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
     format = dtype_name("quantize_pack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
@@ -58,5 +51,5 @@ def quantize_pack(
         slots = 0 if topk_idx is None else shape_of("quantize_pack", "topk_idx", topk_idx, 2)[1]
         shape = (plan.rows, packed_row_bytes(hidden, slots))
         out = empty("quantize_pack", x, shape, "uint8")
-    _op(x, topk_idx, probs, num_experts or 0, plan, out, format, pow2, eps)
+    _op(x, topk_idx, probs, num_experts or 0, plan, out, format, pow2, eps, fresh=fresh)
     return out

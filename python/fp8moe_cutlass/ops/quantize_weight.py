@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
-from fp8moe_cutlass.ops._library import define, given_fp8, is_pow2, new_fp8, shape_of
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import is_pow2, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleKind
 
-_op = define(
-    "quantize_weight(Tensor w, Tensor(a!)? q, Tensor(b!)? q_scale, "
-    "Tensor(c!)? q_t, Tensor(d!)? q_t_scale, bool pow2, float eps)"
-)
+_op = operator("quantize_weight")
+
+
+class QuantizedWeight(NamedTuple):
+    """What quantize_weight returns."""
+
+    q: Fp8Tensor  # [E, N, K], block layout
+    q_t: Fp8Tensor  # [E, K, N], the same codes and scales transposed
 
 
 @overload
 def quantize_weight(
     w: Array,
     *,
+    transposed: Literal[True] = True,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
-    only: None = None,
     out: tuple[Fp8Tensor, Fp8Tensor] | None = None,
-) -> tuple[Fp8Tensor, Fp8Tensor]: ...
+) -> QuantizedWeight: ...
 
 
 @overload
 def quantize_weight(
     w: Array,
     *,
+    transposed: Literal[False, "only"],
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
-    only: Literal["rows", "transpose"],
     out: Fp8Tensor | None = None,
 ) -> Fp8Tensor: ...
 
@@ -39,32 +45,34 @@ def quantize_weight(
 def quantize_weight(
     w: Array,
     *,
+    transposed: bool | Literal["only"] = True,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
-    only: Literal["rows", "transpose"] | None = None,
     out: Any = None,
 ) -> Any:
     """Quantizes w [E, N, K] (float32, float16 or bfloat16) to E4M3, once for fprop and dgrad.
 
-    Returns q [E, N, K] and q_t [E, K, N] with the same codes and scales transposed; with `only`
-    "rows" q alone, with "transpose" q_t alone.
+    transposed: True returns q and q_t, False q alone, "only" q_t alone.
     """
+    fresh = out is None
     op = "quantize_weight"
-    if only not in (None, "rows", "transpose"):
-        raise ValueError(f"[{op}] only must be None, 'rows' or 'transpose'; got {only!r}")
+    if transposed not in (True, False, "only"):
+        raise ValueError(f"[{op}] transposed must be True, False or 'only'; got {transposed!r}")
     pow2 = is_pow2(op, scale)
-    rows = transpose = None
+    q = q_t = None
     if out is None:
         e, n, k = shape_of(op, "w", w, 3)
-        if only != "transpose":
-            rows = new_fp8(op, w, (e, n, k), "block", "e4m3", pow2)
-        if only != "rows":
-            transpose = new_fp8(op, w, (e, k, n), "block", "e4m3", pow2)
+        if transposed != "only":
+            q = new_fp8(op, w, (e, n, k), "block", "e4m3", pow2)
+        if transposed:
+            q_t = new_fp8(op, w, (e, k, n), "block", "e4m3", pow2)
     else:
-        given = (out, out) if only else out
-        if only != "transpose":
-            rows = given_fp8(op, given[0], "block", "e4m3", pow2)
-        if only != "rows":
-            transpose = given_fp8(op, given[1], "block", "e4m3", pow2)
-    _op(w, rows, transpose, pow2, eps)
-    return {None: (rows, transpose), "rows": rows, "transpose": transpose}[only]
+        given = out if transposed is True else (out, out)
+        if transposed != "only":
+            q = given_fp8(op, given[0], "block", "e4m3", pow2)
+        if transposed:
+            q_t = given_fp8(op, given[1], "block", "e4m3", pow2)
+    _op(w, q, q_t, pow2, eps, fresh=fresh)
+    if q is not None and q_t is not None:
+        return QuantizedWeight(q, q_t)
+    return q if q_t is None else q_t

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._library import PLAN, define, empty, new_plan
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import new_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
-
-def _run(
-    topk_idx: Array | None,
-    routing_map: Array | None,
-    plan: Array,
-    tokens: int,
-    slots: int,
-    experts: int,
-    align: int,
-    capacity: int,
-) -> None:
-    sizes = (tokens, slots, experts, align, capacity)
-    workspace = empty("route", plan, (_C.route_workspace(plan, *sizes),), "uint8")
-    _C.route(topk_idx, routing_map, plan, *sizes, workspace)
-
-
-_op = define(f"route(Tensor? topk_idx, Tensor? routing_map, Tensor(a!) plan, {PLAN})", _run)
+_op = operator("route")
 
 
 def route(
@@ -42,6 +26,7 @@ def route(
     are dropped and counted in plan.status. align: 1, 16, 32 or 128.
     Ids outside [-1, E): ValueError on the CPU; dropped and counted on CUDA (plan.check()).
     """
+    fresh = out is None
     if (topk_idx is None) == (routing_map is None):
         raise ValueError("[route] exactly one of topk_idx and routing_map is needed")
     if routing_map is not None and capacity is None:
@@ -56,5 +41,5 @@ def route(
         out = new_plan("route", given, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[route] out must be a plan of {sizes}; got {out.sizes}")
-    _op(topk_idx, routing_map, out)
+    _op(topk_idx, routing_map, out, fresh=fresh)
     return out

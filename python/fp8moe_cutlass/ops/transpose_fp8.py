@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import (
-    PLAN,
-    column_layout,
-    define,
-    given_fp8,
-    is_pow2,
-    new_fp8,
-    shape_of,
-)
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
+from fp8moe_cutlass.ops._words import column_layout, is_pow2, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns, ScaleKind
 
-_op = define(
-    f"transpose_fp8(Tensor q, Tensor q_scale, str q_layout, Tensor(a!) plan, {PLAN}, "
-    "Tensor(b!) columns, Tensor(c!) columns_scale, str columns_layout, "
-    "bool requantize, bool pow2, float eps)",
-    counts_in="plan",
-)
+_op = operator("transpose_fp8")
 
 
 def transpose_fp8(
@@ -42,6 +31,7 @@ def transpose_fp8(
     any scales.
     A scale that is no power of two after all: ValueError on the CPU; CUDA counts it in plan.status.
     """
+    fresh = out is None
     pow2 = is_pow2("transpose_fp8", scale)
     if not requantize and not (t.pow2 and pow2):
         raise ValueError(
@@ -54,5 +44,5 @@ def transpose_fp8(
         out = new_fp8("transpose_fp8", t.data, shape, layout, t.fp8_dtype, pow2)
     else:
         given_fp8("transpose_fp8", out, layout, t.fp8_dtype, pow2)
-    _op(t, plan, out, requantize, pow2, eps)
+    _op(t, plan, out, requantize, pow2, eps, fresh=fresh)
     return out

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from fp8moe_cutlass.ops._library import PLAN, define, empty, shape_of
+from typing import NamedTuple
+
+from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass.ops._outputs import empty
+from fp8moe_cutlass.ops._words import shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
-_op = define(f"unpermute_unpad(Tensor y, Tensor plan, {PLAN}, Tensor? probs, Tensor(a!) out)")
-_backward = define(
-    f"unpermute_unpad_backward(Tensor dout, Tensor plan, {PLAN}, Tensor? y, "
-    "Tensor? probs, Tensor(a!) dy, Tensor(b!)? dprobs)"
-)
+_op = operator("unpermute_unpad")
+_backward = operator("unpermute_unpad_backward")
+
+
+class UnpermuteGradients(NamedTuple):
+    """What unpermute_unpad_backward returns."""
+
+    dy: Array  # [R, C], padding rows zero
+    dprobs: Array | None  # [T, S] float32, with probs
 
 
 def unpermute_unpad(
@@ -20,9 +28,10 @@ def unpermute_unpad(
 
     Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C].
     """
+    fresh = out is None
     if out is None:
         out = empty("unpermute_unpad", y, (plan.tokens, shape_of("unpermute_unpad", "y", y, 2)[1]))
-    _op(y, plan, probs, out)
+    _op(y, plan, probs, out, fresh=fresh)
     return out
 
 
@@ -33,12 +42,13 @@ def unpermute_unpad_backward(
     probs: Array | None = None,
     *,
     out: tuple[Array, Array | None] | None = None,
-) -> tuple[Array, Array | None]:
+) -> UnpermuteGradients:
     """The gradient: dy[row] = (prob *) dout[t], and dprobs[t, s] = <y[row], dout[t]>.
 
-    dout [T, C]; with probs [T, S] also y [R, C] is needed. Returns (dy [R, C], padding rows zero;
-    dprobs [T, S] float32 or None). Of an FP8 dout without probs it is permute_pad.
+    dout [T, C]; with probs [T, S] also y [R, C] is needed. Of an FP8 dout without probs it is
+    permute_pad.
     """
+    fresh = out is None
     dy, dprobs = out or (None, None)
     if dy is None:
         shape = (plan.rows, shape_of("unpermute_unpad_backward", "dout", dout, 2)[1])
@@ -46,5 +56,5 @@ def unpermute_unpad_backward(
     if probs is not None and dprobs is None:
         shape = (plan.tokens, plan.slots)
         dprobs = empty("unpermute_unpad_backward", probs, shape, "float32")
-    _backward(dout, plan, y, probs, dy, dprobs)
-    return dy, dprobs
+    _backward(dout, plan, y, probs, dy, dprobs, fresh=fresh)
+    return UnpermuteGradients(dy, dprobs)

@@ -14,45 +14,44 @@ void check_columns(const Checker& check, const Fp8Tensor& columns, const char* n
 
 }  // namespace
 
-void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                           const Tensor& probs, float limit, const Fp8Tensor& dz,
-                           const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                           const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
-  const Checker check("act_quantize_backward", dh.device);
-  check.ndim(dh, "dh", 2);
-  check.dtype(dh, "dh", {DType::f32, DType::f16, DType::bf16});
-  const int64_t rows = dh.shape[0];
-  const int64_t inner = dh.shape[1];
-  check_swiglu(check, rows, 2 * inner, plan, probs, limit);
-  check.tensor(dh, "dh", {rows, inner});
-  check.aligned(dh, "dh");
-  check.tensor(z, "z", {rows, 2 * inner});
-  check.dtype(z, "z", {DType::f32, DType::f16, DType::bf16});
-  check.aligned(z, "z");
-  check.fp8(dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
-  if (dprobs.defined()) {
-    FP8MOE_CHECK(probs.defined(), "[act_quantize_backward] dprobs needs probs; got none");
-    check.tensor(dprobs, "dprobs", {rows});
-    check.dtype(dprobs, "dprobs", {DType::f32});
+void act_quantize_backward(const ActQuantizeBackward& p, Stream stream) {
+  const Checker check("act_quantize_backward", p.dh.device);
+  check.ndim(p.dh, "dh", 2);
+  check.dtype(p.dh, "dh", {DType::f32, DType::f16, DType::bf16});
+  const int64_t rows = p.dh.shape[0];
+  const int64_t inner = p.dh.shape[1];
+  check_swiglu(check, rows, 2 * inner, p.plan, p.probs, p.limit);
+  check.tensor(p.dh, "dh", {rows, inner});
+  check.aligned(p.dh, "dh");
+  check.tensor(p.z, "z", {rows, 2 * inner});
+  check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
+  check.aligned(p.z, "z");
+  check.fp8(p.dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  if (p.dprobs.defined()) {
+    FP8MOE_CHECK(p.probs.defined(), "[act_quantize_backward] dprobs needs probs; got none");
+    check.tensor(p.dprobs, "dprobs", {rows});
+    check.dtype(p.dprobs, "dprobs", {DType::f32});
   }
-  check_columns(check, dz_columns, "dz_columns", 2 * inner, plan);
-  check_columns(check, h_columns, "h_columns", inner, plan);
-  if (dz_columns.defined())
-    check.dtype(dz_columns.data, "dz_columns (the format of dz)", {dz.data.dtype});
-  if (h_columns.defined()) check.e4m3(h_columns, "h_columns");
-  FP8MOE_CHECK(
-      !dz_columns.defined() || !h_columns.defined() || dz_columns.layout == h_columns.layout,
-      "[act_quantize_backward] dz_columns and h_columns must have one scale layout; "
-      "got ",
-      name_of(dz_columns.layout), " and ", name_of(h_columns.layout));
-  check.rule(rule);
-  check.disjoint(
-      {{dz, "dz"}, {dprobs, "dprobs"}, {dz_columns, "dz_columns"}, {h_columns, "h_columns"}},
-      {{dh, "dh"}, {z, "z"}, {probs, "probs"}, {plan.buffer, "plan"}});
-  if (dh.numel() == 0) return;
-  FP8MOE_DISPATCH("act_quantize_backward", dh.device,
-                  act_quantize_backward(dh, z, plan, probs, backend_limit(limit), dz, dprobs,
-                                        dz_columns, h_columns, rule, stream));
+  check_columns(check, p.dz_columns, "dz_columns", 2 * inner, p.plan);
+  check_columns(check, p.h_columns, "h_columns", inner, p.plan);
+  if (p.dz_columns.defined())
+    check.dtype(p.dz_columns.data, "dz_columns (the format of dz)", {p.dz.data.dtype});
+  if (p.h_columns.defined()) check.e4m3(p.h_columns, "h_columns");
+  FP8MOE_CHECK(!p.dz_columns.defined() || !p.h_columns.defined() ||
+                   p.dz_columns.layout == p.h_columns.layout,
+               "[act_quantize_backward] dz_columns and h_columns must have one scale layout; "
+               "got ",
+               name_of(p.dz_columns.layout), " and ", name_of(p.h_columns.layout));
+  check.rule(p.rule);
+  check.disjoint({{p.dz, "dz"},
+                  {p.dprobs, "dprobs"},
+                  {p.dz_columns, "dz_columns"},
+                  {p.h_columns, "h_columns"}},
+                 {{p.dh, "dh"}, {p.z, "z"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.dh.numel() == 0) return;
+  ActQuantizeBackward backends = p;
+  backends.limit = backend_limit(p.limit);
+  dispatch(backends, p.dh.device, stream);
 }
 
 }  // namespace fp8moe

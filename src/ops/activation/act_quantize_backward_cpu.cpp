@@ -34,17 +34,15 @@ void zero_padding_probs(const RoutingPlan& plan, const Tensor& dprobs) {
 
 }  // namespace
 
-void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                           const Tensor& probs, float limit, const Fp8Tensor& dz,
-                           const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                           const Fp8Tensor& h_columns, ScaleRule rule, Stream) {
-  const int64_t inner = dh.shape[1];
-  const std::vector<TokenTile> tiles = tiles_of("act_quantize_backward", plan, dh.shape[0]);
-  const int64_t kept = dz_columns.defined() ? kTile : 1;  // rows of dz
-  const RowSink dz_rows(dz);
-  if (plan.defined()) {
-    dz_rows.zero_padding(plan);
-    if (dprobs.defined()) zero_padding_probs(plan, dprobs);
+template <>
+void run(const ActQuantizeBackward& p, Stream) {
+  const int64_t inner = p.dh.shape[1];
+  const std::vector<TokenTile> tiles = tiles_of("act_quantize_backward", p.plan, p.dh.shape[0]);
+  const int64_t kept = p.dz_columns.defined() ? kTile : 1;  // rows of dz
+  const RowSink dz_rows(p.dz);
+  if (p.plan.defined()) {
+    dz_rows.zero_padding(p.plan);
+    if (p.dprobs.defined()) zero_padding_probs(p.plan, p.dprobs);
   }
   const auto read = [](const Tensor& t, int64_t row, int64_t width, float* to) {
     dispatch_float(t.dtype,
@@ -54,25 +52,25 @@ void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan&
   {
     std::vector<float> z_row(2 * inner), dh_row(inner), terms(inner);
     std::vector<float> dz_block(kept * 2 * inner);
-    std::vector<float> h_block(h_columns.defined() ? kTile * inner : 0);
+    std::vector<float> h_block(p.h_columns.defined() ? kTile * inner : 0);
 #pragma omp for schedule(dynamic)
     for (size_t n = 0; n < tiles.size(); ++n) {
       const TokenTile& tile = tiles[n];
       for (int64_t r = tile.row; r < tile.row + tile.tokens; ++r) {
         const int64_t i = r - tile.row;
         float* dz_row = dz_block.data() + i % kept * 2 * inner;
-        const float prob = probs.defined() ? probs.as<const float>()[r] : 1.0f;
-        read(z, r, 2 * inner, z_row.data());
-        read(dh, r, inner, dh_row.data());
-        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, limit,
+        const float prob = p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f;
+        read(p.z, r, 2 * inner, z_row.data());
+        read(p.dh, r, inner, dh_row.data());
+        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, p.limit,
                         dz_row, dz_row + inner, terms.data());
-        dz_rows.put(r, dz_row, rule);
-        if (dprobs.defined()) dprobs.as<float>()[r] = sum_row(terms.data(), inner);
-        if (h_columns.defined())
-          swiglu_row(z_row.data(), inner, prob, limit, h_block.data() + i * inner);
+        dz_rows.put(r, dz_row, p.rule);
+        if (p.dprobs.defined()) p.dprobs.as<float>()[r] = sum_row(terms.data(), inner);
+        if (p.h_columns.defined())
+          swiglu_row(z_row.data(), inner, prob, p.limit, h_block.data() + i * inner);
       }
-      if (dz_columns.defined()) put_columns(dz_columns, tile, dz_block.data(), rule);
-      if (h_columns.defined()) put_columns(h_columns, tile, h_block.data(), rule);
+      if (p.dz_columns.defined()) put_columns(p.dz_columns, tile, dz_block.data(), p.rule);
+      if (p.h_columns.defined()) put_columns(p.h_columns, tile, h_block.data(), p.rule);
     }
   }
 }

@@ -107,51 +107,49 @@ void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_co
 
 }  // namespace
 
-void act_quantize_backward(const Tensor& dh, const Tensor& z, const RoutingPlan& plan,
-                           const Tensor& probs, float limit, const Fp8Tensor& dz,
-                           const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                           const Fp8Tensor& h_columns, ScaleRule rule, Stream stream) {
-  const int64_t rows = dh.shape[0], intermediate = dh.shape[1];
+template <>
+void run(const ActQuantizeBackward& p, Stream stream) {
+  const int64_t rows = p.dh.shape[0], intermediate = p.dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
-  const DeviceGuard guard(dh.device);
-  SwigluBackward params = {.z = z.as<uint16_t>(),
-                           .dh = dh.as<uint16_t>(),
-                           .probs = probs.as<float>(),
-                           .limit = limit,
-                           .sigmoid_of_limit = pinned_sigmoid(limit),
+  const DeviceGuard guard(p.dh.device);
+  SwigluBackward params = {.z = p.z.as<uint16_t>(),
+                           .dh = p.dh.as<uint16_t>(),
+                           .probs = p.probs.as<float>(),
+                           .limit = p.limit,
+                           .sigmoid_of_limit = pinned_sigmoid(p.limit),
                            .rows = static_cast<int>(rows),
                            .intermediate = static_cast<int>(intermediate),
                            .tiles = static_cast<int>(intermediate / kTile),
-                           .plan = view_of(plan),
-                           .dz = rows_out(dz),
-                           .dprobs = dprobs.as<float>(),
-                           .scaling = {rule.eps}};
-  const bool columns = dz_columns.defined() || h_columns.defined();
-  const bool one_pass =
-      z.dtype == DType::bf16 && dh.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2;
+                           .plan = view_of(p.plan),
+                           .dz = rows_out(p.dz),
+                           .dprobs = p.dprobs.as<float>(),
+                           .scaling = {p.rule.eps}};
+  const bool columns = p.dz_columns.defined() || p.h_columns.defined();
+  const bool one_pass = p.z.dtype == DType::bf16 && p.dh.dtype == DType::bf16 &&
+                        intermediate % kTile == 0 && p.rule.pow2;
   if (one_pass && !columns)
-    return dispatch_fp8(dz.data.dtype,
+    return dispatch_fp8(p.dz.data.dtype,
                         [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
-  const GradSource source = {.z = float_source(z),
-                             .dh = float_source(dh),
-                             .probs = probs.as<float>(),
-                             .limit = limit,
+  const GradSource source = {.z = float_source(p.z),
+                             .dh = float_source(p.dh),
+                             .probs = p.probs.as<float>(),
+                             .limit = p.limit,
                              .intermediate = static_cast<int>(intermediate)};
   if (one_pass) {
-    const int64_t tiles = plan.columns() / kTile * params.tiles;
+    const int64_t tiles = p.plan.columns() / kTile * params.tiles;
     if (tiles == 0) return;
     static LaunchNumbers numbers(kMostLaunches);
-    if (dprobs.defined()) params.launch = launch_number(numbers, stream_of(stream), kOp);
-    const bool apart = dprobs.defined() && params.launch == kNoNumber;
+    if (p.dprobs.defined()) params.launch = launch_number(numbers, stream_of(stream), kOp);
+    const bool apart = p.dprobs.defined() && params.launch == kNoNumber;
     if (apart) params.dprobs = nullptr;
-    dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-      launch_tiles<F>(params, tiles, dz_columns, h_columns, dh.device, stream_of(stream));
+    dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
+      launch_tiles<F>(params, tiles, p.dz_columns, p.h_columns, p.dh.device, stream_of(stream));
     });
-    if (apart) launch_dprobs(source, plan, rows, dprobs, stream_of(stream));
+    if (apart) launch_dprobs(source, p.plan, rows, p.dprobs, stream_of(stream));
     return;
   }
-  launch_any(source, plan, rows, dz, dprobs, dz_columns, h_columns,
-             {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
+  launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns,
+             {p.rule.pow2, p.rule.eps, kMaxFloat}, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

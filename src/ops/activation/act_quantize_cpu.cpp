@@ -4,17 +4,17 @@
 
 namespace fp8moe::cpu {
 
-void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float limit,
-                  const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream) {
-  const int64_t inner = z.shape[1] / 2;
-  const std::vector<TokenTile> tiles = tiles_of("act_quantize", plan, z.shape[0]);
-  const RowSink h_rows(h);
-  const RowSink z_rows(z_q);
-  if (plan.defined()) {
-    h_rows.zero_padding(plan);
-    if (z_q.defined()) z_rows.zero_padding(plan);
+template <>
+void run(const ActQuantize& p, Stream) {
+  const int64_t inner = p.z.shape[1] / 2;
+  const std::vector<TokenTile> tiles = tiles_of("act_quantize", p.plan, p.z.shape[0]);
+  const RowSink h_rows(p.h);
+  const RowSink z_rows(p.z_q);
+  if (p.plan.defined()) {
+    h_rows.zero_padding(p.plan);
+    if (p.z_q.defined()) z_rows.zero_padding(p.plan);
   }
-  dispatch_float(z.dtype, [&]<typename T>() {
+  dispatch_float(p.z.dtype, [&]<typename T>() {
 #pragma omp parallel
     {
       std::vector<float> z_row(2 * inner), h_row(inner);
@@ -22,12 +22,12 @@ void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs,
       for (size_t n = 0; n < tiles.size(); ++n) {
         const TokenTile& tile = tiles[n];
         for (int64_t r = tile.row; r < tile.row + tile.tokens; ++r) {
-          const T* from = z.as<const T>() + r * 2 * inner;
+          const T* from = p.z.as<const T>() + r * 2 * inner;
           widen_row<T>(from, 2 * inner, z_row.data());
-          swiglu_row(z_row.data(), inner, probs.defined() ? probs.as<const float>()[r] : 1.0f,
-                     limit, h_row.data());
-          h_rows.put(r, h_row.data(), rule);
-          if (z_q.defined()) z_rows.put(r, from, rule);
+          swiglu_row(z_row.data(), inner, p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f,
+                     p.limit, h_row.data());
+          h_rows.put(r, h_row.data(), p.rule);
+          if (p.z_q.defined()) z_rows.put(r, from, p.rule);
         }
       }
     }

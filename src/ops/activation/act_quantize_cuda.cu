@@ -98,26 +98,26 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
 
 }  // namespace
 
-void act_quantize(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float limit,
-                  const Fp8Tensor& h, const Fp8Tensor& z_q, ScaleRule rule, Stream stream) {
-  const int64_t rows = z.shape[0], intermediate = z.shape[1] / 2;
+template <>
+void run(const ActQuantize& p, Stream stream) {
+  const int64_t rows = p.z.shape[0], intermediate = p.z.shape[1] / 2;
   if (rows == 0 || intermediate == 0) return;
-  const DeviceGuard guard(z.device);
-  const HiddenSource source = {.z = float_source(z),
-                               .probs = probs.as<float>(),
-                               .limit = limit,
+  const DeviceGuard guard(p.z.device);
+  const HiddenSource source = {.z = float_source(p.z),
+                               .probs = p.probs.as<float>(),
+                               .limit = p.limit,
                                .intermediate = static_cast<int>(intermediate)};
-  if (z.dtype == DType::bf16 && intermediate % kTile == 0 && rule.pow2)
-    launch_bf16(z, plan, probs, limit, h, rule.eps, stream_of(stream));
+  if (p.z.dtype == DType::bf16 && intermediate % kTile == 0 && p.rule.pow2)
+    launch_bf16(p.z, p.plan, p.probs, p.limit, p.h, p.rule.eps, stream_of(stream));
   else
-    quantize_rows_from<E4M3>(kOp, source, plan, rows, intermediate, h,
-                             {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
-  if (!z_q.defined()) return;
-  const float overflow = z.dtype == DType::f16    ? 65504.0f
-                         : z.dtype == DType::bf16 ? 0x1.fep127f
-                                                  : kMaxFloat;
-  quantize_rows_from<E4M3>(kOp, ZSource{source.z}, plan, rows, 2 * intermediate, z_q,
-                           {rule.pow2, rule.eps, overflow}, stream_of(stream));
+    quantize_rows_from<E4M3>(kOp, source, p.plan, rows, intermediate, p.h,
+                             {p.rule.pow2, p.rule.eps, kMaxFloat}, stream_of(stream));
+  if (!p.z_q.defined()) return;
+  const float overflow = p.z.dtype == DType::f16    ? 65504.0f
+                         : p.z.dtype == DType::bf16 ? 0x1.fep127f
+                                                    : kMaxFloat;
+  quantize_rows_from<E4M3>(kOp, ZSource{source.z}, p.plan, rows, 2 * intermediate, p.z_q,
+                           {p.rule.pow2, p.rule.eps, overflow}, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

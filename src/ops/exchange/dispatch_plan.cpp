@@ -15,36 +15,35 @@ void check_ranks(const Checker& check, const RoutingPlan& plan) {
 
 }  // namespace
 
-int64_t dispatch_plan_workspace(const RoutingPlan& plan) {
-  check_ranks(Checker("dispatch_plan", plan.buffer.device), plan);
-  FP8MOE_DISPATCH("dispatch_plan", plan.buffer.device, dispatch_plan_workspace(plan));
+int64_t workspace_bytes(const DispatchPlan& p) {
+  check_ranks(Checker("dispatch_plan", p.plan.buffer.device), p.plan);
+  return dispatch_workspace(p, p.plan.buffer.device);
 }
 
-void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
-                   const RoutingPlan& plan, const Tensor& counts, const Tensor& workspace,
-                   Stream stream) {
+void dispatch_plan(const DispatchPlan& p, Stream stream) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
-  const Checker check("dispatch_plan", plan.buffer.device);
-  check_ranks(check, plan);
-  check.ndim(topk_idx, "topk_idx", 2);
-  check.tensor(topk_idx, "topk_idx", {plan.tokens, topk_idx.shape[1]});
-  check.dtype(topk_idx, "topk_idx", {DType::i32, DType::i64});
-  FP8MOE_CHECK(topk_idx.numel() <= kMaxInt,
-               "[dispatch_plan] topk_idx must have less than 2^31 entries; got ", topk_idx.numel());
-  FP8MOE_CHECK(num_experts >= 1 && num_experts <= kMaxInt && num_experts % plan.experts == 0,
-               "[dispatch_plan] num_experts must be a positive multiple of the ranks (",
-               plan.experts, "); got ", num_experts);
-  FP8MOE_CHECK(segment == 0 || (segment > 0 && segment <= plan.capacity &&
-                                segment * plan.experts == plan.capacity),
-               "[dispatch_plan] segment must be 0 or plan.capacity / ranks (", plan.capacity, " / ",
-               plan.experts, "); got ", segment);
-  check.tensor(counts, "counts", {plan.experts, 2});
-  check.dtype(counts, "counts", {DType::i32});
-  check.workspace(workspace, dispatch_plan_workspace(plan));
-  check.disjoint({{plan.buffer, "plan"}, {counts, "counts"}, {workspace, "workspace"}},
-                 {{topk_idx, "topk_idx"}});
-  FP8MOE_DISPATCH("dispatch_plan", plan.buffer.device,
-                  dispatch_plan(topk_idx, num_experts, segment, plan, counts, workspace, stream));
+  const Checker check("dispatch_plan", p.plan.buffer.device);
+  check_ranks(check, p.plan);
+  check.ndim(p.topk_idx, "topk_idx", 2);
+  check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.topk_idx.shape[1]});
+  check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
+  FP8MOE_CHECK(p.topk_idx.numel() <= kMaxInt,
+               "[dispatch_plan] topk_idx must have less than 2^31 entries; got ",
+               p.topk_idx.numel());
+  FP8MOE_CHECK(
+      p.num_experts >= 1 && p.num_experts <= kMaxInt && p.num_experts % p.plan.experts == 0,
+      "[dispatch_plan] num_experts must be a positive multiple of the ranks (", p.plan.experts,
+      "); got ", p.num_experts);
+  FP8MOE_CHECK(p.segment == 0 || (p.segment > 0 && p.segment <= p.plan.capacity &&
+                                  p.segment * p.plan.experts == p.plan.capacity),
+               "[dispatch_plan] segment must be 0 or plan.capacity / ranks (", p.plan.capacity,
+               " / ", p.plan.experts, "); got ", p.segment);
+  check.tensor(p.counts, "counts", {p.plan.experts, 2});
+  check.dtype(p.counts, "counts", {DType::i32});
+  check.workspace(p.workspace, workspace_bytes(p));
+  check.disjoint({{p.plan.buffer, "plan"}, {p.counts, "counts"}, {p.workspace, "workspace"}},
+                 {{p.topk_idx, "topk_idx"}});
+  dispatch(p, p.plan.buffer.device, stream);
 }
 
 }  // namespace fp8moe

@@ -99,13 +99,16 @@ void plan_ranks(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
 
 }  // namespace
 
-int64_t dispatch_plan_workspace(const RoutingPlan&) { return 0; }
+template <>
+int64_t workspace_bytes(const DispatchPlan&) {
+  return 0;
+}
 
-void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
-                   const RoutingPlan& plan, const Tensor& counts, const Tensor& /*workspace*/,
-                   Stream) {
-  topk_idx.dtype == DType::i64 ? plan_ranks<int64_t>(topk_idx, num_experts, segment, plan, counts)
-                               : plan_ranks<int32_t>(topk_idx, num_experts, segment, plan, counts);
+template <>
+void run(const DispatchPlan& p, Stream) {
+  p.topk_idx.dtype == DType::i64
+      ? plan_ranks<int64_t>(p.topk_idx, p.num_experts, p.segment, p.plan, p.counts)
+      : plan_ranks<int32_t>(p.topk_idx, p.num_experts, p.segment, p.plan, p.counts);
 }
 
 }  // namespace fp8moe::cpu

@@ -222,31 +222,31 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
 
 }  // namespace
 
-int64_t dispatch_plan_workspace(const RoutingPlan& plan) {
-  return Chunks(plan.tokens).count * (plan.experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+template <>
+int64_t workspace_bytes(const DispatchPlan& p) {
+  return Chunks(p.plan.tokens).count * (p.plan.experts + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
-void dispatch_plan(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
-                   const RoutingPlan& plan, const Tensor& counts, const Tensor& workspace,
-                   Stream stream) {
-  FP8MOE_CHECK(plan.experts <= kMaxRanks, "[dispatch_plan] on CUDA there are at most ", kMaxRanks,
-               " ranks; got ", plan.experts);
-  const DeviceGuard guard(plan.buffer.device);
-  const Chunks chunks(plan.tokens);
-  const int64_t ranks = plan.experts, slots = topk_idx.shape[1];
-  const Params params{.ids = topk_idx.data,
-                      .wide = topk_idx.dtype == DType::i64,
-                      .tokens = plan.tokens,
+template <>
+void run(const DispatchPlan& p, Stream stream) {
+  FP8MOE_CHECK(p.plan.experts <= kMaxRanks, "[dispatch_plan] on CUDA there are at most ", kMaxRanks,
+               " ranks; got ", p.plan.experts);
+  const DeviceGuard guard(p.plan.buffer.device);
+  const Chunks chunks(p.plan.tokens);
+  const int64_t ranks = p.plan.experts, slots = p.topk_idx.shape[1];
+  const Params params{.ids = p.topk_idx.data,
+                      .wide = p.topk_idx.dtype == DType::i64,
+                      .tokens = p.plan.tokens,
                       .chunk = chunks.size,
                       .chunks = chunks.count,
                       .slots = static_cast<int>(slots),
-                      .num_experts = static_cast<int>(num_experts),
-                      .experts_a_rank = static_cast<int>(num_experts / ranks),
-                      .segment = static_cast<int>(segment),
-                      .fits = plan.tokens * std::min(slots, ranks) <= plan.capacity,
-                      .chunk_counts = workspace.as<int32_t>(),
-                      .counts = counts.as<int32_t>(),
-                      .plan = out_of(plan)};
+                      .num_experts = static_cast<int>(p.num_experts),
+                      .experts_a_rank = static_cast<int>(p.num_experts / ranks),
+                      .segment = static_cast<int>(p.segment),
+                      .fits = p.plan.tokens * std::min(slots, ranks) <= p.plan.capacity,
+                      .chunk_counts = p.workspace.as<int32_t>(),
+                      .counts = p.counts.as<int32_t>(),
+                      .plan = out_of(p.plan)};
   const auto shared = [&](int64_t arrays) {
     return static_cast<size_t>(4 * (ranks * kWords + arrays * (ranks + 1)));
   };

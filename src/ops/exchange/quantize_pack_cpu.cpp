@@ -70,17 +70,16 @@ void pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs, int64_t 
 
 }  // namespace
 
-void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
-                   int64_t num_experts, const RoutingPlan& plan, const Tensor& packed, DType fp8,
-                   ScaleRule rule, Stream) {
-  check_offsets("quantize_pack", plan);
-  check_row_of("quantize_pack", plan);
-  dispatch_fp8(fp8, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
-      if (topk_idx.defined() && topk_idx.dtype == DType::i64) {
-        pack<F, T, int64_t>(x, topk_idx, probs, num_experts, plan, packed, rule);
+template <>
+void run(const QuantizePack& p, Stream) {
+  check_offsets("quantize_pack", p.plan);
+  check_row_of("quantize_pack", p.plan);
+  dispatch_fp8(p.fp8_dtype, [&]<typename F>() {
+    dispatch_float(p.x.dtype, [&]<typename T>() {
+      if (p.topk_idx.defined() && p.topk_idx.dtype == DType::i64) {
+        pack<F, T, int64_t>(p.x, p.topk_idx, p.probs, p.num_experts, p.plan, p.packed, p.rule);
       } else {
-        pack<F, T, int32_t>(x, topk_idx, probs, num_experts, plan, packed, rule);
+        pack<F, T, int32_t>(p.x, p.topk_idx, p.probs, p.num_experts, p.plan, p.packed, p.rule);
       }
     });
   });

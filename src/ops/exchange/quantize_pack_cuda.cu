@@ -137,36 +137,35 @@ __global__ void __launch_bounds__(32 * kMaxWarps) pack_rows(const __grid_constan
 
 }  // namespace
 
-void quantize_pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs,
-                   int64_t num_experts, const RoutingPlan& plan, const Tensor& packed, DType fp8,
-                   ScaleRule rule, Stream stream) {
-  const Wire wire{.hidden = x.shape[1], .slots = topk_idx.defined() ? topk_idx.shape[1] : 0};
-  FP8MOE_CHECK(wire.bytes() <= device_info(x.device).shared_per_block,
-               "[quantize_pack] on CUDA a row has at most ", device_info(x.device).shared_per_block,
-               " bytes; got ", wire.bytes());
-  const int64_t blocks = plan.tokens + (wire.slots > 0 ? cdiv(plan.rows(), kRowsToMark) : 0);
+template <>
+void run(const QuantizePack& p, Stream stream) {
+  const Wire wire{.hidden = p.x.shape[1], .slots = p.topk_idx.defined() ? p.topk_idx.shape[1] : 0};
+  FP8MOE_CHECK(wire.bytes() <= device_info(p.x.device).shared_per_block,
+               "[quantize_pack] on CUDA a row has at most ",
+               device_info(p.x.device).shared_per_block, " bytes; got ", wire.bytes());
+  const int64_t blocks = p.plan.tokens + (wire.slots > 0 ? cdiv(p.plan.rows(), kRowsToMark) : 0);
   if (blocks == 0) return;
-  const DeviceGuard guard(x.device);
+  const DeviceGuard guard(p.x.device);
   const int64_t tiles = cdiv(wire.hidden, kTile);
-  dispatch_fp8(fp8, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
-      const Params<T> params = {.x = x.as<const T>(),
-                                .topk_idx = topk_idx.data,
-                                .probs = probs.as<const float>(),
-                                .packed = packed.as<uint8_t>(),
-                                .row_of = plan.row_of(),
-                                .token_of_row = plan.token_of_row(),
-                                .row_offsets = plan.row_offsets(),
-                                .tokens = plan.tokens,
+  dispatch_fp8(p.fp8_dtype, [&]<typename F>() {
+    dispatch_float(p.x.dtype, [&]<typename T>() {
+      const Params<T> params = {.x = p.x.as<const T>(),
+                                .topk_idx = p.topk_idx.data,
+                                .probs = p.probs.as<const float>(),
+                                .packed = p.packed.as<uint8_t>(),
+                                .row_of = p.plan.row_of(),
+                                .token_of_row = p.plan.token_of_row(),
+                                .row_offsets = p.plan.row_offsets(),
+                                .tokens = p.plan.tokens,
                                 .hidden = static_cast<int>(wire.hidden),
                                 .tiles = static_cast<int>(tiles),
-                                .ranks = static_cast<int>(plan.experts),
-                                .experts = static_cast<int>(num_experts / plan.experts),
+                                .ranks = static_cast<int>(p.plan.experts),
+                                .experts = static_cast<int>(p.num_experts / p.plan.experts),
                                 .slots = static_cast<int>(wire.slots),
-                                .wide = topk_idx.dtype == DType::i64,
+                                .wide = p.topk_idx.dtype == DType::i64,
                                 .row_bytes = static_cast<int>(wire.bytes()),
                                 .ids_at = static_cast<int>(wire.ids()),
-                                .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
+                                .scaling = {p.rule.pow2, p.rule.eps, max_finite(p.x.dtype)}};
       const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
       launch("quantize_pack", pack_rows<F, T>, static_cast<unsigned>(blocks),
              static_cast<unsigned>(32 * warps), static_cast<size_t>(wire.bytes()),

@@ -28,18 +28,18 @@ __global__ void __launch_bounds__(kThreads) copy_ids(const __grid_constant__ Par
 
 }  // namespace
 
-void unpack(const Tensor& packed, int64_t hidden, const Tensor& topk_idx, const Tensor& probs,
-            Stream stream) {
-  const int64_t entries = topk_idx.numel();
+template <>
+void run(const Unpack& p, Stream stream) {
+  const int64_t entries = p.topk_idx.numel();
   if (entries == 0) return;
-  const DeviceGuard guard(packed.device);
-  const Wire wire{.hidden = hidden, .slots = topk_idx.shape[1]};
-  const Params params{.ids = packed.as<const uint8_t>() + wire.ids(),
+  const DeviceGuard guard(p.packed.device);
+  const Wire wire{.hidden = p.hidden, .slots = p.topk_idx.shape[1]};
+  const Params params{.ids = p.packed.as<const uint8_t>() + wire.ids(),
                       .row_bytes = wire.bytes(),
                       .entries = entries,
                       .slots = static_cast<int>(wire.slots),
-                      .topk_idx = topk_idx.as<int32_t>(),
-                      .probs = probs.as<float>()};
+                      .topk_idx = p.topk_idx.as<int32_t>(),
+                      .probs = p.probs.as<float>()};
   launch("unpack", copy_ids, static_cast<unsigned>(cdiv(entries, kThreads)), kThreads, 0,
          stream_of(stream), params);
 }

@@ -3,62 +3,43 @@
 
 namespace fp8moe {
 
-namespace {
-
-// x [T, C] -> y [R, C] of one dtype; probs [T, S] -> row_probs [R].
-void check_movement(const Checker& check, const Tensor& x, const RoutingPlan& plan,
-                    const Tensor& probs, const Tensor& y, const Tensor& row_probs,
-                    bool zero_unweighted) {
-  check.plan(plan);
+void permute_pad(const PermutePad& p, Stream stream) {
+  const Checker check(p.op, p.plan.buffer.device);
+  const Tensor &x = p.x.data, &y = p.y.data;
+  const bool fp8 = p.x.scale_inv.defined() || p.y.scale_inv.defined();
+  if (fp8)
+    check.dtype(x, "x", {DType::e4m3, DType::e5m2});
+  else
+    check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
+  check.plan(p.plan);
   check.ndim(x, "x", 2);
   const int64_t c = x.shape[1];
   check.multiple(c, "x.shape[1]", 16);
-  check.tensor(y, "y", {plan.rows(), c});
+  check.tensor(y, "y", {p.plan.rows(), c});
   check.dtype(y, "y", {x.dtype});
   check.aligned(x, "x");
   check.aligned(y, "y");
-  FP8MOE_CHECK(probs.defined() == row_probs.defined(),
+  FP8MOE_CHECK(p.probs.defined() == p.row_probs.defined(),
                "[permute_pad] probs and row_probs are given together; got only ",
-               probs.defined() ? "probs" : "row_probs");
-  FP8MOE_CHECK(probs.defined() || !zero_unweighted,
+               p.probs.defined() ? "probs" : "row_probs");
+  FP8MOE_CHECK(p.probs.defined() || !p.zero_unweighted,
                "[permute_pad] zero_unweighted needs probs; got none");
-  if (probs.defined()) {
-    check.tensor(probs, "probs", {plan.tokens, plan.slots});
-    check.dtype(probs, "probs", {DType::f32});
-    check.tensor(row_probs, "row_probs", {plan.rows()});
-    check.dtype(row_probs, "row_probs", {DType::f32});
+  if (p.probs.defined()) {
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
+    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.row_probs, "row_probs", {p.plan.rows()});
+    check.dtype(p.row_probs, "row_probs", {DType::f32});
   }
-}
-
-}  // namespace
-
-void permute_pad(const Tensor& x, const RoutingPlan& plan, const Tensor& probs, const Tensor& y,
-                 const Tensor& row_probs, bool zero_unweighted, Stream stream) {
-  const Checker check("permute_pad", plan.buffer.device);
-  check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
-  check_movement(check, x, plan, probs, y, row_probs, zero_unweighted);
-  check.tensor(x, "x", {plan.tokens, x.shape[1]});
-  check.disjoint({{y, "y"}, {row_probs, "row_probs"}},
-                 {{x, "x"}, {probs, "probs"}, {plan.buffer, "plan"}});
-  if (plan.rows() == 0) return;
-  FP8MOE_DISPATCH("permute_pad", plan.buffer.device,
-                  permute_pad({.data = x, .scale_inv = {}}, plan, probs,
-                              {.data = y, .scale_inv = {}}, row_probs, zero_unweighted, stream));
-}
-
-void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& row_probs, bool zero_unweighted, Stream stream) {
-  const Checker check("permute_pad", plan.buffer.device);
-  check.dtype(x.data, "x", {DType::e4m3, DType::e5m2});
-  check_movement(check, x.data, plan, probs, y.data, row_probs, zero_unweighted);
-  const int64_t c = x.data.shape[1];
-  check.strided_fp8(x, "x", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
-  check.fp8(y, "y", {plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
-  check.disjoint({{y, "y"}, {row_probs, "row_probs"}},
-                 {{x, "x"}, {probs, "probs"}, {plan.buffer, "plan"}});
-  if (plan.rows() == 0) return;
-  FP8MOE_DISPATCH("permute_pad", plan.buffer.device,
-                  permute_pad(x, plan, probs, y, row_probs, zero_unweighted, stream));
+  if (fp8) {
+    check.strided_fp8(p.x, "x", {p.plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.fp8(p.y, "y", {p.plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
+  } else {
+    check.tensor(x, "x", {p.plan.tokens, c});
+  }
+  check.disjoint({{p.y, "y"}, {p.row_probs, "row_probs"}},
+                 {{p.x, "x"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.plan.rows() == 0) return;
+  dispatch(p, p.plan.buffer.device, stream);
 }
 
 }  // namespace fp8moe

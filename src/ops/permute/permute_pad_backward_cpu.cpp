@@ -11,16 +11,16 @@ constexpr int64_t kSerial = 1 << 14;  // fewer probs than this are not worth wak
 
 }  // namespace
 
-void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& row_dprobs,
-                          const Tensor& dx, const Tensor& dprobs, Stream) {
-  check_row_of("permute_pad_backward", plan);
-  gather_sum(dy, plan, {}, dx);
-  if (!dprobs.defined()) return;
-  const int32_t* row_of = plan.row_of();
-  const int64_t assignments = plan.tokens * plan.slots;
+template <>
+void run(const PermutePadBackward& p, Stream) {
+  check_row_of("permute_pad_backward", p.plan);
+  gather_sum(p.dy, p.plan, {}, p.dx);
+  if (!p.dprobs.defined()) return;
+  const int32_t* row_of = p.plan.row_of();
+  const int64_t assignments = p.plan.tokens * p.plan.slots;
 #pragma omp parallel for schedule(static) if (assignments > kSerial)
   for (int64_t i = 0; i < assignments; ++i)
-    dprobs.as<float>()[i] = row_of[i] < 0 ? 0.0f : row_dprobs.as<const float>()[row_of[i]];
+    p.dprobs.as<float>()[i] = row_of[i] < 0 ? 0.0f : p.row_dprobs.as<const float>()[row_of[i]];
 }
 
 }  // namespace fp8moe::cpu

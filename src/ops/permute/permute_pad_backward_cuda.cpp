@@ -3,9 +3,9 @@
 
 namespace fp8moe::cuda {
 
-void permute_pad_backward(const Tensor& dy, const RoutingPlan& plan, const Tensor& row_dprobs,
-                          const Tensor& dx, const Tensor& dprobs, Stream stream) {
-  gather_sum("permute_pad_backward", dy, plan, {}, dx, row_dprobs, dprobs, stream);
+template <>
+void run(const PermutePadBackward& p, Stream stream) {
+  gather_sum("permute_pad_backward", p.dy, p.plan, {}, p.dx, p.row_dprobs, p.dprobs, stream);
 }
 
 }  // namespace fp8moe::cuda

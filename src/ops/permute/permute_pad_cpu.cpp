@@ -13,16 +13,16 @@ constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layou
 
 }  // namespace
 
-void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& row_probs, bool zero_unweighted, Stream) {
-  check_rows("permute_pad", plan);
-  const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
-  const int64_t from_stride = x.data.stride() * size_of(x.data.dtype);
-  const int64_t rows = plan.row_offsets()[plan.experts];
-  const int32_t* token_of_row = plan.token_of_row();
-  const int32_t* slot_of_row = plan.slot_of_row();
-  const char* from = x.data.as<const char>();
-  char* to = y.data.as<char>();
+template <>
+void run(const PermutePad& p, Stream) {
+  check_rows("permute_pad", p.plan);
+  const int64_t row_bytes = p.x.data.shape[1] * size_of(p.x.data.dtype);
+  const int64_t from_stride = p.x.data.stride() * size_of(p.x.data.dtype);
+  const int64_t rows = p.plan.row_offsets()[p.plan.experts];
+  const int32_t* token_of_row = p.plan.token_of_row();
+  const int32_t* slot_of_row = p.plan.slot_of_row();
+  const char* from = p.x.data.as<const char>();
+  char* to = p.y.data.as<char>();
 
 #pragma omp parallel for schedule(static)
   for (int64_t first = 0; first < rows; first += kRows) {
@@ -30,11 +30,11 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
     int64_t tokens[kRows];  // -1: zeros
     for (int64_t row = first; row < last; ++row) {
       int64_t token = token_of_row[row];
-      if (probs.defined()) {
+      if (p.probs.defined()) {
         const float prob =
-            token < 0 ? 0.0f : probs.as<const float>()[token * plan.slots + slot_of_row[row]];
-        row_probs.as<float>()[row] = prob;
-        if (zero_unweighted && prob == 0.0f) token = -1;
+            token < 0 ? 0.0f : p.probs.as<const float>()[token * p.plan.slots + slot_of_row[row]];
+        p.row_probs.as<float>()[row] = prob;
+        if (p.zero_unweighted && prob == 0.0f) token = -1;
       }
       if (token < 0) {
         std::memset(to + row * row_bytes, 0, row_bytes);
@@ -43,10 +43,10 @@ void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& prob
       }
       tokens[row - first] = token;
     }
-    if (!x.scale_inv.defined()) continue;
-    const RowScales source(x);
-    const RowScales target(y);
-    const int64_t tiles = cdiv(x.data.shape[1], kTile);
+    if (!p.x.scale_inv.defined()) continue;
+    const RowScales source(p.x);
+    const RowScales target(p.y);
+    const int64_t tiles = cdiv(p.x.data.shape[1], kTile);
     for (int64_t j = 0; j < tiles; ++j)
       for (int64_t row = first; row < last; ++row) {
         const int64_t token = tokens[row - first];

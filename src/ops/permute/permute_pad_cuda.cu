@@ -260,48 +260,48 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) permute(const __grid_consta
 
 }  // namespace
 
-void permute_pad(const Fp8Tensor& x, const RoutingPlan& plan, const Tensor& probs,
-                 const Fp8Tensor& y, const Tensor& row_probs, bool zero_unweighted, Stream stream) {
-  const DeviceGuard guard(y.data.device);
-  if (plan.tokens == 0) {  // what rows there are (of segments) are padding
-    for (const Tensor& t : {y.data, y.scale_inv, row_probs}) write_zeros(t, stream);
+template <>
+void run(const PermutePad& p, Stream stream) {
+  const DeviceGuard guard(p.y.data.device);
+  if (p.plan.tokens == 0) {  // what rows there are (of segments) are padding
+    for (const Tensor& t : {p.y.data, p.y.scale_inv, p.row_probs}) write_zeros(t, stream);
     return;
   }
-  const int64_t row_bytes = x.data.shape[1] * size_of(x.data.dtype);
-  const int64_t x_stride = x.data.stride() * size_of(x.data.dtype);
+  const int64_t row_bytes = p.x.data.shape[1] * size_of(p.x.data.dtype);
+  const int64_t x_stride = p.x.data.stride() * size_of(p.x.data.dtype);
   // Short rows: 8 KiB of them by one load, while a lane an assignment suffices.
   const int64_t tokens_a_warp =
       x_stride != row_bytes
           ? 1
           : std::max<int64_t>(
-                1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16), 32 / plan.slots));
+                1, std::min(kTokensBytes / std::max<int64_t>(row_bytes, 16), 32 / p.plan.slots));
   const int64_t pieces = std::max<int64_t>(1, cdiv(row_bytes, kPieceBytes));
   const int64_t piece_bytes = round_up(cdiv(row_bytes, pieces), 16);
-  const int64_t items = cdiv(plan.tokens, tokens_a_warp) * pieces;
+  const int64_t items = cdiv(p.plan.tokens, tokens_a_warp) * pieces;
   const int64_t warp_bytes = tokens_a_warp * piece_bytes + int64_t{sizeof(uint64_t)};
-  const DeviceInfo& device = device_info(y.data.device);
+  const DeviceInfo& device = device_info(p.y.data.device);
   const int64_t warps = std::min<int64_t>(
       {kMaxWarps, device.shared_per_block / warp_bytes, cdiv(items, device.sm_count)});
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, device.sm_count));
-  const Params params{.x = x.data.as<const char>(),
-                      .y = y.data.as<char>(),
-                      .x_scale = scales_of(x),
-                      .y_scale = scales_of(y),
-                      .probs = probs.as<const float>(),
-                      .row_probs = row_probs.as<float>(),
-                      .plan = view_of(plan),
-                      .tokens = plan.tokens,
-                      .slots = static_cast<int>(plan.slots),
+  const Params params{.x = p.x.data.as<const char>(),
+                      .y = p.y.data.as<char>(),
+                      .x_scale = scales_of(p.x),
+                      .y_scale = scales_of(p.y),
+                      .probs = p.probs.as<const float>(),
+                      .row_probs = p.row_probs.as<float>(),
+                      .plan = view_of(p.plan),
+                      .tokens = p.plan.tokens,
+                      .slots = static_cast<int>(p.plan.slots),
                       .row_bytes = static_cast<int>(row_bytes),
                       .tokens_a_warp = static_cast<int>(tokens_a_warp),
                       .pieces = static_cast<int>(pieces),
                       .piece_bytes = static_cast<int>(piece_bytes),
                       .items = static_cast<int>(items),
-                      .max_rows = static_cast<int>(plan.rows()),
-                      .groups = x.scale_inv.defined() || probs.defined()
-                                    ? static_cast<int>(cdiv(plan.rows(), kGroupRows))
+                      .max_rows = static_cast<int>(p.plan.rows()),
+                      .groups = p.x.scale_inv.defined() || p.probs.defined()
+                                    ? static_cast<int>(cdiv(p.plan.rows(), kGroupRows))
                                     : 0,
-                      .zero_unweighted = zero_unweighted,
+                      .zero_unweighted = p.zero_unweighted,
                       .x_stride = static_cast<int>(x_stride)};
   const auto run = [&](auto kernel) {
     launch("permute_pad", kernel, grid, static_cast<unsigned>(32 * warps),

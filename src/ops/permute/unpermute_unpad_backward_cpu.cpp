@@ -23,32 +23,30 @@ FP8MOE_CLONES float dot(const T* a, const T* b, int64_t c) {
 
 }  // namespace
 
-void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
-                              const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
-                              Stream stream) {
-  check_rows("unpermute_unpad_backward", plan);
-  if (!probs.defined())
-    return cpu::permute_pad({.data = dout, .scale_inv = {}}, plan, {},
-                            {.data = dy, .scale_inv = {}}, {}, false, stream);
-  const int64_t c = dout.shape[1];
-  const int64_t rows = plan.row_offsets()[plan.experts];
-  const int64_t assignments = plan.tokens * plan.slots;
-  const int32_t* row_of = plan.row_of();
+template <>
+void run(const UnpermuteUnpadBackward& p, Stream stream) {
+  check_rows("unpermute_unpad_backward", p.plan);
+  if (!p.probs.defined())
+    return run(PermutePad{.x = {.data = p.dout}, .plan = p.plan, .y = {.data = p.dy}}, stream);
+  const int64_t c = p.dout.shape[1];
+  const int64_t rows = p.plan.row_offsets()[p.plan.experts];
+  const int64_t assignments = p.plan.tokens * p.plan.slots;
+  const int32_t* row_of = p.plan.row_of();
   for (int64_t i = 0; i < assignments; ++i)
-    if (row_of[i] < 0) dprobs.as<float>()[i] = 0.0f;
-  dispatch_float(dout.dtype, [&]<typename T>() {
+    if (row_of[i] < 0) p.dprobs.as<float>()[i] = 0.0f;
+  dispatch_float(p.dout.dtype, [&]<typename T>() {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t token = plan.token_of_row()[row];
-      T* to = dy.as<T>() + row * c;
+      const int64_t token = p.plan.token_of_row()[row];
+      T* to = p.dy.as<T>() + row * c;
       if (token < 0) {
         std::memset(to, 0, c * sizeof(T));
         continue;
       }
-      const T* from = dout.as<const T>() + token * c;
-      const int64_t assignment = token * plan.slots + plan.slot_of_row()[row];
-      scale_row<T>(from, probs.as<const float>()[assignment], c, to);
-      dprobs.as<float>()[assignment] = dot<T>(y.as<const T>() + row * c, from, c);
+      const T* from = p.dout.as<const T>() + token * c;
+      const int64_t assignment = token * p.plan.slots + p.plan.slot_of_row()[row];
+      scale_row<T>(from, p.probs.as<const float>()[assignment], c, to);
+      p.dprobs.as<float>()[assignment] = dot<T>(p.y.as<const T>() + row * c, from, c);
     }
   });
 }

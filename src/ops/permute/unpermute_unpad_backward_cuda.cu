@@ -96,31 +96,29 @@ __global__ void __launch_bounds__(256, kBlocksPerSm) backward(const __grid_const
 
 }  // namespace
 
-void unpermute_unpad_backward(const Tensor& dout, const RoutingPlan& plan, const Tensor& y,
-                              const Tensor& probs, const Tensor& dy, const Tensor& dprobs,
-                              Stream stream) {
-  if (!probs.defined())
-    return cuda::permute_pad({.data = dout, .scale_inv = {}}, plan, {},
-                             {.data = dy, .scale_inv = {}}, {}, false, stream);
-  if (plan.tokens == 0) return;
-  const DeviceGuard guard(dy.device);
-  const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(plan);
-  const Params params{.dout = dout.as<const char>(),
-                      .y = y.as<const char>(),
-                      .dy = dy.as<char>(),
-                      .probs = probs.as<const float>(),
-                      .dprobs = dprobs.as<float>(),
-                      .plan = view_of(plan),
-                      .slots = static_cast<int>(plan.slots),
-                      .vectors = static_cast<int>(dout.shape[1] * size_of(dout.dtype) / 16),
-                      .read_policy = read_once_policy(dy),
-                      .tokens = plan.tokens,
+template <>
+void run(const UnpermuteUnpadBackward& p, Stream stream) {
+  if (!p.probs.defined())
+    return run(PermutePad{.x = {.data = p.dout}, .plan = p.plan, .y = {.data = p.dy}}, stream);
+  if (p.plan.tokens == 0) return;
+  const DeviceGuard guard(p.dy.device);
+  const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(p.plan);
+  const Params params{.dout = p.dout.as<const char>(),
+                      .y = p.y.as<const char>(),
+                      .dy = p.dy.as<char>(),
+                      .probs = p.probs.as<const float>(),
+                      .dprobs = p.dprobs.as<float>(),
+                      .plan = view_of(p.plan),
+                      .slots = static_cast<int>(p.plan.slots),
+                      .vectors = static_cast<int>(p.dout.shape[1] * size_of(p.dout.dtype) / 16),
+                      .read_policy = read_once_policy(p.dy),
+                      .tokens = p.plan.tokens,
                       .zero_blocks_an_expert = zero_blocks_an_expert};
-  const auto warps = static_cast<unsigned>(std::min<int64_t>(plan.slots, 8));
-  dispatch_float(dout.dtype, [&]<typename T>() {
+  const auto warps = static_cast<unsigned>(std::min<int64_t>(p.plan.slots, 8));
+  dispatch_float(p.dout.dtype, [&]<typename T>() {
     launch("unpermute_unpad_backward", backward<T>,
-           static_cast<unsigned>(plan.tokens + zero_blocks_an_expert * plan.experts), warps * 32,
-           plan.slots * sizeof(KeptSlot), stream_of(stream), params);
+           static_cast<unsigned>(p.plan.tokens + zero_blocks_an_expert * p.plan.experts),
+           warps * 32, p.plan.slots * sizeof(KeptSlot), stream_of(stream), params);
   });
 }
 

@@ -4,10 +4,10 @@
 
 namespace fp8moe::cpu {
 
-void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
-                     const Tensor& out, Stream) {
-  check_row_of("unpermute_unpad", plan);
-  gather_sum(y, plan, probs, out);
+template <>
+void run(const UnpermuteUnpad& p, Stream) {
+  check_row_of("unpermute_unpad", p.plan);
+  gather_sum(p.y, p.plan, p.probs, p.out);
 }
 
 }  // namespace fp8moe::cpu

@@ -3,9 +3,9 @@
 
 namespace fp8moe::cuda {
 
-void unpermute_unpad(const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
-                     const Tensor& out, Stream stream) {
-  gather_sum("unpermute_unpad", y, plan, probs, out, {}, {}, stream);
+template <>
+void run(const UnpermuteUnpad& p, Stream stream) {
+  gather_sum("unpermute_unpad", p.y, p.plan, p.probs, p.out, {}, {}, stream);
 }
 
 }  // namespace fp8moe::cuda

@@ -53,42 +53,42 @@ int64_t tile_of(const RoutingPlan& plan, int64_t row) {
 
 }  // namespace
 
-void count_codes(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                 int64_t stride, const Tensor& counts, Stream) {
-  const bool of_tokens = q.layout == ScaleLayout::row;
-  if (columns.defined()) {
-    check_columns("count_codes", plan);
-    check_row_of("count_codes", plan);
+template <>
+void run(const CountCodes& p, Stream) {
+  const bool of_tokens = p.q.layout == ScaleLayout::row;
+  if (p.columns.defined()) {
+    check_columns("count_codes", p.plan);
+    check_row_of("count_codes", p.plan);
   } else if (!of_tokens) {
-    check_rows("count_codes", plan);
+    check_rows("count_codes", p.plan);
   }
-  const int64_t rows = of_tokens ? q.data.shape[0] : plan.row_offsets()[plan.experts];
-  const int64_t c = q.data.shape[1];
-  const RowScales scales(q);
+  const int64_t rows = of_tokens ? p.q.data.shape[0] : p.plan.row_offsets()[p.plan.experts];
+  const int64_t c = p.q.data.shape[1];
+  const RowScales scales(p.q);
   int64_t total[kCodeCounts] = {};
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
 #pragma omp parallel for schedule(static) reduction(+ : total[ : kCodeCounts])
-    for (int64_t r = 0; r < rows; r += stride) {
-      if (!of_tokens && plan.token_of_row()[r] < 0) continue;
+    for (int64_t r = 0; r < rows; r += p.stride) {
+      if (!of_tokens && p.plan.token_of_row()[r] < 0) continue;
       for (int64_t first = 0; first < c; first += kTile) {
-        const uint8_t* tile = q.data.as<const uint8_t>() + r * q.data.stride() + first;
+        const uint8_t* tile = p.q.data.as<const uint8_t>() + r * p.q.data.stride() + first;
         const int n = static_cast<int>(std::min(kTile, c - first));
         const int64_t nonzero = nonzero_codes(tile, n);
         if (nonzero == 0) continue;
         total[kLive] += n;
         total[kUnderflowed] += n - nonzero;
-        if (!columns.defined()) continue;
-        for (int64_t s = 0; s < plan.slots; ++s) {
-          const int32_t row = plan.row_of()[r * plan.slots + s];
+        if (!p.columns.defined()) continue;
+        for (int64_t s = 0; s < p.plan.slots; ++s) {
+          const int32_t row = p.plan.row_of()[r * p.plan.slots + s];
           if (row < 0) continue;
           total[kMoved] += nonzero;
-          count_shift<F>(tile, n, scales.of(r)[first / kTile * scales.tile], columns, first,
-                         tile_of(plan, row), total);
+          count_shift<F>(tile, n, scales.of(r)[first / kTile * scales.tile], p.columns, first,
+                         tile_of(p.plan, row), total);
         }
       }
     }
   });
-  for (int i = 0; i < kCodeCounts; ++i) counts.as<int64_t>()[i] += total[i];
+  for (int i = 0; i < kCodeCounts; ++i) p.counts.as<int64_t>()[i] += total[i];
 }
 
 }  // namespace fp8moe::cpu

@@ -151,32 +151,32 @@ unsigned grid_of(Device device, int64_t runs, int64_t slots) {
 
 }  // namespace
 
-void count_codes(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                 int64_t stride, const Tensor& counts, Stream stream) {
+template <>
+void run(const CountCodes& p, Stream stream) {
   static_assert(kLive == 0 && kUnderflowed == 1 && kMoved == 2 && kFlushed == 3);
-  const DeviceGuard guard(q.data.device);
-  const bool of_tokens = q.layout == ScaleLayout::row;
-  const int64_t c = q.data.shape[1];
-  const Rows rows{.data = q.data.as<const uint8_t>(),
-                  .scale = q.scale_inv.as<const float>(),
-                  .ld = q.data.stride(),
-                  .scale_row = of_tokens ? q.scale_inv.stride() : 1,
-                  .scale_tile = of_tokens ? 1 : q.scale_inv.shape[1],
-                  .rows = q.data.shape[0],
-                  .stride = stride,
+  const DeviceGuard guard(p.q.data.device);
+  const bool of_tokens = p.q.layout == ScaleLayout::row;
+  const int64_t c = p.q.data.shape[1];
+  const Rows rows{.data = p.q.data.as<const uint8_t>(),
+                  .scale = p.q.scale_inv.as<const float>(),
+                  .ld = p.q.data.stride(),
+                  .scale_row = of_tokens ? p.q.scale_inv.stride() : 1,
+                  .scale_tile = of_tokens ? 1 : p.q.scale_inv.shape[1],
+                  .rows = p.q.data.shape[0],
+                  .stride = p.stride,
                   .c = static_cast<int>(c),
                   .of_tokens = of_tokens};
   Scales scales{};
-  if (columns.defined())
-    scales = {.data = columns.scale_inv.as<const float>(),
-              .ld = static_cast<int>(columns.scale_inv.shape[1]),
-              .per_channel = columns.layout == ScaleLayout::gemm};
-  const int64_t slots = columns.defined() ? plan.slots : 0;
-  const int64_t runs = cdiv(q.data.shape[0], stride) * cdiv(c, kTile * kRun);
-  const unsigned grid = grid_of(q.data.device, runs, std::max<int64_t>(slots, 1));
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    launch("count_codes", count_rows<F>, grid, kThreads, 0, stream_of(stream), rows, view_of(plan),
-           static_cast<int>(slots), scales, counts.as<unsigned long long>());
+  if (p.columns.defined())
+    scales = {.data = p.columns.scale_inv.as<const float>(),
+              .ld = static_cast<int>(p.columns.scale_inv.shape[1]),
+              .per_channel = p.columns.layout == ScaleLayout::gemm};
+  const int64_t slots = p.columns.defined() ? p.plan.slots : 0;
+  const int64_t runs = cdiv(p.q.data.shape[0], p.stride) * cdiv(c, kTile * kRun);
+  const unsigned grid = grid_of(p.q.data.device, runs, std::max<int64_t>(slots, 1));
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
+    launch("count_codes", count_rows<F>, grid, kThreads, 0, stream_of(stream), rows,
+           view_of(p.plan), static_cast<int>(slots), scales, p.counts.as<unsigned long long>());
   });
 }
 

@@ -3,25 +3,25 @@
 
 namespace fp8moe {
 
-void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream) {
-  const Checker check("dequantize", q.data.device);
-  const int ndim = q.data.ndim;
+void dequantize(const Dequantize& p, Stream stream) {
+  const Checker check("dequantize", p.q.data.device);
+  const int ndim = p.q.data.ndim;
   FP8MOE_CHECK(ndim == 2 || ndim == 3, "[dequantize] q must have 2 or 3 dimensions; got ",
-               shape_of(q.data));
-  const auto& n = q.data.shape;
+               shape_of(p.q.data));
+  const auto& n = p.q.data.shape;
   if (ndim == 3) {
-    check.fp8(q, "q", {n[0], n[1], n[2]}, {ScaleLayout::block});
-    check.tensor(x, "x", {n[0], n[1], n[2]});
+    check.fp8(p.q, "q", {n[0], n[1], n[2]}, {ScaleLayout::block});
+    check.tensor(p.x, "x", {n[0], n[1], n[2]});
   } else {
-    check.fp8(q, "q", {n[0], n[1]}, {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block});
-    check.tensor(x, "x", {n[0], n[1]});
+    check.fp8(p.q, "q", {n[0], n[1]}, {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block});
+    check.tensor(p.x, "x", {n[0], n[1]});
   }
-  check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
+  check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
   check.multiple(n[ndim - 1], "q.shape[-1]", 16);
-  check.aligned(x, "x");
-  check.disjoint({{x, "x"}}, {{q, "q"}});
-  if (x.numel() == 0) return;
-  FP8MOE_DISPATCH("dequantize", x.device, dequantize(q, x, stream));
+  check.aligned(p.x, "x");
+  check.disjoint({{p.x, "x"}}, {{p.q, "q"}});
+  if (p.x.numel() == 0) return;
+  dispatch(p, p.x.device, stream);
 }
 
 }  // namespace fp8moe

@@ -20,26 +20,27 @@ FP8MOE_CLONES void dequantize_row(const uint8_t* __restrict q, int64_t k, const 
 
 }  // namespace
 
-void dequantize(const Fp8Tensor& q, const Tensor& x, Stream) {
-  const int64_t k = x.shape[x.ndim - 1];
-  const int64_t m = x.shape[x.ndim - 2];
-  const int64_t rows = x.numel() / k;
+template <>
+void run(const Dequantize& p, Stream) {
+  const int64_t k = p.x.shape[p.x.ndim - 1];
+  const int64_t m = p.x.shape[p.x.ndim - 2];
+  const int64_t rows = p.x.numel() / k;
   const int64_t k_tiles = cdiv(k, kTile);
   const int64_t m_tiles = cdiv(m, kTile);
   const auto scales_of_row = [&](int64_t i) {
-    switch (q.layout) {
+    switch (p.q.layout) {
       case ScaleLayout::row: return i * k_tiles;
       case ScaleLayout::gemm: return i;
       default: return (i / m * m_tiles + i % m / kTile) * k_tiles;
     }
   };
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
+    dispatch_float(p.x.dtype, [&]<typename T>() {
 #pragma omp parallel for schedule(static)
       for (int64_t i = 0; i < rows; ++i)
-        dequantize_row<F>(q.data.as<uint8_t>() + i * k, k,
-                          q.scale_inv.as<float>() + scales_of_row(i),
-                          q.layout == ScaleLayout::gemm ? pad4(m) : 1, x.as<T>() + i * k);
+        dequantize_row<F>(p.q.data.as<uint8_t>() + i * k, k,
+                          p.q.scale_inv.as<float>() + scales_of_row(i),
+                          p.q.layout == ScaleLayout::gemm ? pad4(m) : 1, p.x.as<T>() + i * k);
     });
   });
 }

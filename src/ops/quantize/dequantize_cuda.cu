@@ -62,19 +62,20 @@ __global__ __launch_bounds__(kThreads) void dequantize_rows(const __grid_constan
 
 }  // namespace
 
-void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream) {
-  const int64_t k = x.shape[x.ndim - 1], m = x.shape[x.ndim - 2];
-  if (x.numel() == 0) return;
-  const DeviceGuard guard(x.device);
-  const int64_t experts = x.numel() / k / m, tiles = cdiv(k, kTile);
+template <>
+void run(const Dequantize& p, Stream stream) {
+  const int64_t k = p.x.shape[p.x.ndim - 1], m = p.x.shape[p.x.ndim - 2];
+  if (p.x.numel() == 0) return;
+  const DeviceGuard guard(p.x.device);
+  const int64_t experts = p.x.numel() / k / m, tiles = cdiv(k, kTile);
   const int64_t across = cdiv(k / 8, kThreads), down = cdiv(m, kRows);
   const auto threads = static_cast<unsigned>(round_up(cdiv(k / 8, across), 32));
-  const bool gemm = q.layout == ScaleLayout::gemm, block = q.layout == ScaleLayout::block;
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
-      const Params<T> params = {.q = q.data.as<uint8_t>(),
-                                .scale_inv = q.scale_inv.as<float>(),
-                                .x = x.as<T>(),
+  const bool gemm = p.q.layout == ScaleLayout::gemm, block = p.q.layout == ScaleLayout::block;
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
+    dispatch_float(p.x.dtype, [&]<typename T>() {
+      const Params<T> params = {.q = p.q.data.as<uint8_t>(),
+                                .scale_inv = p.q.scale_inv.as<float>(),
+                                .x = p.x.as<T>(),
                                 .m = static_cast<int>(m),
                                 .k = static_cast<int>(k),
                                 .blocks_across = static_cast<unsigned>(across),
@@ -83,7 +84,7 @@ void dequantize(const Fp8Tensor& q, const Tensor& x, Stream stream) {
                                 .per_row = gemm ? 1 : tiles,
                                 .per_tile = gemm ? pad4(m) : 1,
                                 .high = block ? static_cast<int>(kTile) : 1,
-                                .read_policy = read_once_policy(x)};
+                                .read_policy = read_once_policy(p.x)};
       launch("dequantize", dequantize_rows<F, T>, static_cast<unsigned>(experts * across * down),
              threads, 0, stream_of(stream), params);
     });

@@ -15,17 +15,18 @@ FP8MOE_CLONES void quantize_row(const T* x, int64_t k, ScaleRule rule, uint8_t* 
 
 }  // namespace
 
-void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream) {
-  const int64_t m = x.shape[0];
-  const int64_t k = x.shape[1];
+template <>
+void run(const Quantize& p, Stream) {
+  const int64_t m = p.x.shape[0];
+  const int64_t k = p.x.shape[1];
   const int64_t tiles = cdiv(k, kTile);
-  const bool gemm = q.layout == ScaleLayout::gemm;
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
+  const bool gemm = p.q.layout == ScaleLayout::gemm;
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
+    dispatch_float(p.x.dtype, [&]<typename T>() {
 #pragma omp parallel for schedule(static)
       for (int64_t i = 0; i < m; ++i)
-        quantize_row<F>(x.as<T>() + i * k, k, rule, q.data.as<uint8_t>() + i * k,
-                        q.scale_inv.as<float>() + (gemm ? i : i * tiles), gemm ? pad4(m) : 1);
+        quantize_row<F>(p.x.as<T>() + i * k, k, p.rule, p.q.data.as<uint8_t>() + i * k,
+                        p.q.scale_inv.as<float>() + (gemm ? i : i * tiles), gemm ? pad4(m) : 1);
     });
   });
 }

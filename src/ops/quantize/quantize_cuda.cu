@@ -64,21 +64,22 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
 
 }  // namespace
 
-void quantize(const Tensor& x, const Fp8Tensor& q, ScaleRule rule, Stream stream) {
-  const int64_t m = x.shape[0], k = x.shape[1];
+template <>
+void run(const Quantize& p, Stream stream) {
+  const int64_t m = p.x.shape[0], k = p.x.shape[1];
   if (m == 0 || k == 0) return;
-  const DeviceGuard guard(x.device);
+  const DeviceGuard guard(p.x.device);
   const int64_t tiles = cdiv(k, kTile), blocks_of_row = cdiv(tiles, kBlockTiles);
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    dispatch_float(x.dtype, [&]<typename T>() {
-      const Params<T> params = {.x = x.as<T>(),
-                                .q = rows_out(q),
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
+    dispatch_float(p.x.dtype, [&]<typename T>() {
+      const Params<T> params = {.x = p.x.as<T>(),
+                                .q = rows_out(p.q),
                                 .m = m,
                                 .k = static_cast<int>(k),
                                 .tiles = static_cast<int>(tiles),
                                 .blocks_of_row = static_cast<int>(blocks_of_row),
-                                .read_policy = read_once_policy(q.data),
-                                .scaling = {rule.pow2, rule.eps, max_finite(x.dtype)}};
+                                .read_policy = read_once_policy(p.q.data),
+                                .scaling = {p.rule.pow2, p.rule.eps, max_finite(p.x.dtype)}};
       launch("quantize", quantize_rows<F, T>,
              static_cast<unsigned>(cdiv(m, kBlockRows) * blocks_of_row), 32 * kWarps, 0,
              stream_of(stream), params);

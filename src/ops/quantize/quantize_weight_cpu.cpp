@@ -27,14 +27,14 @@ void transpose(const CodeTile& tile, int rows, int cols, uint8_t* out, int64_t s
 
 }  // namespace
 
-void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
-                     Stream) {
-  const int64_t experts = w.shape[0];
-  const int64_t n = w.shape[1];
-  const int64_t k = w.shape[2];
+template <>
+void run(const QuantizeWeight& p, Stream) {
+  const int64_t experts = p.w.shape[0];
+  const int64_t n = p.w.shape[1];
+  const int64_t k = p.w.shape[2];
   const int64_t n_tiles = cdiv(n, kTile);
   const int64_t k_tiles = cdiv(k, kTile);
-  dispatch_float(w.dtype, [&]<typename T>() {
+  dispatch_float(p.w.dtype, [&]<typename T>() {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t e = 0; e < experts; ++e)
       for (int64_t nt = 0; nt < n_tiles; ++nt) {
@@ -45,16 +45,16 @@ void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, 
           const int cols = static_cast<int>(std::min(kTile, k - col));
           CodeTile tile;
           const float scale_inv =
-              encode_tile(w.as<T>() + (e * n + row) * k + col, k, rows, cols, rule, tile);
-          if (q.defined()) {
-            uint8_t* out = q.data.as<uint8_t>() + e * n * k + col;
+              encode_tile(p.w.as<T>() + (e * n + row) * k + col, k, rows, cols, p.rule, tile);
+          if (p.q.defined()) {
+            uint8_t* out = p.q.data.as<uint8_t>() + e * n * k + col;
             for (int i = 0; i < rows; ++i)
               memcpy(out + (row + i) * k, tile.code[i], static_cast<size_t>(cols));
-            q.scale_inv.as<float>()[(e * n_tiles + nt) * k_tiles + kt] = scale_inv;
+            p.q.scale_inv.as<float>()[(e * n_tiles + nt) * k_tiles + kt] = scale_inv;
           }
-          if (q_t.defined()) {
-            transpose(tile, rows, cols, q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
-            q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] = scale_inv;
+          if (p.q_t.defined()) {
+            transpose(tile, rows, cols, p.q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
+            p.q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] = scale_inv;
           }
         }
         finish_lines();

@@ -98,25 +98,25 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
 
 }  // namespace
 
-void quantize_weight(const Tensor& w, const Fp8Tensor& q, const Fp8Tensor& q_t, ScaleRule rule,
-                     Stream stream) {
-  if (w.numel() == 0) return;
-  const DeviceGuard guard(w.device);
-  const int64_t n = w.shape[1], k = w.shape[2];
+template <>
+void run(const QuantizeWeight& p, Stream stream) {
+  if (p.w.numel() == 0) return;
+  const DeviceGuard guard(p.w.device);
+  const int64_t n = p.w.shape[1], k = p.w.shape[2];
   const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
-  dispatch_float(w.dtype, [&]<typename T>() {
-    const Params<T> params = {.w = w.as<T>(),
-                              .q = q.data.as<uint8_t>(),
-                              .q_t = q_t.data.as<uint8_t>(),
-                              .scale = q.scale_inv.as<float>(),
-                              .scale_t = q_t.scale_inv.as<float>(),
+  dispatch_float(p.w.dtype, [&]<typename T>() {
+    const Params<T> params = {.w = p.w.as<T>(),
+                              .q = p.q.data.as<uint8_t>(),
+                              .q_t = p.q_t.data.as<uint8_t>(),
+                              .scale = p.q.scale_inv.as<float>(),
+                              .scale_t = p.q_t.scale_inv.as<float>(),
                               .n = static_cast<int>(n),
                               .k = static_cast<int>(k),
                               .n_tiles = static_cast<int>(n_tiles),
                               .k_tiles = static_cast<int>(k_tiles),
-                              .scaling = {rule.pow2, rule.eps, max_finite(w.dtype)}};
+                              .scaling = {p.rule.pow2, p.rule.eps, max_finite(p.w.dtype)}};
     launch("quantize_weight", quantize_tiles<T>,
-           static_cast<unsigned>(w.shape[0] * n_tiles * k_tiles), kThreads, 0, stream_of(stream),
+           static_cast<unsigned>(p.w.shape[0] * n_tiles * k_tiles), kThreads, 0, stream_of(stream),
            params);
   });
 }

@@ -46,20 +46,21 @@ __global__ void __launch_bounds__(kLayoutThreads)
 
 }  // namespace
 
-void plan_from_counts(const Tensor& tokens_per_expert, const RoutingPlan& plan, Stream stream) {
-  FP8MOE_CHECK(plan.experts <= kMaxExperts, "[plan_from_counts] on CUDA a plan has at most ",
-               kMaxExperts, " experts; got ", plan.experts);
-  const DeviceGuard guard(plan.buffer.device);
+template <>
+void run(const PlanFromCounts& p, Stream stream) {
+  FP8MOE_CHECK(p.plan.experts <= kMaxExperts, "[plan_from_counts] on CUDA a plan has at most ",
+               kMaxExperts, " experts; got ", p.plan.experts);
+  const DeviceGuard guard(p.plan.buffer.device);
   const auto blocks =
-      static_cast<unsigned>(std::max<int64_t>(1, cdiv(plan.capacity, kLayoutThreads)));
+      static_cast<unsigned>(std::max<int64_t>(1, cdiv(p.plan.capacity, kLayoutThreads)));
   const auto run = [&](auto kernel, auto* counts) {
     launch("plan_from_counts", kernel, blocks, kLayoutThreads, 0, stream_of(stream), counts,
-           out_of(plan));
+           out_of(p.plan));
   };
-  if (tokens_per_expert.dtype == DType::i64)
-    run(from_counts<int64_t>, tokens_per_expert.as<const int64_t>());
+  if (p.tokens_per_expert.dtype == DType::i64)
+    run(from_counts<int64_t>, p.tokens_per_expert.as<const int64_t>());
   else
-    run(from_counts<int32_t>, tokens_per_expert.as<const int32_t>());
+    run(from_counts<int32_t>, p.tokens_per_expert.as<const int32_t>());
 }
 
 }  // namespace fp8moe::cuda

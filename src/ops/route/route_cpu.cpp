@@ -86,19 +86,22 @@ void route_map(const Tensor& routing_map, const RoutingPlan& plan) {
 
 }  // namespace
 
-int64_t route_workspace(const RoutingPlan&) { return 0; }
+template <>
+int64_t workspace_bytes(const Route&) {
+  return 0;
+}
 
-void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
-           const Tensor& /*workspace*/, Stream) {
-  if (topk_idx.defined()) {
-    topk_idx.dtype == DType::i64 ? route_ids<int64_t>(topk_idx, plan)
-                                 : route_ids<int32_t>(topk_idx, plan);
+template <>
+void run(const Route& p, Stream) {
+  if (p.topk_idx.defined()) {
+    p.topk_idx.dtype == DType::i64 ? route_ids<int64_t>(p.topk_idx, p.plan)
+                                   : route_ids<int32_t>(p.topk_idx, p.plan);
     return;
   }
-  switch (routing_map.dtype) {
-    case DType::i64: return route_map<int64_t>(routing_map, plan);
-    case DType::i32: return route_map<int32_t>(routing_map, plan);
-    default: return route_map<uint8_t>(routing_map, plan);
+  switch (p.routing_map.dtype) {
+    case DType::i64: return route_map<int64_t>(p.routing_map, p.plan);
+    case DType::i32: return route_map<int32_t>(p.routing_map, p.plan);
+    default: return route_map<uint8_t>(p.routing_map, p.plan);
   }
 }
 

@@ -275,33 +275,34 @@ void launch_early(void (*kernel)(Args...), unsigned grid, unsigned threads, size
 
 }  // namespace
 
-int64_t route_workspace(const RoutingPlan& plan) {
-  return (Chunks(plan).count + 1) * (plan.experts + 1) * static_cast<int64_t>(sizeof(int32_t));
+template <>
+int64_t workspace_bytes(const Route& p) {
+  return (Chunks(p.plan).count + 1) * (p.plan.experts + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
-void route(const Tensor& topk_idx, const Tensor& routing_map, const RoutingPlan& plan,
-           const Tensor& workspace, Stream stream) {
-  FP8MOE_CHECK(plan.experts <= kMaxExperts, "[route] on CUDA a plan has at most ", kMaxExperts,
-               " experts; got ", plan.experts);
-  const DeviceGuard guard(plan.buffer.device);
-  const Chunks chunks(plan);
-  const int keys = static_cast<int>(plan.experts) + 1;
-  const Params params{.from = topk_idx.defined() ? topk_idx.data : routing_map.data,
-                      .source = source_of(topk_idx, routing_map),
-                      .assignments = plan.tokens * plan.slots,
+template <>
+void run(const Route& p, Stream stream) {
+  FP8MOE_CHECK(p.plan.experts <= kMaxExperts, "[route] on CUDA a plan has at most ", kMaxExperts,
+               " experts; got ", p.plan.experts);
+  const DeviceGuard guard(p.plan.buffer.device);
+  const Chunks chunks(p.plan);
+  const int keys = static_cast<int>(p.plan.experts) + 1;
+  const Params params{.from = p.topk_idx.defined() ? p.topk_idx.data : p.routing_map.data,
+                      .source = source_of(p.topk_idx, p.routing_map),
+                      .assignments = p.plan.tokens * p.plan.slots,
                       .chunk = chunks.size,
                       .chunks = chunks.count,
                       .scanned = chunks.scanned,
-                      .slots = static_cast<int>(plan.slots),
-                      .counts = workspace.as<int32_t>(),
-                      .plan = out_of(plan)};
+                      .slots = static_cast<int>(p.plan.slots),
+                      .counts = p.workspace.as<int32_t>(),
+                      .plan = out_of(p.plan)};
   const auto grid = static_cast<unsigned>(chunks.count);
   const cudaStream_t on = stream_of(stream);
   launch("route", rank_keys, grid, kThreads, kWarps * keys * sizeof(int), on, params);
   if (chunks.scanned)
     launch_early(scan_counts, static_cast<unsigned>(cdiv(keys, 32)), kThreads, 0, on, params.counts,
                  chunks.count, keys);
-  const unsigned halves = plan.experts <= kThreads / 2 && chunks.count <= kFewChunks ? 2 : 1;
+  const unsigned halves = p.plan.experts <= kThreads / 2 && chunks.count <= kFewChunks ? 2 : 1;
   launch_early(place_keys, halves * grid, kThreads / halves, 5 * keys * sizeof(int), on, params);
 }
 

@@ -3,20 +3,18 @@
 
 namespace fp8moe {
 
-void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                           Stream stream) {
-  const Checker check("permute_transpose_fp8", q.data.device);
-  check.plan(plan);
-  check.ndim(q.data, "q", 2);
-  const int64_t c = q.data.shape[1];
-  check.strided_fp8(q, "q", {plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+void permute_transpose_fp8(const PermuteTransposeFp8& p, Stream stream) {
+  const Checker check("permute_transpose_fp8", p.q.data.device);
+  check.plan(p.plan);
+  check.ndim(p.q.data, "q", 2);
+  const int64_t c = p.q.data.shape[1];
+  check.strided_fp8(p.q, "q", {p.plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
   check.multiple(c, "q.shape[1]", 16);
-  check.columns(columns, "columns", c, plan);
-  check.dtype(columns.data, "columns (the format of q)", {q.data.dtype});
-  check.disjoint({{columns, "columns"}, {plan.buffer, "plan"}}, {{q, "q"}});  // plan: status
-  if (columns.data.numel() == 0) return;
-  FP8MOE_DISPATCH("permute_transpose_fp8", q.data.device,
-                  permute_transpose_fp8(q, plan, columns, stream));
+  check.columns(p.columns, "columns", c, p.plan);
+  check.dtype(p.columns.data, "columns (the format of q)", {p.q.data.dtype});
+  check.disjoint({{p.columns, "columns"}, {p.plan.buffer, "plan"}}, {{p.q, "q"}});  // plan: status
+  if (p.columns.data.numel() == 0) return;
+  dispatch(p, p.q.data.device, stream);
 }
 
 }  // namespace fp8moe

@@ -5,10 +5,10 @@
 
 namespace fp8moe::cpu {
 
-void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                           Stream) {
-  check_rows("permute_transpose_fp8", plan);
-  shift_columns("permute_transpose_fp8", q, plan, plan.token_of_row(), columns);
+template <>
+void run(const PermuteTransposeFp8& p, Stream) {
+  check_rows("permute_transpose_fp8", p.plan);
+  shift_columns("permute_transpose_fp8", p.q, p.plan, p.plan.token_of_row(), p.columns);
 }
 
 }  // namespace fp8moe::cpu

@@ -5,11 +5,11 @@
 
 namespace fp8moe::cuda {
 
-void permute_transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                           Stream stream) {
-  if (columns.data.numel() == 0) return;
-  const DeviceGuard guard(q.data.device);
-  shift_columns("permute_transpose_fp8", q, plan, true, columns, stream);
+template <>
+void run(const PermuteTransposeFp8& p, Stream stream) {
+  if (p.columns.data.numel() == 0) return;
+  const DeviceGuard guard(p.q.data.device);
+  shift_columns("permute_transpose_fp8", p.q, p.plan, true, p.columns, stream);
 }
 
 }  // namespace fp8moe::cuda

@@ -44,10 +44,10 @@ void requantize_columns(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Te
 
 }  // namespace
 
-void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                   bool requantize, ScaleRule rule, Stream) {
-  if (requantize) return requantize_columns(q, plan, columns, rule);
-  shift_columns("transpose_fp8", q, plan, nullptr, columns);
+template <>
+void run(const TransposeFp8& p, Stream) {
+  if (p.requantize) return requantize_columns(p.q, p.plan, p.columns, p.rule);
+  shift_columns("transpose_fp8", p.q, p.plan, nullptr, p.columns);
 }
 
 }  // namespace fp8moe::cpu

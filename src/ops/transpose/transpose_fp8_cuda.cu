@@ -25,15 +25,15 @@ struct DequantizedSource {
 
 }  // namespace
 
-void transpose_fp8(const Fp8Tensor& q, const RoutingPlan& plan, const Fp8Tensor& columns,
-                   bool requantize, ScaleRule rule, Stream stream) {
-  if (q.data.numel() == 0) return;
-  const DeviceGuard guard(q.data.device);
-  if (!requantize) return shift_columns("transpose_fp8", q, plan, false, columns, stream);
-  dispatch_fp8(q.data.dtype, [&]<typename F>() {
-    quantize_columns_from<F>("transpose_fp8", DequantizedSource<F>{rows_out(q)}, plan,
-                             q.data.shape[0], q.data.shape[1], {}, columns,
-                             {rule.pow2, rule.eps, kMaxFloat}, stream_of(stream));
+template <>
+void run(const TransposeFp8& p, Stream stream) {
+  if (p.q.data.numel() == 0) return;
+  const DeviceGuard guard(p.q.data.device);
+  if (!p.requantize) return shift_columns("transpose_fp8", p.q, p.plan, false, p.columns, stream);
+  dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
+    quantize_columns_from<F>("transpose_fp8", DequantizedSource<F>{rows_out(p.q)}, p.plan,
+                             p.q.data.shape[0], p.q.data.shape[1], {}, p.columns,
+                             {p.rule.pow2, p.rule.eps, kMaxFloat}, stream_of(stream));
   });
 }
 

@@ -1,0 +1,75 @@
+"""The one way to call an operator: operator(name)(*fields), in the order of include/fp8moe/ops.h.
+
+A call goes to torch.ops.fp8moe.<name> where something traces, intercepts or watches (torch.compile,
+make_fx, torch.jit.trace, dispatch modes, the profiler, forward-mode AD), and else straight to _C.
+Both refuse what requires grad while grad mode is on, and count up the versions of the outputs, as
+torch's in-place operations do. Without torch, all calls go to _C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.ops._outputs import empty
+
+try:
+    import torch
+    from torch.autograd import forward_ad, profiler
+    from torch.autograd.graph import increment_version
+
+    from fp8moe_cutlass.ops._torch_op import register
+    from fp8moe_cutlass.routing import RoutingPlan
+    from fp8moe_cutlass.tensor import Fp8Tensor
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    torch = None  # type: ignore[assignment]
+
+if torch is not None:
+    torch.serialization.add_safe_globals([Fp8Tensor, RoutingPlan])  # what torch.load takes
+    _C.attach_torch(torch.Tensor, torch.is_grad_enabled)
+    _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+    _is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+    # Private, for want of a public form that is this thread's. Without one, every call is watched.
+    _modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    _PRIVATE = (profiler, "_is_profiler_enabled"), (forward_ad, "_current_level")
+    KNOWN = _modes is not None and all(hasattr(*at) for at in _PRIVATE)
+
+
+def operator(name: str) -> Callable[..., None]:
+    """The function of an operator's fields, less its workspace. fresh=True: nobody else has the
+    outputs yet, so that no version need count."""
+    direct = with_workspace(name, getattr(_C, name), getattr(_C, f"{name}_workspace", None))
+    if torch is None:
+        return lambda *given, fresh=False: direct(*given)
+    flat_bytes = _C.flat(f"{name}_workspace") if hasattr(_C, f"{name}_workspace") else None
+    through_torch = register(name, with_workspace(name, _C.flat(name), flat_bytes), direct)
+
+    def call(*given: Any, fresh: bool = False) -> None:
+        if (  # dynamo, which takes this function apart, sees the first alone
+            _is_dynamo_compiling()
+            or _modes()
+            or profiler._is_profiler_enabled
+            or forward_ad._current_level >= 0
+            or _is_tracing()
+        ):
+            through_torch(given)
+        elif (written := direct(*given)) is not None and not fresh:
+            increment_version(written)
+
+    return call if KNOWN else lambda *given, fresh=False: through_torch(given)
+
+
+def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
+    """`run` with scratch beside its arguments, allocated here, where sizes are numbers."""
+    if workspace_bytes is None:
+        return run
+
+    def allocating(*given: Any) -> Any:
+        bytes = workspace_bytes(*given)
+        like = next(array for array in given if array is not None)
+        return run(*given, empty(name, like, (bytes,), "uint8") if bytes else None)
+
+    return allocating

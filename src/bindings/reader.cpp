@@ -1,0 +1,414 @@
+#include "reader.h"
+
+#include <iterator>
+#include <optional>
+#include <sstream>
+#include <string_view>
+
+namespace fp8moe {
+namespace nb = nanobind;
+
+namespace {
+
+using Code = nb::dlpack::dtype_code;
+
+// DLPack device types: CPU memory (pinned or not) and CUDA memory (managed or not).
+constexpr int32_t kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13;
+
+struct Torch {
+  nb::object tensor, is_grad_enabled;
+  nb::object requires_grad;  // its descriptor, which spares a look-up
+  descrgetfunc get;
+};
+const Torch* torch = nullptr;  // never freed: Python may be gone by then
+
+std::string brackets(const int64_t* values, int32_t count) {
+  std::string text = "[";
+  for (int32_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(values[i]);
+  return text + "]";
+}
+
+std::string name_of(nb::dlpack::dtype dtype) {
+  static constexpr const char* kNames[] = {"int",    "uint",    "float", "opaque",
+                                           "bfloat", "complex", "bool"};
+  const std::string stem = dtype.code < std::size(kNames)
+                               ? kNames[dtype.code]
+                               : "code" + std::to_string(dtype.code) + "_";
+  return stem + std::to_string(dtype.bits) +
+         (dtype.lanes > 1 ? "x" + std::to_string(dtype.lanes) : "");
+}
+
+std::optional<DType> known(nb::dlpack::dtype dtype) {
+  if (dtype.lanes != 1) return std::nullopt;
+  switch (dtype.bits | dtype.code << 8) {
+    case 32 | static_cast<int>(Code::Float) << 8: return DType::f32;
+    case 16 | static_cast<int>(Code::Float) << 8: return DType::f16;
+    case 16 | static_cast<int>(Code::Bfloat) << 8: return DType::bf16;
+    case 8 | static_cast<int>(Code::Float8_E4M3FN) << 8: return DType::e4m3;
+    case 8 | static_cast<int>(Code::Float8_E5M2) << 8: return DType::e5m2;
+    case 32 | static_cast<int>(Code::Int) << 8: return DType::i32;
+    case 64 | static_cast<int>(Code::Int) << 8: return DType::i64;
+    case 8 | static_cast<int>(Code::UInt) << 8: return DType::u8;
+    case 8 | static_cast<int>(Code::Bool) << 8: return DType::boolean;
+    default: return std::nullopt;
+  }
+}
+
+bool contiguous(const nb::dlpack::dltensor& view) {
+  if (!view.strides) return true;
+  int64_t expected = 1;
+  bool dense = true;
+  for (int32_t i = view.ndim - 1; i >= 0; --i) {
+    if (view.shape[i] == 0) return true;
+    if (view.shape[i] != 1) dense = dense && view.strides[i] == expected;
+    expected *= view.shape[i];
+  }
+  return dense;
+}
+
+// Elements between the rows of a 2-D view whose rows are dense and do not overlap; 0: not one.
+int64_t row_stride(const nb::dlpack::dltensor& view) {
+  if (view.ndim != 2 || (view.shape[1] > 1 && view.strides[1] != 1)) return 0;
+  return view.strides[0] >= view.shape[1] ? view.strides[0] : 0;
+}
+
+// The attribute, or nothing where there is none.
+nb::object attribute(nb::handle object, PyObject* name) {
+  nb::object value = nb::steal(PyObject_GetAttr(object.ptr(), name));
+  if (!value.is_valid()) PyErr_Clear();
+  return value;
+}
+
+PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
+
+bool is_text(nb::handle object, const char* text) {
+  return PyUnicode_Check(object.ptr()) && PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0;
+}
+
+// What came, for a message: None, 'word', a number, or a type with what dtype it has.
+std::string shown(nb::handle given) {
+  if (given.is_none()) return "None";
+  if (PyUnicode_Check(given.ptr()) || PyLong_Check(given.ptr()) || PyFloat_Check(given.ptr()))
+    return nb::repr(given).c_str();
+  std::string text = nb::str(given.type().attr("__name__")).c_str();
+  static PyObject* const name = interned("dtype");
+  const nb::object dtype = attribute(given, name);
+  if (dtype.is_valid()) text += std::string(" of dtype ") + nb::str(dtype).c_str();
+  return text;
+}
+
+}  // namespace
+
+void attach_torch(nb::object tensor, nb::object is_grad_enabled) {
+  nb::object requires_grad = tensor.attr("requires_grad");
+  const auto get =
+      reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad.ptr()), Py_tp_descr_get));
+  torch = new Torch{std::move(tensor), std::move(is_grad_enabled), std::move(requires_grad), get};
+}
+
+template <typename... Parts>
+void Reader::fail(const char* part, const Parts&... parts) const {
+  std::ostringstream text;
+  text << "[" << op_ << "] " << name_ << part << " ";
+  (text << ... << parts);
+  throw InvalidArgument(text.str());
+}
+
+void Reader::refuse(Object given, const std::string& rule, const char* part) const {
+  fail(part, "must be ", rule, optional() ? " or None" : "", "; got ", shown(given));
+}
+
+Reader::Reader(const char* op, const nb::args& given, bool flat)
+    : op_(op), given_(given), flat_(flat) {
+  refuses_grad_ = false;
+  if (torch && !flat) {
+    const nb::object enabled = nb::steal(PyObject_CallNoArgs(torch->is_grad_enabled.ptr()));
+    if (!enabled.is_valid()) nb::raise_python_error();
+    refuses_grad_ = enabled.ptr() == Py_True;
+  }
+}
+
+nb::handle Reader::next() {
+  if (at_ == given_.size()) fail("", "is missing; got ", given_.size(), " arguments");
+  return PyTuple_GetItem(given_.ptr(), static_cast<Py_ssize_t>(at_++));
+}
+
+void Reader::finish() const {
+  if (at_ < given_.size())
+    throw InvalidArgument(std::string("[") + op_ + "] takes " + std::to_string(at_) +
+                          " arguments; got " + std::to_string(given_.size()));
+}
+
+// ---- numbers and words --------------------------------------------------------------------------
+
+int64_t Reader::integer(Object given, const char* part) const {
+  if (!PyBool_Check(given.ptr()) && PyIndex_Check(given.ptr())) {
+    const nb::object index = nb::steal(PyNumber_Index(given.ptr()));
+    if (index.is_valid()) {
+      int overflow = 0;
+      const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+      if (overflow == 0 && (value != -1 || !PyErr_Occurred())) return value;
+      PyErr_Clear();
+      fail(part, "must be less than 2^63; got ", shown(index));
+    }
+    PyErr_Clear();  // an array of more than one element has the method, too
+  }
+  refuse(given, "an int", part);
+}
+
+float Reader::number(Object given) const {
+  if (PyFloat_CheckExact(given.ptr())) return static_cast<float>(PyFloat_AsDouble(given.ptr()));
+  const bool array = PyObject_HasAttrString(given.ptr(), "__dlpack__") == 1;
+  if (!PyBool_Check(given.ptr()) && !array && PyNumber_Check(given.ptr())) {
+    const double value = PyFloat_AsDouble(given.ptr());
+    if (value != -1.0 || !PyErr_Occurred()) return static_cast<float>(value);
+    PyErr_Clear();
+  }
+  refuse(given, "a number");
+}
+
+bool Reader::truth(Object given) const {
+  if (!PyBool_Check(given.ptr())) refuse(given, "True or False");
+  return given.ptr() == Py_True;
+}
+
+void Reader::read(ScaleRule& rule) {
+  name_ = "pow2";
+  rule.pow2 = truth(next());
+  name_ = "eps";
+  rule.eps = number(next());
+}
+
+void Reader::read(DType& format) {
+  const Object given = next();
+  if (is_text(given, "e4m3")) {
+    format = DType::e4m3;
+  } else if (is_text(given, "e5m2")) {
+    format = DType::e5m2;
+  } else {
+    refuse(given, "'e4m3' or 'e5m2'");
+  }
+}
+
+ScaleLayout Reader::layout(Object given) const {
+  static PyObject* const words[] = {interned("row"), interned("gemm"), interned("block")};
+  for (int i = 0; i < 3; ++i)
+    if (given.ptr() == words[i]) return static_cast<ScaleLayout>(i);
+  for (const ScaleLayout l : {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block})
+    if (is_text(given, l == ScaleLayout::row ? "row" : l == ScaleLayout::gemm ? "gemm" : "block"))
+      return l;
+  fail(".scale_layout", "must be 'row', 'gemm' or 'block'; got ", shown(given));
+}
+
+// ---- arrays -------------------------------------------------------------------------------------
+
+void Reader::read(Tensor& t) {
+  const Object given = next();
+  if (given.is_none()) {
+    if (optional() || role_ == Role::workspace) return;
+    refuse(given, "an array");
+  }
+  t = array(given, "", allows_ & kStridedRows);
+}
+
+void Reader::read(Fp8Tensor& q) {
+  static PyObject* const names[] = {interned("data"), interned("scale_inv"),
+                                    interned("scale_layout"), interned("fp8_dtype")};
+  const Object given = next();
+  nb::object data, scale, word;
+  if (flat_) {
+    data = nb::borrow(given);
+    scale = nb::borrow(next());
+    word = nb::borrow(next());
+  } else if (!given.is_none() && !exchange_api(Py_TYPE(given.ptr()))) {
+    scale = attribute(given, names[1]);
+    if (scale.is_valid()) {
+      data = attribute(given, names[0]);
+      word = attribute(given, names[2]);
+    }
+  }
+  if (!flat_ && !scale.is_valid()) {  // no Fp8Tensor
+    if (given.is_none() && optional()) return;
+    if (!(allows_ & kPlainToo) || given.is_none())
+      refuse(given, allows_ & kPlainToo ? "an Fp8Tensor or an array" : "an Fp8Tensor");
+    data = nb::borrow(given);
+  }
+  if (data.is_none() && optional()) return;
+  const bool plain = !scale.is_valid() || scale.is_none();
+  q.layout = plain ? ScaleLayout::row : layout(word);
+  const bool strided = allows_ & kStridedRows;
+  q.data = array(data, "", strided && !plain);
+  if (!plain) q.scale_inv = array(scale, ".scale_inv", strided && q.layout == ScaleLayout::row);
+  if (q.data.dtype == DType::u8 && !flat_ && !plain) {  // codes of a framework without FP8 dtypes
+    const nb::object format = attribute(given, names[3]);
+    if (format.is_valid() && is_text(format, "e4m3")) q.data.dtype = DType::e4m3;
+    if (format.is_valid() && is_text(format, "e5m2")) q.data.dtype = DType::e5m2;
+  }
+}
+
+void Reader::read(RoutingPlan& plan) {
+  static PyObject* const names[] = {interned("buffer"),  interned("tokens"), interned("slots"),
+                                    interned("experts"), interned("align"),  interned("capacity")};
+  const Object given = next();
+  if (!flat_ && given.is_none()) {
+    if (optional()) return;
+    refuse(given, "a RoutingPlan");
+  }
+  nb::object parts[6];
+  for (int i = 0; i < 6; ++i) {
+    parts[i] = flat_ ? nb::borrow(i == 0 ? given : next()) : attribute(given, names[i]);
+    if (!parts[i].is_valid()) refuse(given, "a RoutingPlan");
+  }
+  if (parts[0].is_none() && optional()) return;
+  const bool refuses_grad = std::exchange(refuses_grad_, false);  // a plan's integers need none
+  plan.buffer = array(parts[0], "", false);
+  refuses_grad_ = refuses_grad;
+  plan.tokens = integer(parts[1], ".tokens");
+  plan.slots = integer(parts[2], ".slots");
+  plan.experts = integer(parts[3], ".experts");
+  plan.align = integer(parts[4], ".align");
+  plan.capacity = integer(parts[5], ".capacity");
+}
+
+nb::dlpack::dltensor Reader::view(Object given, const char* part, const ExchangeApi* api) {
+  nb::dlpack::dltensor view;
+  if (api) {
+    if (api->view(given.ptr(), &view) == 0) return view;
+    PyErr_Clear();
+    fail(part, "must be a dense tensor with memory; got a meta, sparse or wrapped tensor");
+  }
+  nb::ndarray<> writable;
+  nb::ndarray<nb::ro> lent;
+  if (output() && nb::try_cast(given, writable, false)) lent = nb::ndarray<nb::ro>(writable);
+  PyErr_Clear();
+  if (!lent.is_valid()) {
+    if (!nb::try_cast(given, lent, false)) {
+      PyErr_Clear();
+      refuse(given,
+             std::string(allows_ & kPlainToo ? "an Fp8Tensor or " : "") +
+                 "an array of native byte order, lent by DLPack or the buffer protocol",
+             part);
+    }
+    if (output()) fail(part, "is written, so it must be writable; got a read-only array");
+  }
+  view = {.data = const_cast<void*>(lent.data()),
+          .device = {lent.device_type(), lent.device_id()},
+          .ndim = static_cast<int32_t>(lent.ndim()),
+          .dtype = lent.dtype(),
+          .shape = const_cast<int64_t*>(lent.shape_ptr()),
+          .strides = const_cast<int64_t*>(lent.stride_ptr())};
+  lent_.push_back(std::move(lent));
+  return view;
+}
+
+// What only torch's tensors have: gradients, versions.
+void Reader::of_torch(Object given, const Tensor& t, const char* part) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
+  if (!torch ||
+      (type != torch->tensor.ptr() && PyObject_IsInstance(given.ptr(), torch->tensor.ptr()) != 1))
+    return;
+  if (refuses_grad_ && t.dtype <= DType::e5m2) {
+    const nb::object needs = nb::steal(torch->get(torch->requires_grad.ptr(), given.ptr(), type));
+    if (!needs.is_valid()) nb::raise_python_error();
+    if (needs.ptr() == Py_True)
+      fail(part,
+           "must not require grad, its gradient would be lost; use fp8moe_cutlass.autograd or "
+           ".nn, or detach it");
+  }
+  if (role_ == Role::out || role_ == Role::optional_out) written_[written_count_++] = given.ptr();
+}
+
+Tensor Reader::array(Object given, const char* part, bool strided_rows) {
+  const ExchangeApi* api = exchange_api(Py_TYPE(given.ptr()));
+  const auto view = this->view(given, part, api);
+  const auto dtype = known(view.dtype);
+  if (!dtype)
+    fail(part,
+         "must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int32, int64, uint8 or "
+         "bool; got ",
+         name_of(view.dtype));
+  if (view.ndim > Tensor::kMaxDims)
+    fail(part, "must have at most ", Tensor::kMaxDims, " dimensions; got ",
+         brackets(view.shape, view.ndim));
+  Tensor t;
+  if (!contiguous(view)) {
+    t.row_stride = strided_rows ? row_stride(view) : 0;
+    if (t.row_stride == 0)
+      fail(part, "must be contiguous; got shape ", brackets(view.shape, view.ndim),
+           " with strides ", brackets(view.strides, view.ndim));
+  }
+  t.dtype = *dtype;
+  t.ndim = view.ndim;
+  for (int32_t i = 0; i < view.ndim; ++i) t.shape[i] = view.shape[i];
+  const int32_t type = view.device.device_type;
+  if (type == kCuda || type == kCudaManaged) {
+    t.device = {DeviceType::cuda, view.device.device_id};
+    cuda_ = true;
+    if (!api_ && api) {
+      api_ = api;
+      device_ = view.device.device_id;
+    }
+  } else if (type != kCpu && type != kCudaHost) {
+    fail(part, "must be on the CPU or a CUDA device; got DLPack device type ", type);
+  }
+  if (view.data) {
+    t.data = static_cast<char*>(view.data) + view.byte_offset;
+  } else if (t.numel() > 0) {
+    fail(part, "must have memory behind it; got a fake or meta tensor of shape ",
+         brackets(view.shape, view.ndim));
+  }
+  if (api) of_torch(given, t, part);
+  return t;
+}
+
+Stream Reader::stream() const {
+  Stream stream;
+  if (api_) {
+    if (api_->current_stream(kCuda, device_, &stream.handle) != 0) nb::raise_python_error();
+  } else if (cuda_) {
+    const nb::object handle = nb::module_::import_("fp8moe_cutlass.stream").attr("current")();
+    stream.handle = reinterpret_cast<void*>(nb::cast<intptr_t>(handle));
+  }
+  return stream;
+}
+
+nb::object Reader::written() const {
+  if (written_count_ == 0) return nb::none();
+  nb::object list = nb::steal(PyList_New(written_count_));
+  for (Py_ssize_t i = 0; i < written_count_; ++i)
+    PyList_SetItem(list.ptr(), i, Py_NewRef(written_[i]));
+  return list;
+}
+
+const ExchangeApi* exchange_api(PyTypeObject* type) {
+  // The few types of one program (Tensor, Parameter): each is looked up once. Guarded by the GIL.
+  struct Entry {
+    PyTypeObject* type = nullptr;
+    const ExchangeApi* api = nullptr;
+  };
+  static Entry cache[4];
+  static unsigned next = 0;
+  for (const Entry& entry : cache)
+    if (entry.type == type) return entry.api;
+
+  const ExchangeApi* api = nullptr;
+  PyObject* object = reinterpret_cast<PyObject*>(type);
+  if (PyObject* capsule = PyObject_GetAttrString(object, "__dlpack_c_exchange_api__")) {
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+      auto* header =
+          static_cast<const ExchangeHeader*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+      while (header && header->major != 1) header = header->previous;
+      api = reinterpret_cast<const ExchangeApi*>(header);
+      if (api && !api->view) api = nullptr;  // the standard lets a producer leave it out
+    }
+    Py_DECREF(capsule);
+  }
+  PyErr_Clear();
+  Entry& entry = cache[next++ % std::size(cache)];
+  Py_INCREF(object);  // a freed type's address must not be mistaken for another's
+  Py_XDECREF(reinterpret_cast<PyObject*>(entry.type));
+  entry = {type, api};
+  return api;
+}
+
+}  // namespace fp8moe
