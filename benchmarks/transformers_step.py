@@ -1,6 +1,6 @@
 """Training steps of Hugging Face transformers models: experts by grouped_mm and by "fp8moe".
 
-    python benchmarks/transformers_step.py --json FILE [--budget SECONDS] [--quick]
+    python benchmarks/transformers_step.py --json FILE [--case NAME] [--budget SECONDS] [--quick]
 
 One model per case; all implementations run over its parameters and take turns. A case measures the
 step (eager, compiled, four microbatches), its peak memory, the experts alone, and losses from the
@@ -40,6 +40,7 @@ LATENT: dict[str, Any] = {"num_attention_heads": 128, "num_key_value_heads": 128
 class Case:
     """A model's configuration, its optimizer, and what is measured of it."""
 
+    name: str
     model: str
     kind: str
     config: dict[str, Any]
@@ -72,6 +73,7 @@ def sizes(layers: int, hidden: int, intermediate: int, experts: int) -> dict[str
 
 CASES = [
     Case(
+        "qwen3-30b",
         "six layers of Qwen3-30B",
         "Qwen3Moe",
         sizes(6, 2048, 768, 128) | ATTENTION | {"norm_topk_prob": True},
@@ -80,6 +82,14 @@ CASES = [
         microbatches=True,
     ),
     Case(
+        "deepseek-v3-sizes",
+        "two layers of DeepSeek-V3's sizes, 64 experts, in Qwen3-MoE",
+        "Qwen3Moe",
+        sizes(2, 7168, 2048, 64) | ATTENTION | {"norm_topk_prob": True},
+        sgd,
+    ),
+    Case(
+        "deepseek-v3",
         "two layers of DeepSeek-V3 with 64 experts",
         "DeepseekV3",
         sizes(2, 7168, 2048, 64) | LATENT | {"first_k_dense_replace": 0},
@@ -89,6 +99,7 @@ CASES = [
 TINY = sizes(2, 128, 64, 8) | {"vocab_size": 256, "num_experts_per_tok": 2}
 QUICK = [
     Case(
+        "tiny",
         "tiny",
         "Qwen3Moe",
         TINY | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
@@ -269,7 +280,9 @@ class Bench:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--budget", type=float, default=290.0, help="seconds for all")
+    parser.add_argument("--case", choices=[case.name for case in CASES], help="this one alone")
     given = parser.parse_args()
+    cases = QUICK if given.quick else [c for c in CASES if given.case in (None, c.name)]
     began = time.monotonic()
     device = torch.device(given.device)
     fp8moe.register()
@@ -289,7 +302,7 @@ def main() -> None:
         record["results"].append(row)
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 
-    for case in QUICK if given.quick else CASES:
+    for case in cases:
         bench = Bench(case, 256 if given.quick else 8192, device, done)
         bench.eager()
         bench.experts()
@@ -299,7 +312,7 @@ def main() -> None:
             record["losses"][case.model] = bench.losses()
         for names in ((BASE, OURS), (BASE, REMADE)):
             # What compiling takes is not known before: the last one is left out first.
-            share = 0.5 if case is not CASES[-1] else 0.2
+            share = 0.5 if case is not cases[-1] else 0.2
             if names[1] == REMADE and time.monotonic() - began > (1 - share) * given.budget:
                 print(f"left out: {case.model}, {REMADE}, compiled", flush=True)
                 continue

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -397,3 +400,36 @@ def test_an_infinity_saturates(tmp_path: Path) -> None:
     x[0, 0] = torch.inf
     ids, probs = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
     assert layer(x, ids, probs).isfinite().all()
+
+
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    """Weights and losses of a run that stopped are those of one that did not."""
+    root = Path(__file__).parent.parent
+    spec = importlib.util.spec_from_file_location(
+        "example", root / "examples/transformers_finetune.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    data = ["--data", str(root / "CHANGELOG.md"), "--cpu", "--batch", "1", "--length", "32"]
+
+    def run(name: str, *more: str) -> tuple[Any, dict[str, Any]]:
+        example.main([*data, "--save-every", "2", "--out", str(tmp_path / name), *more])
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name / "fp8moe/checkpoint-4"
+        )
+        assert (tmp_path / name / "loss.png").stat().st_size > 1000
+        return model, json.loads((tmp_path / name / "loss.json").read_text())
+
+    model, losses = run("whole", "--steps", "4")
+    assert losses.keys() == {"fp8moe", "grouped_mm"}
+    assert [step for step, _ in losses["fp8moe"]] == [1, 2, 3, 4]
+    bf16 = [loss for _, loss in losses["grouped_mm"]]
+    assert [loss for _, loss in losses["fp8moe"]] == pytest.approx(bf16, abs=0.02)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped/fp8moe/checkpoint-4")
+    resumed, again = run("stopped", "--steps", "4", "--resume", "--fp8-only")
+    assert again["fp8moe"] == losses["fp8moe"]
+    for name, w in model.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], w)
