@@ -22,6 +22,7 @@ import transformers
 import trl
 from transformers import Trainer, TrainingArguments
 
+from fp8moe_cutlass import telemetry
 from fp8moe_cutlass.autograd import weights as fp8_weights
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import reuse_fp8_weights
@@ -391,15 +392,17 @@ def test_resume_from_a_checkpoint(tmp_path: Path) -> None:
         assert error(w, weights_of(model)[name]) > 1
 
 
-def test_an_infinity_saturates(tmp_path: Path) -> None:
-    """bf16 gives NaN; the codes of FP8 are finite, and telemetry counts them."""
+def test_an_infinity_saturates_and_telemetry_shows_it() -> None:
+    """bf16 gives NaN. In FP8 the infinity's tile has no other code than 0."""
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     fp8moe.swap(model)
     [layer] = experts_of(model).values()
-    x = torch.zeros(4, 128)
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
     x[0, 0] = torch.inf
     ids, probs = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
-    assert layer(x, ids, probs).isfinite().all()
+    with telemetry.watch(model, every=1) as seen:
+        assert layer(x, ids, probs).isfinite().all()
+    assert seen.report()["model.layers.0.mlp.experts"]["underflowed"]["x"] > 0.24  # 127 of 512
 
 
 def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
