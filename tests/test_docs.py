@@ -158,9 +158,10 @@ def test_sweep_table_equals_its_record() -> None:
     assert table("docs/explanation/when-fp8-helps.md", "sweep-h200.json") == want
 
 
-def test_transformers_table_equals_its_record() -> None:
+@pytest.mark.parametrize("record", ["transformers-h100.json", "transformers-v3-sizes-h100.json"])
+def test_transformers_table_equals_its_record(record: str) -> None:
     want = []
-    for r in results("transformers-h100.json"):
+    for r in results(record):
         [(base, ms)] = r["peers"].items()
         what = ", ".join(filter(None, (r["op"], r["variant"].removeprefix("fp8moe").strip(", "))))
         whole = r["op"] == "step"
@@ -168,4 +169,4 @@ def test_transformers_table_equals_its_record() -> None:
         figures = [f"{ms:.1f}", f"{r['ms']:.1f}", f"{r['ratio']:.2f}", *gib]
         if "remade" not in what:
             want.append([r["model"], what, *figures])
-    assert table("docs/how-to/hugging-face.md", "transformers-h100.json") == want
+    assert table("docs/how-to/hugging-face.md", record) == want
