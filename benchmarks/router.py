@@ -1,9 +1,10 @@
 """What nn.Router costs, forward and backward: eager, compiled and captured, beside the experts.
 
 "gate" is the router's matrix product alone, forward and backward: a router whose every other step
-cost nothing would take that long. "sort" is the stable top-k of the scores, "topk" torch's own,
-which promises no order of equal scores. "experts" is a step of the experts after it: of 32 of
-DeepSeek-V3's 256, of all of the other models'. launches: kernels of an eager step.
+cost nothing would take that long. "choice" is all else, forward and backward: autograd.router_topk.
+"topk" is torch's own, which promises no order of equal scores. "experts" is a step of the experts
+after it: of 32 of DeepSeek-V3's 256, of all of the other models'. launches: kernels of an eager
+step.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from common import main, parser
-from fp8moe_cutlass.autograd import gate_logits
+from fp8moe_cutlass.autograd import gate_logits, router_topk
 from fp8moe_cutlass.bench.record import OnResult, Record, environment, row
 from fp8moe_cutlass.bench.timing import Limits, burst
 from fp8moe_cutlass.nn import MoEExperts, Router, RoutingRule
-from fp8moe_cutlass.nn.rule import best
 
 Step = Callable[[], object]
 V3 = RoutingRule(
@@ -84,7 +84,8 @@ def steps_of(model: Model, x: Tensor) -> dict[str, Step]:
     router = Router(model.hidden, model.experts, model.top_k, model.rule, device=x.device)
     dweights = torch.randn(len(x), model.top_k, device=x.device)
     dlogits = torch.randn(len(x), model.experts, device=x.device)
-    scores = torch.rand(len(x), model.experts, device=x.device)
+    logits = torch.randn(len(x), model.experts, device=x.device, requires_grad=True)
+    given = {"selection_bias": router.selection_bias, **model.rule.options()}
     compiled: Any = torch.compile(router, fullgraph=True)
     leaves = [x, router.weight]
 
@@ -95,8 +96,10 @@ def steps_of(model: Model, x: Tensor) -> dict[str, Step]:
         "router": by(router),
         "router, compiled": by(compiled),
         "gate": lambda: torch.autograd.grad(gate_logits(x, router.weight), leaves, dlogits),
-        "sort": lambda: best(scores, model.top_k),
-        "topk": lambda: scores.topk(model.top_k),
+        "choice": lambda: torch.autograd.grad(
+            router_topk(logits, model.top_k, **given).topk_weights, logits, dweights
+        ),
+        "topk": lambda: logits.detach().topk(model.top_k),
     }
     experts = MoEExperts(model.here, model.hidden, model.intermediate, device=x.device)
     routing = router(x)

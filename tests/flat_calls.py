@@ -91,6 +91,15 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         t = {name: torch.zeros(shape).to(e4m3), f"{name}_scale": torch.zeros(scale)}
         return {**t, f"{name}_layout": layout}
 
+    logits = p.x[:, :EXPERTS].float()
+    routed = ops.router_topk(logits, SLOTS)
+    of_weights = {
+        "softmax_after_topk": False,
+        "normalize": True,
+        "epsilon": 1e-20,
+        "routed_scaling_factor": 2.5,
+    }
+
     buffer = torch.zeros_like(p.plan.buffer)
     counts = {"tokens": rows, "slots": 1, "experts": EXPERTS, "align": 1, "capacity": rows}
     counts_buffer = RoutingPlan(None, *counts.values()).buffer_size
@@ -108,6 +117,26 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "tokens_per_expert": p.plan.tokens_per_expert.clone(),
             "plan": torch.zeros(counts_buffer, dtype=torch.int32),
             **counts,
+        },
+        "router_topk": {
+            "logits": logits,
+            "selection_bias": torch.tensor([0.5, -0.5, 0.25]),
+            "padding": None,
+            "given_idx": None,
+            **{name: torch.zeros_like(t) for name, t in routed._asdict().items()},
+            **{"score": 0, "select_by_logits": False},
+            **{"num_groups": 3, "topk_groups": 2, "best_per_group": 1, "closed_value": -math.inf},
+            **of_weights,
+        },
+        "router_topk_backward": {
+            "dweights": p.probs,
+            "dscores": logits.cos(),
+            "scores": routed.scores,
+            "topk_idx": routed.topk_idx,
+            "topk_weights": routed.topk_weights,
+            "dlogits": torch.zeros_like(logits),
+            "score": 0,
+            **of_weights,
         },
         "permute_pad": {
             **fp8("x", p.x8),

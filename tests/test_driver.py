@@ -112,22 +112,26 @@ HOPPER, AMPERE = doctor.Gpu("NVIDIA H100", (9, 0)), doctor.Gpu("NVIDIA A100", (8
 
 
 def cuda_tensors(monkeypatch: pytest.MonkeyPatch, error: Exception | None, gpu: doctor.Gpu) -> str:
-    def require_cuda() -> None:
+    def gemm_board() -> tuple[int, float]:
         if error:
             raise error
+        return 132, 3.35
 
-    monkeypatch.setattr(doctor._C, "require_cuda", require_cuda)
+    monkeypatch.setattr(doctor._C, "gemm_board", gemm_board)
     finding = doctor.cuda_tensors({"cuda": True}, [gpu])
     assert finding.good is (error is None and gpu is HOPPER)
     return finding.text
 
 
 def test_doctor_says_what_the_library_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = _C.DeviceUnavailable("[require_cuda] CUDA tensors need an NVIDIA driver")
+    old = _C.DeviceUnavailable("[gemm_board] CUDA tensors need an NVIDIA driver")
     assert (
         cuda_tensors(monkeypatch, old, HOPPER) == "do not run: CUDA tensors need an NVIDIA driver"
     )
-    assert cuda_tensors(monkeypatch, None, HOPPER) == "run on NVIDIA H100"
+    assert (
+        cuda_tensors(monkeypatch, None, HOPPER)
+        == "run on NVIDIA H100, 132 SMs, memory of 3.35 TB/s"
+    )
     assert "here is NVIDIA A100" in cuda_tensors(monkeypatch, None, AMPERE)
 
 

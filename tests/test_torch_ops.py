@@ -46,6 +46,15 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
         routing_map=torch.zeros(48, EXPERTS, dtype=torch.bool).scatter(1, p.topk_idx, True),
         capacity=96,
     ),
+    "router_topk": lambda p: ops.router_topk(
+        p.x[:, :EXPERTS].float().contiguous(), 2, padding=p.topk_idx[:, 0] == 1, sequences=2
+    ),
+    "router_topk_replay": lambda p: ops.router_topk(
+        p.x[:, :EXPERTS].float().contiguous(), 2, given_idx=p.topk_idx, score="sigmoid"
+    ),
+    "router_topk_backward": lambda p: ops.router_topk_backward(
+        p.probs, None, p.x[:, :EXPERTS].float().contiguous(), p.topk_idx, p.probs
+    ),
     "plan_from_counts": lambda p: RoutingPlan.from_counts(
         p.plan.tokens_per_expert, p.plan.capacity, align=32
     ),

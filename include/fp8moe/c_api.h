@@ -163,6 +163,51 @@ typedef struct fp8moe_plan_from_counts_args {
 FP8MOE_C_API fp8moe_status fp8moe_plan_from_counts(const fp8moe_plan_from_counts_args* args,
                                                    void* stream);
 
+/* ---- the router ---- */
+
+/* Values of score. */
+enum { FP8MOE_SOFTMAX = 0, FP8MOE_SIGMOID = 1, FP8MOE_SQRT_SOFTPLUS = 2 };
+
+typedef struct fp8moe_router_topk_args {
+  size_t size;
+  const fp8moe_tensor* logits;
+  const fp8moe_tensor* selection_bias; /* optional */
+  const fp8moe_tensor* padding;        /* optional */
+  const fp8moe_tensor* given_idx;      /* this or topk_idx */
+  const fp8moe_tensor* scores;
+  const fp8moe_tensor* topk_idx; /* this or given_idx */
+  const fp8moe_tensor* topk_weights;
+  const fp8moe_tensor* tokens_per_expert;
+  int64_t score;
+  int64_t num_groups;     /* 1: none, as are the next two then */
+  int64_t topk_groups;    /* at least 1 */
+  int64_t best_per_group; /* at least 1 */
+  int32_t select_by_logits;
+  int32_t softmax_after_topk;
+  int32_t normalize;
+  float closed_value;          /* 0 or -INFINITY */
+  float epsilon;               /* the C++ default is 1e-20 */
+  float routed_scaling_factor; /* not 0 */
+} fp8moe_router_topk_args;
+FP8MOE_C_API fp8moe_status fp8moe_router_topk(const fp8moe_router_topk_args* args, void* stream);
+
+typedef struct fp8moe_router_topk_backward_args {
+  size_t size;
+  const fp8moe_tensor* dweights; /* this or dscores, or both */
+  const fp8moe_tensor* dscores;
+  const fp8moe_tensor* scores;
+  const fp8moe_tensor* topk_idx;
+  const fp8moe_tensor* topk_weights;
+  const fp8moe_tensor* dlogits;
+  int64_t score;
+  int32_t softmax_after_topk;
+  int32_t normalize;
+  float epsilon;
+  float routed_scaling_factor;
+} fp8moe_router_topk_backward_args;
+FP8MOE_C_API fp8moe_status fp8moe_router_topk_backward(const fp8moe_router_topk_backward_args* args,
+                                                       void* stream);
+
 /* ---- movement ---- */
 
 typedef struct fp8moe_permute_pad_args {

@@ -112,6 +112,105 @@ struct PlanFromCounts {
 };
 FP8MOE_API void plan_from_counts(const PlanFromCounts& p, Stream stream = {});
 
+// ---- the router -------------------------------------------------------------------------------
+
+// How logits become scores: over a token's experts, or each by itself. An `int64_t score`.
+enum RouterScore : int64_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
+
+constexpr int64_t kMaxRoutedExperts = 1024;
+constexpr int64_t kMaxTopK = 32;
+
+// The k best experts of each token and their weights. E <= kMaxRoutedExperts, k <= kMaxTopK.
+//   scores = score(logits)
+//   compared = scores, or logits, plus selection_bias
+//   experts outside the topk_groups best of num_groups equal groups compare as closed_value (0 or
+//     -inf); a group's value is the sum of its best_per_group best
+//   topk_idx: the k largest, best first; of equal ones the lower expert, or group, comes first. NaN
+//     is above every number.
+//   topk_weights: the softmax of the k logits (softmax_after_topk), or the k scores, with
+//     `normalize` over (their sum + epsilon); times routed_scaling_factor
+// logits [T, E] f32; selection_bias [E] f32; padding [T] bool/u8: tokens that are not counted.
+// given_idx [T, k] i64: take these experts, of which a token may name one twice; topk_idx is then
+// not given. Ids outside [0, E): an error on the CPU; on CUDA weights NaN, and not counted.
+// scores [T, E] f32; topk_idx [T, k] i64; topk_weights [T, k] f32; tokens_per_expert [B E] i64 of
+// each of B sequences of equal length, one after the other (B = 1: of all tokens).
+struct RouterTopk {
+  static constexpr const char* op = "router_topk";
+
+  Tensor logits{};
+  Tensor selection_bias{};
+  Tensor padding{};
+  Tensor given_idx{};
+  Tensor scores{};
+  Tensor topk_idx{};
+  Tensor topk_weights{};
+  Tensor tokens_per_expert{};
+  int64_t score = kSoftmax;
+  bool select_by_logits = false;
+  int64_t num_groups = 1;
+  int64_t topk_groups = 1;
+  int64_t best_per_group = 1;
+  float closed_value = -std::numeric_limits<float>::infinity();
+  bool softmax_after_topk = false;
+  bool normalize = true;
+  float epsilon = 1e-20f;
+  float routed_scaling_factor = 1.0f;
+
+  static constexpr auto fields =
+      std::tuple{in("logits", &RouterTopk::logits),
+                 optional_in("selection_bias", &RouterTopk::selection_bias),
+                 optional_in("padding", &RouterTopk::padding),
+                 optional_in("given_idx", &RouterTopk::given_idx),
+                 out("scores", &RouterTopk::scores),
+                 optional_out("topk_idx", &RouterTopk::topk_idx),
+                 out("topk_weights", &RouterTopk::topk_weights),
+                 out("tokens_per_expert", &RouterTopk::tokens_per_expert),
+                 option("score", &RouterTopk::score),
+                 option("select_by_logits", &RouterTopk::select_by_logits),
+                 option("num_groups", &RouterTopk::num_groups),
+                 option("topk_groups", &RouterTopk::topk_groups),
+                 option("best_per_group", &RouterTopk::best_per_group),
+                 option("closed_value", &RouterTopk::closed_value),
+                 option("softmax_after_topk", &RouterTopk::softmax_after_topk),
+                 option("normalize", &RouterTopk::normalize),
+                 option("epsilon", &RouterTopk::epsilon),
+                 option("routed_scaling_factor", &RouterTopk::routed_scaling_factor)};
+};
+FP8MOE_API void router_topk(const RouterTopk& p, Stream stream = {});
+
+// The gradient of the logits from those of topk_weights [T, k] and of scores [T, E], one at least.
+// scores, topk_idx (or given_idx), topk_weights and options as forward. dlogits [T, E] f32.
+// A score of sqrt(softplus) at its floor of 2^-63 has no gradient.
+struct RouterTopkBackward {
+  static constexpr const char* op = "router_topk_backward";
+
+  Tensor dweights{};
+  Tensor dscores{};
+  Tensor scores{};
+  Tensor topk_idx{};
+  Tensor topk_weights{};
+  Tensor dlogits{};
+  int64_t score = kSoftmax;
+  bool softmax_after_topk = false;
+  bool normalize = true;
+  float epsilon = 1e-20f;
+  float routed_scaling_factor = 1.0f;
+
+  static constexpr auto fields =
+      std::tuple{optional_in("dweights", &RouterTopkBackward::dweights),
+                 optional_in("dscores", &RouterTopkBackward::dscores),
+                 in("scores", &RouterTopkBackward::scores),
+                 in("topk_idx", &RouterTopkBackward::topk_idx),
+                 in("topk_weights", &RouterTopkBackward::topk_weights),
+                 out("dlogits", &RouterTopkBackward::dlogits),
+                 option("score", &RouterTopkBackward::score),
+                 option("softmax_after_topk", &RouterTopkBackward::softmax_after_topk),
+                 option("normalize", &RouterTopkBackward::normalize),
+                 option("epsilon", &RouterTopkBackward::epsilon),
+                 option("routed_scaling_factor", &RouterTopkBackward::routed_scaling_factor)};
+};
+FP8MOE_API void router_topk_backward(const RouterTopkBackward& p, Stream stream = {});
+
 // ---- movement ----------------------------------------------------------------------------------
 
 // y[row_of[t,s]] = x[t]; padding rows are zero (data, scale, prob).
@@ -456,6 +555,8 @@ inline constexpr auto operators = std::tuple{&quantize,
                                              &dequantize,
                                              &route,
                                              &plan_from_counts,
+                                             &router_topk,
+                                             &router_topk_backward,
                                              &permute_pad,
                                              &permute_pad_backward,
                                              &unpermute_unpad,

@@ -28,6 +28,10 @@ def route_workspace(topk_idx: fp8moe_cutlass.typing.DLPackArray | None, routing_
 
 def plan_from_counts(tokens_per_expert: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan, /) -> list[Any] | None: ...
 
+def router_topk(logits: fp8moe_cutlass.typing.DLPackArray, selection_bias: fp8moe_cutlass.typing.DLPackArray | None, padding: fp8moe_cutlass.typing.DLPackArray | None, given_idx: fp8moe_cutlass.typing.DLPackArray | None, scores: fp8moe_cutlass.typing.DLPackArray, topk_idx: fp8moe_cutlass.typing.DLPackArray | None, topk_weights: fp8moe_cutlass.typing.DLPackArray, tokens_per_expert: fp8moe_cutlass.typing.DLPackArray, score: int, select_by_logits: bool, num_groups: int, topk_groups: int, best_per_group: int, closed_value: float, softmax_after_topk: bool, normalize: bool, epsilon: float, routed_scaling_factor: float, /) -> list[Any] | None: ...
+
+def router_topk_backward(dweights: fp8moe_cutlass.typing.DLPackArray | None, dscores: fp8moe_cutlass.typing.DLPackArray | None, scores: fp8moe_cutlass.typing.DLPackArray, topk_idx: fp8moe_cutlass.typing.DLPackArray, topk_weights: fp8moe_cutlass.typing.DLPackArray, dlogits: fp8moe_cutlass.typing.DLPackArray, score: int, softmax_after_topk: bool, normalize: bool, epsilon: float, routed_scaling_factor: float, /) -> list[Any] | None: ...
+
 def permute_pad(x: fp8moe_cutlass.tensor.Fp8Tensor | fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan, probs: fp8moe_cutlass.typing.DLPackArray | None, y: fp8moe_cutlass.tensor.Fp8Tensor | fp8moe_cutlass.typing.DLPackArray, row_probs: fp8moe_cutlass.typing.DLPackArray | None, zero_unweighted: bool, /) -> list[Any] | None: ...
 
 def permute_pad_backward(dy: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan, row_dprobs: fp8moe_cutlass.typing.DLPackArray | None, dx: fp8moe_cutlass.typing.DLPackArray, dprobs: fp8moe_cutlass.typing.DLPackArray | None, /) -> list[Any] | None: ...
@@ -73,9 +77,20 @@ def attach_torch(tensor: Any, is_grad_enabled: Any) -> None:
     From then on arguments that require grad are refused where grad mode is on.
     """
 
-def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> dict[str, Any]:
+def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block', memory_tb_s: float = 3.35) -> dict[str, Any]:
     """
     The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.
+    """
+
+def gemm_board(device: int = 0) -> tuple[int, float]:
+    """SMs of that GPU, and the bandwidth of its memory in TB/s."""
+
+def grouped_gemm_candidates(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block', memory_tb_s: float = 3.35) -> list[dict[str, Any]]:
+    """For measuring and tests: every way to run it. All give the same bits."""
+
+def force_grouped_gemm(candidate: dict | None) -> None:
+    """
+    For measuring and tests: what this thread's grouped GEMMs run from now on; None: the choice.
     """
 
 def build_info() -> dict[str, Any]: ...

@@ -13,6 +13,7 @@ from typing import Any
 from fp8moe_cutlass import _C
 
 HOPPER = (9, 0)
+H100_TB_S = 3.35  # of its memory
 MIN_TORCH = (2, 11)  # the first with DLPack's C exchange API; older ones work through __dlpack__
 
 
@@ -136,11 +137,12 @@ def cuda_tensors(info: dict[str, object], cards: list[Gpu]) -> Finding:
         )
         return Finding("CUDA tensors", text, False)
     try:
-        _C.require_cuda()
+        sms, tb_s = _C.gemm_board()
     except (_C.DeviceUnavailable, _C.UnsupportedDevice, _C.CudaError) as error:
-        reason = str(error).removeprefix("[require_cuda] ")
+        reason = str(error).removeprefix("[gemm_board] ")
         return Finding("CUDA tensors", f"do not run: {reason}", False if cards else None)
-    return Finding("CUDA tensors", f"run on {hopper[0].name if hopper else 'cuda:0'}", True)
+    name = hopper[0].name if hopper else "cuda:0"
+    return Finding("CUDA tensors", f"run on {name}, {sms} SMs, memory of {tb_s:.2f} TB/s", True)
 
 
 def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list[Finding]:
@@ -170,15 +172,14 @@ def report() -> dict[str, list[Finding]]:
     }
 
 
-def sm_count() -> int:
-    """SMs of the first visible GPU; ValueError where torch sees none."""
+def board() -> tuple[int, float]:
+    """SMs of the first visible GPU, and its memory's TB/s; ValueError where none would run."""
     try:
-        import torch
-    except ModuleNotFoundError:
-        torch = None  # type: ignore[assignment]
-    if torch is None or not torch.cuda.is_available():
-        raise ValueError("--explain: torch sees no GPU here; give the number of SMs with --sms")
-    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+        return _C.gemm_board()
+    except (_C.DeviceUnavailable, _C.UnsupportedDevice, _C.CudaError) as error:
+        raise ValueError(
+            "--explain: CUDA tensors do not run here; give the number of SMs with --sms"
+        ) from error
 
 
 def explain(
@@ -190,7 +191,8 @@ def explain(
 ) -> tuple[str, list[Finding]]:
     """What the grouped GEMMs of "M,N,K,E" run on CUDA: a title, and a finding for each product.
 
-    M rows of all E experts, weight [E, N, K]. sms: of the GPU; None asks the one that is here.
+    M rows of all E experts, weight [E, N, K]. sms: of a GPU with an H100's memory; None asks the
+    one that is here.
     fprop and dgrad write bfloat16; wgrad writes `wgrad_dtype` ("float32" for a float32 main_grad),
     or adds to it (`accumulate`), from operands scaled as Fp8Recipe.columns says.
     """
@@ -198,13 +200,14 @@ def explain(
         m, n, k, experts = (int(part) for part in sizes.split(","))
     except ValueError:
         raise ValueError(f"--explain needs four whole numbers M,N,K,E; got {sizes}") from None
-    sms = sm_count() if sms is None else sms
+    sms, tb_s = board() if sms is None else (sms, H100_TB_S)
     if max(map(abs, (m, n, k, experts, sms))) >= 2**63:  # _C takes no more
         raise ValueError(f"--explain and --sms must be below 2^63; got {sizes} and {sms}")
     found = []
     for name in ("fprop", "dgrad", "wgrad"):
-        options: tuple[Any, ...] = (wgrad_dtype, accumulate, columns) if name == "wgrad" else ()
-        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms, *options)
+        wgrad = {"out_dtype": wgrad_dtype, "accumulate": accumulate, "columns": columns}
+        options: dict[str, Any] = wgrad if name == "wgrad" else {}
+        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms, memory_tb_s=tb_s, **options)
         tile_m, tile_n = c["tile"]
         found.append(
             Finding(
@@ -219,7 +222,8 @@ def explain(
         )
     operands = "128x128" if columns == "block" else "1x128"
     return (
-        f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs; "
-        f"wgrad {'adds to' if accumulate else 'writes'} {wgrad_dtype}, operands scaled {operands}",
+        f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs, "
+        f"memory of {tb_s:.2f} TB/s; wgrad {'adds to' if accumulate else 'writes'} {wgrad_dtype}, "
+        f"operands scaled {operands}",
         found,
     )

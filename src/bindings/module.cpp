@@ -12,8 +12,8 @@
 #include <type_traits>
 
 #include "errors.h"
-#include "fp8moe/explain.h"
 #include "fp8moe/ops.h"
+#include "gemm_choice.h"
 #include "reader.h"
 
 namespace fp8moe {
@@ -173,47 +173,7 @@ NB_MODULE(_C, m) {
   m.def("attach_torch", &attach_torch, "tensor"_a, "is_grad_enabled"_a,
         nb::sig("def attach_torch(tensor: Any, is_grad_enabled: Any) -> None"),
         "From then on arguments that require grad are refused where grad mode is on.");
-  m.def(
-      "explain_grouped_gemm",
-      [](const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
-         const char* out_dtype, bool accumulate, const char* columns) {
-        // The place of `given` among the words.
-        const auto word = [](const char* what, std::string_view given,
-                             std::initializer_list<std::string_view> words) {
-          const auto at = std::find(words.begin(), words.end(), given);
-          if (at != words.end()) return at - words.begin();
-          std::string text = std::string("[explain_grouped_gemm] ") + what + " must be ";
-          for (std::string_view w : words)
-            text.append(w).append(w == words.end()[-1] ? "" : " or ");
-          throw InvalidArgument(text + "; got " + std::string(given));
-        };
-        const GemmChoice c = explain_grouped_gemm(
-            {.pass = static_cast<GemmPass>(word("gemm", gemm, {"fprop", "dgrad", "wgrad"})),
-             .m = m,
-             .n = n,
-             .k = k,
-             .experts = experts,
-             .sm_count = sm_count,
-             .out =
-                 word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
-             .accumulate = accumulate,
-             .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
-                                                                      : ScaleLayout::block});
-        nb::typed<nb::dict, nb::str, nb::any> d;
-        d["tile"] = nb::make_tuple(c.tile_m, c.tile_n);
-        d["stages"] = c.stages;
-        d["shared_bytes"] = c.shared_bytes;
-        d["raster_group"] = c.raster_group;
-        d["dynamic"] = c.dynamic;
-        d["tiles"] = c.tiles;
-        d["waves"] = c.waves;
-        d["idle"] = c.idle;
-        d["waste"] = c.waste;
-        return d;
-      },
-      "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, "out_dtype"_a = "bfloat16",
-      "accumulate"_a = false, "columns"_a = "block",
-      "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
+  bind_gemm_choice(m);
   m.def("build_info", [] {
     const BuildInfo info = build_info();
     nb::typed<nb::dict, nb::str, nb::any> d;

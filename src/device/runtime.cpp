@@ -56,7 +56,10 @@ DeviceInfo read_info(int device) {
                         attribute(cudaDevAttrComputeCapabilityMinor, device),
           .sm_count = attribute(cudaDevAttrMultiProcessorCount, device),
           .l2_bytes = attribute(cudaDevAttrL2CacheSize, device),
-          .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
+          .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          // kHz, at both edges, by bits
+          .memory_tb_s = 2e3 * attribute(cudaDevAttrMemoryClockRate, device) *
+                         attribute(cudaDevAttrGlobalMemoryBusWidth, device) / 8e12};
 }
 
 }  // namespace
@@ -167,6 +170,11 @@ void require_device(Device device, const char* op) {
         ", compute capability " + std::to_string(capability / 10) + "." +
         std::to_string(capability % 10) + "; pass CPU tensors");
   });
+}
+
+GemmBoard gemm_board(Device device) {
+  require_device(device, "gemm_board");
+  return device_info(device).board();
 }
 
 }  // namespace fp8moe::cuda

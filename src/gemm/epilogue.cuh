@@ -19,7 +19,6 @@ struct Destination {
   int row = 0, column = 0, expert = 0;  // of the part's first element
   int rows = 0;                         // rows to write
   int columns = 0;                      // columns to write, a multiple of 16
-  bool tail_n = false;                  // a second part goes 128 rows further down
   bool whole = false;                   // of a whole tile
 
   __device__ int64_t element(const Params& params) const {
@@ -75,11 +74,7 @@ template <Kind kKind, int Columns, int First, int Last>
 __device__ __forceinline__ void send(const Params& params, const Destination& to, int warp,
                                      const uint8_t* staging) {
   const int row = to.row + kStagingRows * warp, rows = to.rows - kStagingRows * warp;
-  // A tail tile in N's staging buffers lie below one another.
-  const bool tail_n = kKind == Kind::fprop && to.tail_n;
-  const int down = tail_n ? kTileM : 0, across = tail_n ? 0 : Columns;
-  const int last = tail_n ? 2 : Last;
-  if (kKind != Kind::fprop || rows - (last - 1) * down >= kStagingRows) {
+  if (kKind != Kind::fprop || rows >= kStagingRows) {
     if (rows > 0 && cute::elect_one_sync()) {
       const bool add = kKind != Kind::fprop && params.add;
       if (Columns == 64 && params.strips && to.whole) {
@@ -87,9 +82,9 @@ __device__ __forceinline__ void send(const Params& params, const Destination& to
       } else {
 #pragma unroll
         for (int s = First; s < Last; ++s)
-          if (s < last && s * across < to.columns)
-            send_box(params, staging + (s - First) * kStagingBytes, to.column + s * across,
-                     row + s * down, to.expert, add);
+          if (s * Columns < to.columns)
+            send_box(params, staging + (s - First) * kStagingBytes, to.column + s * Columns, row,
+                     to.expert, add);
       }
     }
   } else {
@@ -97,11 +92,10 @@ __device__ __forceinline__ void send(const Params& params, const Destination& to
     const int lane = threadIdx.x % 32, word = lane % 8;
     auto* d = static_cast<uint8_t*>(params.d) + (int64_t{row} * params.n + to.column) * kBytes +
               16 * word;
-    for (int s = First; s < last; ++s) {
-      if (s * across + 16 / kBytes * word >= to.columns) break;
-      for (int r = lane / 8; r < min(kStagingRows, rows - s * down); r += 4)
-        __stcs(reinterpret_cast<uint4*>(d + int64_t{s * down + r} * params.n * kBytes +
-                                        s * across * kBytes),
+    for (int s = First; s < Last; ++s) {
+      if (s * Columns + 16 / kBytes * word >= to.columns) break;
+      for (int r = lane / 8; r < min(kStagingRows, rows); r += 4)
+        __stcs(reinterpret_cast<uint4*>(d + int64_t{r} * params.n * kBytes + s * Columns * kBytes),
                *reinterpret_cast<const uint4*>(staging + (s - First) * kStagingBytes + 128 * r +
                                                16 * (word ^ r % 8)));
     }

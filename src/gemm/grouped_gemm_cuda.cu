@@ -11,11 +11,15 @@ void run(const GroupedGemm& p, Stream stream) {
   // Sums of nothing; no tensor map is that narrow.
   if (p.a.data.shape[1] == 0) return write_zeros(p.d, stream);
   const DeviceInfo& device = device_info(p.d.device);
-  const int64_t n = p.w.data.shape[1], k_blocks = cdiv(p.w.data.shape[2], kTile);
-  const gemm::Config config = gemm::fprop_config(n, p.a.data.shape[0], k_blocks, p.plan.experts,
-                                                 p.d.dtype == DType::bf16, device.sm_count);
-  const gemm::Params params = gemm::fprop_problem(p.a, p.w, p.plan, p.d, config);
-  gemm::launch<gemm::Kind::fprop>(p.a.data.dtype, params, config, device, stream_of(stream));
+  const gemm::Candidate candidate = gemm::choose({.kind = gemm::Kind::fprop,
+                                                  .m = p.a.data.shape[0],
+                                                  .n = p.w.data.shape[1],
+                                                  .k_blocks = cdiv(p.w.data.shape[2], kTile),
+                                                  .experts = p.plan.experts,
+                                                  .bf16 = p.d.dtype == DType::bf16},
+                                                 device.board());
+  const gemm::Params params = gemm::fprop_problem(p.a, p.w, p.plan, p.d, candidate);
+  gemm::launch<gemm::Kind::fprop>(p.a.data.dtype, params, candidate, device, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

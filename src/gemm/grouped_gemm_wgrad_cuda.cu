@@ -14,19 +14,23 @@ void run(const GroupedGemmWgrad& p, Stream stream) {
     if (!p.accumulate) write_zeros(p.dw, stream);
     return;
   }
-  const bool bf16 = p.dw.dtype == DType::bf16;
   const bool block = p.dy_t.layout == ScaleLayout::block;
-  const int64_t k_blocks = p.plan.columns() / gemm::kBlockK;
-  const gemm::Config config =
-      gemm::wgrad_config(block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128, p.dw.shape[1],
-                         p.dw.shape[2], k_blocks, p.plan.experts, bf16, p.accumulate);
-  gemm::Params params = gemm::wgrad_problem(p.dy_t, p.x_t, p.plan, p.dw, p.accumulate, config);
-  if (gemm::dynamic_schedule(k_blocks, p.plan.experts, p.accumulate && !bf16)) {
+  const gemm::Candidate candidate =
+      gemm::choose({.kind = block ? gemm::Kind::wgrad_128x128 : gemm::Kind::wgrad_1x128,
+                    .m = p.dw.shape[1],
+                    .n = p.dw.shape[2],
+                    .k_blocks = p.plan.columns() / gemm::kBlockK,
+                    .experts = p.plan.experts,
+                    .bf16 = p.dw.dtype == DType::bf16,
+                    .add = p.accumulate},
+                   device.board());
+  gemm::Params params = gemm::wgrad_problem(p.dy_t, p.x_t, p.plan, p.dw, p.accumulate, candidate);
+  if (candidate.dynamic) {
     static LaunchNumbers numbers(gemm::kQueues);
     params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
   }
   const auto run = [&]<gemm::Kind kKind>() {
-    gemm::launch<kKind>(p.dy_t.data.dtype, params, config, device, stream_of(stream));
+    gemm::launch<kKind>(p.dy_t.data.dtype, params, candidate, device, stream_of(stream));
   };
   if (block)
     run.operator()<gemm::Kind::wgrad_128x128>();

@@ -8,45 +8,37 @@
 
 namespace fp8moe::cuda::gemm {
 
-template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kSplit = false>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput>
 void launch_kernel(const Params& params, const DeviceInfo& device, cudaStream_t stream) {
   constexpr int kBytes = Stage<kKind, TileM, TileN>::kBytes;
-  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput, kSplit>;
+  auto* kernel = grouped_gemm_kernel<kKind, A, TileM, TileN, kOutput>;
   allow_shared(reinterpret_cast<const void*>(kernel), kBytes);
-  kernel<<<static_cast<unsigned>(device.sm_count), kThreads<TileM>, kBytes, stream>>>(params);
+  kernel<<<static_cast<unsigned>(device.sm_count), TileTraits<TileM, TileN>::kThreads, kBytes,
+           stream>>>(params);
   FP8MOE_CUDA_CHECK(cudaGetLastError());
 }
 
-// With 192 columns or rows one way to write D each: with both the loop is 1 to 2% slower.
 template <Kind kKind, DType A>
-void launch(const Params& params, const Config& config, const DeviceInfo& device,
+void launch(const Params& params, const Candidate& candidate, const DeviceInfo& device,
             cudaStream_t stream) {
-  const auto run = [&]<int TileM, int TileN, Output kOutput, bool kSplit = false>() {
-    launch_kernel<kKind, A, TileM, TileN, kOutput, kSplit>(params, device, stream);
-  };
-  if (config.tile_m == kTileM192) {
-    if constexpr (kKind == Kind::fprop) {
-      if (params.bf16 && config.split)
-        return run.template operator()<kTileM192, 128, Output::bf16, true>();
+  with_tile(shape_of(candidate), [&]<int TileM, int TileN>() {
+    constexpr TileShape kShape = tile_shape(TileM, TileN);
+    const auto run = [&]<Output kOutput>() {
+      launch_kernel<kKind, A, TileM, TileN, kOutput>(params, device, stream);
+    };
+    if constexpr (kShape.outputs(kKind) == Outputs::either) {
+      return run.template operator()<Output::either>();
+    } else {
+      if constexpr (kShape.writes(kKind, true)) {
+        if (params.bf16) return run.template operator()<Output::bf16>();
+      }
+      if constexpr (kShape.writes(kKind, false)) {
+        if (!params.bf16) return run.template operator()<Output::f32>();
+      }
+      throw InvalidArgument("no kernel of tile " + std::to_string(TileM) + "x" +
+                            std::to_string(TileN));
     }
-    if constexpr (kKind != Kind::wgrad_128x128) {
-      if (params.bf16) return run.template operator()<kTileM192, 128, Output::bf16>();
-    }
-    if constexpr (kKind != Kind::fprop) {
-      if (!params.bf16) return run.template operator()<kTileM192, 128, Output::f32>();
-    }
-  } else if constexpr (kKind != Kind::wgrad_1x128) {
-    if (config.tile_n == 128) return run.template operator()<kTileM, 128, Output::either>();
-    if constexpr (kKind == Kind::fprop) {
-      if (params.bf16 && config.split)
-        return run.template operator()<kTileM, 192, Output::bf16, true>();
-    }
-    if (params.bf16) return run.template operator()<kTileM, 192, Output::bf16>();
-    if constexpr (kKind == Kind::wgrad_128x128)
-      return run.template operator()<kTileM, 192, Output::f32>();
-  }
-  throw InvalidArgument("no kernel of tile " + std::to_string(config.tile_m) + "x" +
-                        std::to_string(config.tile_n));
+  });
 }
 
 }  // namespace fp8moe::cuda::gemm

@@ -18,15 +18,6 @@
 
 namespace fp8moe::cuda::gemm {
 
-// Warpgroup 0 produces, the others consume.
-template <int TileM>
-inline constexpr int kThreads = 128 + 2 * TileM;
-// setmaxnreg; all that a CTA has of them, but for 8 a thread with two consumers, where 24 would
-// make the producers spill.
-template <int TileM>
-inline constexpr uint32_t kProducerRegisters = TileM == kTileM ? 40 : 32;
-template <int TileM>
-inline constexpr uint32_t kConsumerRegisters = TileM == kTileM ? 232 : 160;
 // Where the loop over a tile's K-blocks begins: of a K that is a multiple of 512 tiles begin at
 // stage 0, and their second K-block enters it.
 inline constexpr int kUnrolledFrom = 1;
@@ -37,22 +28,17 @@ inline constexpr int kUnrolledFrom = 1;
 template <Kind kKind>
 inline constexpr bool kBeginsAtOnce = kKind != Kind::wgrad_1x128;
 
-// Descriptors, in stage 0, of what a warpgroup multiplies: half a whole tile; of an edge tile two
-// parts of 64 columns each: a tail tile in M's are neighbours in B, a tail tile in N's 128 rows
-// apart in A; of a split tile one such part.
+// Descriptors, in stage 0, of what a warpgroup multiplies: 64 rows by all columns of a whole tile;
+// all rows by 128 columns of a tail tile.
 struct Operands {
-  uint32_t a, b, next_a, next_b;
+  uint32_t a, b;
 };
 
-template <Shape kShape, Kind kKind, int TileM, int TileN>
-__device__ __forceinline__ Operands operands(const Ring<kKind, TileM, TileN>& ring,
-                                             int consumer_index, bool tail_m) {
+template <Kind kKind, int TileM, int TileN>
+__device__ __forceinline__ Operands operands(const Ring<kKind, TileM, TileN>& ring, Shape shape,
+                                             int consumer_index) {
   const auto box = [&](int i) { return descriptor(ring.box(0, i)); };
-  if (kShape == Shape::split && tail_m) return {.a = box(0), .b = box(1 + consumer_index)};
-  if (kShape == Shape::edge && tail_m)
-    return {box(0), box(1 + 2 * consumer_index), box(0), box(2 + 2 * consumer_index)};
-  if (kShape == Shape::edge)
-    return {box(consumer_index), box(kTailNBoxes), box(2 + consumer_index), box(kTailNBoxes)};
+  if (shape == Shape::tail) return {.a = box(0), .b = box(1 + 2 * consumer_index)};
   return {.a = box(consumer_index), .b = box(TileM / kBox)};
 }
 
@@ -60,18 +46,15 @@ __device__ __forceinline__ Operands operands(const Ring<kKind, TileM, TileN>& ri
 template <Kind kKind, int TileM, int TileN>
 __device__ __forceinline__ Destination destination(const Params& params, const Tile& tile,
                                                    int consumer_index) {
-  constexpr bool kEdges = Stage<kKind, TileM, TileN>::kEdges;
-  const bool tail_m = kEdges && tile.tail_m(), split = kEdges && tile.split();
-  const int width = split ? kBox : tail_m ? 2 * kBox : TileN;
-  const int row = tail_m ? 0 : kBox * consumer_index, column = tail_m ? width * consumer_index : 0;
-  const bool idle = TileM == kTileM192 && tail_m && consumer_index == 2;
+  const bool tail = Stage<kKind, TileM, TileN>::kTails && tile.tail;
+  const int row = tail ? 0 : kBox * consumer_index, column = tail ? 2 * kBox * consumer_index : 0;
+  const bool idle = TileTraits<TileM, TileN>::kConsumers > 2 && tail && consumer_index == 2;
   return {.row = tile.row + row,
           .column = tile.column + column,
           .expert = kKind == Kind::fprop ? 0 : tile.expert,
           .rows = idle ? 0 : tile.rows - row,
-          .columns = min(width, params.n - tile.column - column),
-          .tail_n = kEdges && tile.tail_n(),
-          .whole = !kEdges || tile.whole(TileM)};
+          .columns = min(tail ? 2 * kBox : TileN, params.n - tile.column - column),
+          .whole = !tail};
 }
 
 // The sums of a warpgroup's 64 rows of a tile, and the rings they are fed from.
@@ -111,10 +94,9 @@ struct Consumer {
     }
   }
 
-  // Columns of a multiply, and a thread's parts of one K-block: each has a multiply.
-  static constexpr int columns(Shape shape) { return part_columns(shape, TileM, TileN); }
+  // A thread's part of one K-block, of a warpgroup's 64 rows.
   template <Shape kShape>
-  using Parts = float[parts_of(kShape, TileM) * columns(kShape) / 2];
+  using Part = float[part_columns<TileN>(kShape) / 2];
 
   // Multiplies the K-block in stage s. Meanwhile run `meanwhile` and, but for a tile's first one,
   // `prepare`. Where whole tiles begin at once, any tile's first scales are read under the
@@ -122,15 +104,13 @@ struct Consumer {
   template <bool First, Shape kShape, typename Meanwhile>
   __device__ __forceinline__ void begin_step(int s, const Operands& at,
                                              Promoter<kKind, TileM, TileN, kShape>& scales,
-                                             const float4* of_blocks, Parts<kShape>& part,
+                                             const float4* of_blocks, Part<kShape>& part,
                                              Meanwhile meanwhile) {
     constexpr int kStride = Stage<kKind, TileM, TileN>::kTileBytes >> 4;
     constexpr bool kAtOnce = First && kBeginsAtOnce<kKind>;
     if constexpr (!kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     begin_multiply(part);
-    multiply<A, columns(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
-    if constexpr (parts_of(kShape, TileM) == 2)
-      multiply<A, kBox>(at.next_a + s * kStride, at.next_b + s * kStride, part + kBox / 2);
+    multiply<A, part_columns<TileN>(kShape)>(at.a + s * kStride, at.b + s * kStride, part);
     cute::warpgroup_commit_batch();
     if constexpr (kAtOnce) scales.load(ring.scale_a(s), of_blocks);
     meanwhile();
@@ -144,7 +124,7 @@ struct Consumer {
   template <bool First, Shape kShape>
   __device__ __forceinline__ void end_step(int s,
                                            const Promoter<kKind, TileM, TileN, kShape>& scales,
-                                           const Parts<kShape>& part) {
+                                           const Part<kShape>& part) {
     phases ^= 1u << s;
     scales.template add<First>(part, sums, ring.scale_b(s));
     await(after(s));
@@ -156,7 +136,7 @@ struct Consumer {
   __device__ __forceinline__ void step(const Operands& at,
                                        Promoter<kKind, TileM, TileN, kShape>& scales,
                                        const float4* of_blocks, Meanwhile meanwhile) {
-    Parts<kShape> part;
+    Part<kShape> part;
     begin_step<First>(stage, at, scales, of_blocks, part, meanwhile);
     end_step<First>(stage, scales, part);
     stage = after(stage);
@@ -169,8 +149,7 @@ struct Consumer {
   // promotion, where the next multiply should begin.
   __device__ __forceinline__ int unrolled_steps(int now, const Operands& at,
                                                 Promoter<kKind, TileM, TileN, Shape::whole>& scales,
-                                                const float4* of_blocks,
-                                                Parts<Shape::whole>& part) {
+                                                const float4* of_blocks, Part<Shape::whole>& part) {
     for (;; now -= kStages, of_blocks += kStages) {
 #pragma unroll
       for (int i = 0; i < kStages; ++i) {
@@ -187,7 +166,7 @@ struct Consumer {
   __device__ __forceinline__ void steps(const Tile& tile, Meanwhile meanwhile, Then then) {
     constexpr bool kWhole = kShape == Shape::whole;
     Promoter<kKind, TileM, TileN, kShape> scales(tile, consumer_index);
-    const Operands at = kWhole ? whole : operands<kShape>(ring, consumer_index, tile.tail_m());
+    const Operands at = kWhole ? whole : operands(ring, kShape, consumer_index);
     const auto nothing = [] {};
     const float4* of_blocks = ring.scale_batch(batches.at());
     step<true, kShape>(at, scales, of_blocks++, meanwhile);
@@ -200,7 +179,7 @@ struct Consumer {
         step<false, kShape>(at, scales, of_blocks++, nothing);
       if constexpr (kWhole) {
         if (now > 0) {
-          Parts<kShape> part;
+          Part<kShape> part;
           stage = unrolled_steps(now, at, scales, of_blocks, part);
           end_step<false>(stage, scales, part);
           stage = after(stage);
@@ -213,17 +192,16 @@ struct Consumer {
   }
 };
 
-template <bool kSplit, Kind kKind, DType A, int TileM, int TileN, Output kOutput>
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput>
 __device__ void consume(const Params& params, uint8_t* shared) {
   // Through a shuffle the compiler knows these to be uniform in the warp, and so the descriptors;
   // and it does not compute the address of shared memory anew in every step.
   const int consumer_index = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   const Ring<kKind, TileM, TileN> ring{static_cast<uint8_t*>(
       __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0)))};
-  Consumer<kKind, A, TileM, TileN> consumer{
-      .ring = ring,
-      .consumer_index = consumer_index,
-      .whole = operands<Shape::whole>(ring, consumer_index, false)};
+  Consumer<kKind, A, TileM, TileN> consumer{.ring = ring,
+                                            .consumer_index = consumer_index,
+                                            .whole = operands(ring, Shape::whole, consumer_index)};
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
   uint8_t* const staging = ring.staging(4 * consumer_index + warp);
   Destination finished;  // where the sums go once the next tile's first multiply is under way
@@ -251,7 +229,7 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       pending = true;
     };
     // Which is asked first, by the shorter loop that ptxas makes of it.
-    constexpr bool kEndFirst = kSplit || !kBeginsAtOnce<kKind>;
+    constexpr bool kEndFirst = !kBeginsAtOnce<kKind>;
     if (kEndFirst && tile.k_blocks == kNoMore) break;
     if constexpr (kBeginsAtOnce<kKind>) {
       if (tile.whole_k_blocks > 0) {
@@ -266,14 +244,8 @@ __device__ void consume(const Params& params, uint8_t* shared) {
       consumer.skip_tile(tile.k_blocks);
       continue;
     }
-    if constexpr (kSplit) {
-      if (tile.split()) {
-        consumer.template steps<Shape::split>(tile, meanwhile, load_d);
-        continue;
-      }
-    }
-    if constexpr (Stage<kKind, TileM, TileN>::kEdges)
-      consumer.template steps<Shape::edge>(tile, meanwhile, load_d);
+    if constexpr (Stage<kKind, TileM, TileN>::kTails)
+      consumer.template steps<Shape::tail>(tile, meanwhile, load_d);
     else if constexpr (!kBeginsAtOnce<kKind>)
       consumer.template steps<Shape::whole>(tile, meanwhile, load_d);
   }
@@ -281,8 +253,8 @@ __device__ void consume(const Params& params, uint8_t* shared) {
   cute::tma_store_wait<0>();  // shared memory goes with the CTA
 }
 
-template <Kind kKind, DType A, int TileM, int TileN, Output kOutput, bool kSplit>
-__global__ void __launch_bounds__(kThreads<TileM>, 1)
+template <Kind kKind, DType A, int TileM, int TileN, Output kOutput>
+__global__ void __launch_bounds__(TileTraits<TileM, TileN>::kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using S = Stage<kKind, TileM, TileN>;
@@ -306,29 +278,20 @@ __global__ void __launch_bounds__(kThreads<TileM>, 1)
     cutlass::arch::fence_barrier_init();
   }
   if (kKind == Kind::fprop) {
-    for (int e = threadIdx.x; e <= params.experts; e += kThreads<TileM>)
+    for (int e = threadIdx.x; e <= params.experts; e += TileTraits<TileM, TileN>::kThreads)
       ring.row_offsets()[e] = params.row_offsets[e];
-    if (kSplit && threadIdx.x == 0) ring.tiles() = 0;
   }
   __syncthreads();
-  if constexpr (kSplit) {
-    const int tiles = Schedule<kKind, TileM, TileN>::count(
-        params, ring.row_offsets(), static_cast<int>(threadIdx.x), kThreads<TileM>);
-    // With a warp's reduction here ptxas would keep what the loop of whole tiles counts in uniform
-    // registers, and the loop would be longer.
-    if (tiles > 0) atomicAdd(&ring.tiles(), tiles);
-    __syncthreads();
-  }
 
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<TileM>>();
+    cutlass::arch::warpgroup_reg_dealloc<TileTraits<TileM, TileN>::kShape.producer_registers>();
     if (warp == 0 && cute::elect_one_sync()) produce<kKind, TileM, TileN>(params, ring);
     if (S::kBlockScales && warp == 1) produce_scales<kKind, TileM, TileN>(params, ring);
-    if (warp == 2 && cute::elect_one_sync()) schedule_tiles<kSplit>(params, ring);
+    if (warp == 2 && cute::elect_one_sync()) schedule_tiles(params, ring);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<TileM>>();
-    consume<kSplit, kKind, A, TileM, TileN, kOutput>(params, shared);
+    cutlass::arch::warpgroup_reg_alloc<TileTraits<TileM, TileN>::kShape.consumer_registers>();
+    consume<kKind, A, TileM, TileN, kOutput>(params, shared);
   }
 }
 

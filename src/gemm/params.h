@@ -10,9 +10,12 @@
 
 namespace fp8moe::cuda::gemm {
 
+// What CTAs claim tiles by: a counter on the device, zero between launches (launch_numbers.h).
+inline constexpr int kQueues = 1 << 16;
+
 struct Params : Sizes {
   CUtensorMap a, b;              // FP8, 2-D (K, row), 128 bytes swizzled, of all rows of a tile
-  CUtensorMap a_box, b_box;      // of kBox rows, for edge and split tiles
+  CUtensorMap a_tail, b_tail;    // the same of a tail tile
   CUtensorMap scale_a, scale_b;  // f32 1x128 scales, 2-D (row, K-block)
   CUtensorMap d_box;             // 3-D (column, row, expert): 128 bytes of output_box_rows rows
   CUtensorMap d_strip;           // 4-D (0, row, box, expert): strip_boxes such boxes side by side

@@ -14,7 +14,7 @@ void check_experts(const char* op, int64_t experts) {
 
 // How D [experts, m, n] is written.
 void set_output(const char* op, const char* name, Kind kind, const Tensor& d, int64_t experts,
-                int64_t m, int64_t n, const Config& config, Params& params) {
+                int64_t m, int64_t n, const Candidate& candidate, Params& params) {
   params.d = d.data;
   params.bf16 = d.dtype == DType::bf16;
   const int rows = output_box_rows(kind, params.bf16);
@@ -22,52 +22,51 @@ void set_output(const char* op, const char* name, Kind kind, const Tensor& d, in
   params.strips =
       (kind != Kind::fprop || params.bf16) && n * size_of(d.dtype) % kOutputBoxBytes == 0;
   if (params.strips)
-    params.d_strip =
-        output_strip_map(op, name, d, experts, m, n, rows, strip_boxes(config.tile_n, params.bf16));
+    params.d_strip = output_strip_map(op, name, d, experts, m, n, rows,
+                                      strip_boxes(candidate.tile_n, params.bf16));
 }
 
 }  // namespace
 
 Params fprop_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
-                     const Tensor& d, const Config& config) {
+                     const Tensor& d, const Candidate& candidate) {
   const char* op = "grouped_gemm";
   check_experts(op, plan.experts);
   const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
-  params.a = operand_map(op, "a", a.data.data, rows, k, config.tile_m);
-  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, config.tile_n);
-  if (has_tail_m(config.tile_m, config.tile_n)) {
-    params.a_box = operand_map(op, "a", a.data.data, rows, k, kBox);
-    params.b_box = operand_map(op, "w", w.data.data, plan.experts * n, k, kBox);
+  params.a = operand_map(op, "a", a.data.data, rows, k, candidate.tile_m);
+  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, candidate.tile_n);
+  if (shape_of(candidate).tail) {
+    params.a_tail = operand_map(op, "a", a.data.data, rows, k, kBox);
+    params.b_tail = operand_map(op, "w", w.data.data, plan.experts * n, k, kTailColumns);
   }
   params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBox);
-  set_output(op, "d", Kind::fprop, d, 1, rows, n, config, params);
+  set_output(op, "d", Kind::fprop, d, 1, rows, n, candidate, params);
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(k_blocks);
-  params.tail_n = has_tail_n(config.tile_n, n, rows, plan.experts);
-  params.raster_group = config.raster_group;
+  params.raster_group = candidate.raster_group;
   return params;
 }
 
 Params wgrad_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
-                     const Tensor& dw, bool accumulate, const Config& config) {
+                     const Tensor& dw, bool accumulate, const Candidate& candidate) {
   const char* op = "grouped_gemm_wgrad";
   const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
   Params params{};
   params.add = accumulate;
-  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, config.tile_m);
-  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, config.tile_n);
-  set_output(op, "dw", Kind::wgrad_128x128, dw, plan.experts, m, n, config, params);
+  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, candidate.tile_m);
+  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, candidate.tile_n);
+  set_output(op, "dw", Kind::wgrad_128x128, dw, plan.experts, m, n, candidate, params);
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
     params.scale_a =
         scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kScaleBox);
     params.scale_b =
-        scale_map(op, "x_t.scale_inv", x_t.scale_inv.data, k_blocks, pad4(n), config.tile_n);
+        scale_map(op, "x_t.scale_inv", x_t.scale_inv.data, k_blocks, pad4(n), candidate.tile_n);
   } else {
     params.block_scale_a = dy_t.scale_inv.as<const float>();
     params.block_scale_b = x_t.scale_inv.as<const float>();
@@ -78,8 +77,8 @@ Params wgrad_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingP
   params.m = static_cast<int>(m);
   params.n = static_cast<int>(n);
   params.k_blocks = static_cast<int>(columns / kTile);
-  params.raster_group = config.raster_group;
-  params.load_d = accumulate && !params.bf16 && loads_output(params.k_blocks, plan.experts);
+  params.raster_group = candidate.raster_group;
+  params.load_d = candidate.load_d;
   return params;
 }
 

@@ -3,17 +3,17 @@
 
 #include "fp8moe/plan.h"
 #include "fp8moe/tensor.h"
-#include "gemm/config.h"
 #include "gemm/params.h"
+#include "gemm/policy.h"
 
 namespace fp8moe::cuda::gemm {
 
 // d[rows of e] = a[rows of e] w[e]^T; Kind::fprop.
 Params fprop_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
-                     const Tensor& d, const Config& config);
+                     const Tensor& d, const Candidate& candidate);
 
 // dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T; Kind::wgrad_128x128 or wgrad_1x128.
 Params wgrad_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingPlan& plan,
-                     const Tensor& dw, bool accumulate, const Config& config);
+                     const Tensor& dw, bool accumulate, const Candidate& candidate);
 
 }  // namespace fp8moe::cuda::gemm

@@ -21,17 +21,16 @@ __device__ __forceinline__ int claim_next_tile(unsigned& queue, int tiles) {
 }
 
 // Plans tiles ahead of the two who read them. One thread.
-template <bool kSplit, Kind kKind, int TileM, int TileN>
+template <Kind kKind, int TileM, int TileN>
 __device__ void schedule_tiles(const Params& params, const Ring<kKind, TileM, TileN>& ring) {
   Schedule<kKind, TileM, TileN> schedule(params, ring.row_offsets(), static_cast<int>(blockIdx.x),
-                                         static_cast<int>(gridDim.x),
-                                         kSplit ? ring.tiles() : kUncounted);
+                                         static_cast<int>(gridDim.x));
   Cursor<kPlanned> planned;
   Tile tile;
   for (bool more = true; more; planned.advance()) {
     more = schedule.next(tile);
     if (!more) tile.k_blocks = kNoMore;
-    tile.whole_k_blocks = kKind != Kind::fprop || tile.whole(TileM) ? tile.k_blocks : 0;
+    tile.whole_k_blocks = tile.tail ? 0 : tile.k_blocks;
     await(ring.planned_empty(planned.at()), planned.phase() ^ 1);
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));
@@ -67,11 +66,11 @@ __device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& r
     const Tile tile = read_planned(ring, planned);
     arrive(ring.planned_empty(planned.at()));
     more = tile.k_blocks != kNoMore;
-    const int boxes_a = S::kEdges ? tile.boxes_a : S::kBoxesA;
-    const int boxes = S::kEdges ? tile.boxes : S::kBoxes;
+    const bool tail = S::kTails && tile.tail;
     const int row_b = (kKind == Kind::fprop ? tile.expert * params.n : 0) + tile.column;
+    const int boxes_a = tail ? 1 : S::kBoxesA;
     const int bytes =
-        boxes * S::kBoxBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
+        S::kTileBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
     for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
       await(ring.empty(stage), phase);
       FullBarrier& full = ring.full(stage);
@@ -85,21 +84,15 @@ __device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& r
             Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
                        tile.row / 4 * 4 + i * kBox, block);
         };
-        if (!S::kEdges || tile.whole(TileM)) {
+        if (!tail) {
           Load::copy(&params.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
           Load::copy(&params.b, barrier, kHint, ring.box(stage, S::kBoxesA), depth, row_b);
 #pragma unroll
           for (int i = 0; i < S::kBoxesA; ++i) scales_of_rows(i);
         } else {
-          uint8_t* box = ring.box(stage, 0);
-#pragma unroll 1
-          for (int i = 0; i < boxes_a; ++i, box += S::kBoxBytes) {
-            Load::copy(&params.a_box, barrier, kHint, box, depth, tile.row + i * kBox);
-            scales_of_rows(i);
-          }
-#pragma unroll 1
-          for (int i = 0; i < boxes - boxes_a; ++i, box += S::kBoxBytes)
-            Load::copy(&params.b_box, barrier, kHint, box, depth, row_b + i * kBox);
+          Load::copy(&params.a_tail, barrier, kHint, ring.box(stage, 0), depth, tile.row);
+          Load::copy(&params.b_tail, barrier, kHint, ring.box(stage, 1), depth, row_b);
+          scales_of_rows(0);
         }
         if constexpr (S::kScaleBBytes > 0)
           Load::copy(&params.scale_b, barrier, kHint, ring.scale_b(stage), tile.column, block);

@@ -59,13 +59,13 @@ class BlockScales {
         a_(params.block_scale_a, blocks(params.m), params.k_blocks, tile.row, tile.k_first) {}
 
   __device__ float4 operator()(int k) const {
-    if constexpr (kKind != Kind::fprop && TileM != kTileM) return a_(k, b_.first(k));
+    if constexpr (kKind != Kind::fprop && kGroups<TileM> > 1) return a_(k, b_.first(k));
     return b_(k, kKind == Kind::wgrad_128x128 ? a_.first(k) : 1.0f);
   }
 
  private:
-  // A tail tile in M beside 192x128 ones touches two blocks of B.
-  static constexpr int kSideN = kKind == Kind::fprop && TileM != kTileM ? 192 : TileN;
+  static constexpr int kSideN =
+      kKind == Kind::fprop ? tile_shape(TileM, TileN).scale_columns : TileN;
 
   __device__ static int blocks(int side) { return (side + 127) / 128; }
 
@@ -121,15 +121,12 @@ __device__ __forceinline__ int row_in_box() {
   return static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
 }
 
-// What a warpgroup multiplies of a tile: 64 rows of a whole one, two parts of 64x64 of an edge
-// one, tail-M or tail-N, or one such part of a split one. Beside 192x128 tiles an edge one is one
-// part of 64x128, and the third warpgroup has none of it or of a split one.
-enum class Shape { whole, edge, split };
-constexpr int parts_of(Shape shape, int tile_m) {
-  return shape == Shape::edge && tile_m == kTileM ? 2 : 1;
-}
-constexpr int part_columns(Shape shape, int tile_m, int tile_n) {
-  return shape == Shape::whole || (shape == Shape::edge && tile_m == kTileM192) ? tile_n : kBox;
+// What a warpgroup multiplies: 64 rows of a whole tile, 64x128 of a tail tile (kTailColumns), of
+// which a third warpgroup has none.
+enum class Shape { whole, tail };
+template <int TileN>
+constexpr int part_columns(Shape shape) {
+  return shape == Shape::whole ? TileN : 2 * kBox;
 }
 
 // The consumers' side, for a warpgroup's share of a tile. `load` reads a K-block's scales before
@@ -173,51 +170,43 @@ class Promoter<Kind::fprop, TileM, TileN, Shape::whole> {
   float scale_[2][kColumnGroups];
 };
 
-// The same for the parts of other tiles. The two of a tail tile in M have rows in common, and a
-// warpgroup's lie in one block of B; those of a tail tile in N have columns in common. A split tile
-// lies in one block of B.
-template <int TileM, int TileN, Shape kShape>
-class Promoter<Kind::fprop, TileM, TileN, kShape> {
-  static constexpr int kParts = parts_of(kShape, TileM);
-
+// The same for a tail tile: a warpgroup's 128 columns lie in one block of B.
+template <int TileM, int TileN>
+class Promoter<Kind::fprop, TileM, TileN, Shape::tail> {
  public:
   __device__ Promoter(const Tile& tile, int consumer_index)
-      : row_(tile.row % 4 + (tile.tail_m() ? 0 : kScaleStride * consumer_index) + row_in_box()),
-        next_(tile.tail_m() ? 0 : 2 * kScaleStride),
-        second_(kShape == Shape::edge && tile.tail_m() && consumer_index != 0) {}
+      : row_(tile.row % 4 + row_in_box()), second_(consumer_index != 0) {}
 
   __device__ __forceinline__ void load(const float* of_rows, const float4* of_blocks) {
     const float4 b = *of_blocks;
     const float block = second_ ? b.z : b.x;
-    for (int r = 0; r < 2; ++r)
-      for (int part = 0; part < kParts; ++part)
-        scale_[r][part] = of_rows[row_ + 8 * r + part * next_] * block;
+    scale_[0][0] = of_rows[row_] * block;
+    scale_[1][0] = of_rows[row_ + 8] * block;
   }
   template <bool First>
-  __device__ __forceinline__ void add(
-      const float (&part)[kParts * part_columns(kShape, TileM, TileN) / 2],
-      BoundPair (&sums)[TileN / 4], const float*) const {
+  __device__ __forceinline__ void add(const float (&part)[kBox], BoundPair (&sums)[TileN / 4],
+                                      const float*) const {
     add_scaled<First>(part, sums, scale_);
   }
 
  private:
-  int row_, next_;
+  int row_;
   bool second_;  // its block of B is the second of the tile
-  float scale_[2][kParts];
+  float scale_[2][1];
 };
 
 // Blocks of 128x128 on both sides: one scale for a column group, or for all of a warpgroup's 64
 // rows of a 192x128 tile.
 template <int TileM, int TileN>
 class Promoter<Kind::wgrad_128x128, TileM, TileN, Shape::whole> {
-  static constexpr bool kIs192 = TileM != kTileM;
-  static constexpr int kColumnGroups = kIs192 ? 1 : kGroups<TileN>;
+  static constexpr bool kOfRows = kGroups<TileM> > 1;
+  static constexpr int kColumnGroups = kOfRows ? 1 : kGroups<TileN>;
 
  public:
   __device__ Promoter(const Tile&, int consumer_index) : consumer_index_(consumer_index) {}
 
   __device__ __forceinline__ void load(const float*, const float4* of_blocks) {
-    if constexpr (kIs192) {
+    if constexpr (kOfRows) {
       scale_[0][0] = scale_[1][0] = reinterpret_cast<const float*>(of_blocks)[consumer_index_];
     } else {
       const float4 b = *of_blocks;

@@ -63,7 +63,6 @@ struct Ring {
   }
   // Of Kind::fprop.
   __device__ int* row_offsets() const { return reinterpret_cast<int*>(barrier(S::kBarriers)); }
-  __device__ int& tiles() const { return row_offsets()[kMaxExperts + 1]; }  // of all experts
 };
 
 constexpr int after(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }

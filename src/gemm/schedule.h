@@ -6,28 +6,49 @@
 #include <cstdint>
 
 #include "common/host_device.h"
-#include "gemm/config.h"
+#include "gemm/tile.h"
 
 namespace fp8moe::cuda::gemm {
 
-inline constexpr int kUncounted = INT32_MAX;  // as the count of tiles
-inline constexpr int kNoMore = -1;            // as Tile::k_blocks: the last tile was the last
+// What decides which tiles there are, in what order. The experts' sizes are read on the device.
+struct Sizes {
+  const int32_t* row_offsets;        // [E+1] rows
+  const int32_t* tokens_per_expert;  // [E]   wgrad
+  const int32_t* col_offsets;        // [E+1] wgrad
+  int experts;
+  int m;             // rows of D per expert (wgrad; unused for rows)
+  int n;             // columns of D
+  int k_blocks;      // cdiv(K, 128) or Kcap / 128
+  int raster_group;  // rows of tiles in a raster group, see place_in_raster_groups
+};
+
+// The tiles of an expert's rows.
+struct RowTiles {
+  int rows;  // without those of tail tiles
+  int whole, tail;
+
+  constexpr int all() const { return whole + tail; }
+};
+constexpr RowTiles row_tiles(const TileShape& shape, int n, int rows) {
+  const int last = rows % shape.m;
+  const bool tail = shape.tail && last > 0 && last <= kBox;
+  if (tail) rows -= last;
+  return {.rows = rows,
+          .whole = (rows + shape.m - 1) / shape.m * ((n + shape.n - 1) / shape.n),
+          .tail = tail ? (n + kTailColumns - 1) / kTailColumns : 0};
+}
+
+inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
 
 struct alignas(16) Tile {
   int expert = 0;
-  int row = 0;          // first row of A
-  int rows = 0;         // rows of D from here on; none or less: nothing to store
-  int column = 0;       // first column of D
-  int16_t boxes_a = 0;  // rows of A, in boxes
-  int16_t boxes = 0;    // rows: of A and B together
-  int k_first = 0;      // first K-block
+  int row = 0;      // first row of A
+  int rows = 0;     // rows of D from here on; none or less: nothing to store
+  int column = 0;   // first column of D
+  int tail = 0;     // whether it is a tail tile
+  int k_first = 0;  // first K-block
   int k_blocks = 0;
   int whole_k_blocks = 0;  // those of a whole tile, else none: all that its first multiply asks
-
-  FP8MOE_HD bool tail_m() const { return boxes_a == kTailMBoxes; }
-  FP8MOE_HD bool tail_n() const { return boxes_a == kTailNBoxes; }
-  FP8MOE_HD bool split() const { return boxes == kSplitBoxes; }
-  FP8MOE_HD bool whole(int tile_m) const { return boxes_a == tile_m / kBox && !split(); }
 };
 
 // Tile `within` of an expert, in raster groups of rows of tiles, columns of tiles outside: what the
@@ -47,71 +68,37 @@ FP8MOE_HD Place place_in_raster_groups(int raster_group, int within, int tiles_m
 template <Kind kKind, int TileM, int TileN>
 class Schedule;
 
-// Tiles of an expert's rows, scheduled statically: whole ones, then tail-N ones, then tail-M ones.
-// Where the last wave is cut, all its tiles' first parts are scheduled statically, then the second
-// ones, then the third; a CTA gets one at most, or one that does not exist.
+// Tiles of an expert's rows, scheduled statically: whole ones, then tail tiles.
 template <int TileM, int TileN>
 class Schedule<Kind::fprop, TileM, TileN> {
  public:
-  // How many tiles, before any is cut, the experts first, first + step, ... have.
-  FP8MOE_HD static int count(const Sizes& sizes, const int32_t* row_offsets, int first, int step) {
-    int tiles = 0;
-    for (int e = first; e < sizes.experts; e += step)
-      tiles += row_tiles(TileM, TileN, sizes, row_offsets[e + 1] - row_offsets[e]).all();
-    return tiles;
-  }
+  // row_offsets: in shared memory.
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas)
+      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas) {}
 
-  // row_offsets: in shared memory. tiles: the count of all experts; without it no wave is cut.
-  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas,
-                     int tiles = kUncounted)
-      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas), cut_(tiles), end_(tiles) {
-    if (tiles == kUncounted || !cuts_last_wave(tiles % ctas, ctas)) return;
-    left_ = tiles % ctas;
-    cut_ = tiles - left_;
-    end_ = cut_ + kSplitParts * left_;
-  }
-
-  // The next tile of this CTA; false when there is none. A split one is its last.
+  // The next tile of this CTA; false when there is none.
   FP8MOE_HD bool next(Tile& tile) {
-    if (at_ >= end_) return false;
-    const bool split = at_ >= cut_;
-    const int part = split ? (at_ - cut_) / left_ : 0, uncut = at_ - part * left_;
+    constexpr TileShape kShape = tile_shape(TileM, TileN);
     int first = 0, rows = 0;
     RowTiles tiles;
     for (;; ++expert_) {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
-      tiles = row_tiles(TileM, TileN, sizes_, rows);
-      if (uncut < before_ + tiles.all()) break;
+      tiles = row_tiles(kShape, sizes_.n, rows);
+      if (at_ < before_ + tiles.all()) break;
       before_ += tiles.all();
     }
-    const int within = uncut - before_;
+    const int within = at_ - before_;
     Place place;  // in rows and columns
-    if (within < tiles.whole) {
+    tile.tail = within >= tiles.whole;
+    if (tile.tail) {
+      place = {tiles.rows, (within - tiles.whole) * kTailColumns};
+    } else {
       rows = tiles.rows;
       place = place_in_raster_groups(sizes_.raster_group, within, (rows + TileM - 1) / TileM,
-                                     tiles.wide);
+                                     (sizes_.n + TileN - 1) / TileN);
       place = {place.row * TileM, place.column * TileN};
-      tile.boxes_a = TileM / kBox;
-    } else if (within < tiles.whole + tiles.tail_n) {
-      rows = tiles.rows;
-      place = {(within - tiles.whole) * kTailNRows, tiles.wide * TileN};
-      tile.boxes_a = kTailNBoxes;
-    } else {
-      place = {tiles.rows, (within - tiles.whole - tiles.tail_n) * kTailMColumns};
-      tile.boxes_a = kTailMBoxes;
-    }
-    tile.boxes = (TileM + TileN) / kBox;
-    if (split) {
-      const bool halves = tile.tail_m() || tile.tail_n();
-      if (halves && part == 2) return false;
-      const bool m192 = TileM == kTileM192 && !tile.tail_m();
-      (tile.tail_n() || m192 ? place.row : place.column) += part * (halves ? 2 * kBox : kBox);
-      if (place.row >= rows || place.column >= sizes_.n) return false;
-      if (tile.tail_n()) tile.boxes_a = kTileM / kBox;
-      if (m192) tile.boxes_a = kTailMBoxes;
-      tile.boxes = kSplitBoxes;
     }
     tile.expert = expert_;
     tile.row = first + place.row;
@@ -126,8 +113,6 @@ class Schedule<Kind::fprop, TileM, TileN> {
   const Sizes& sizes_;
   const int32_t* row_offsets_;
   int at_, ctas_;
-  int left_ = 0;                 // tiles that are cut
-  int cut_, end_;                // where in what is scheduled statically their parts begin, and end
   int expert_ = 0, before_ = 0;  // tiles of the experts before it
 };
 
@@ -136,7 +121,7 @@ class Schedule<Kind::fprop, TileM, TileN> {
 template <Kind kKind, int TileM, int TileN>
 class Schedule {
  public:
-  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas, int = kUncounted)
+  FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas)
       : sizes_(sizes), at_(cta), ctas_(ctas) {}
 
   // The tiles of all experts.
@@ -153,7 +138,6 @@ class Schedule {
     tile.row = place.row * TileM;
     tile.rows = sizes_.m - tile.row;
     tile.column = place.column * TileN;
-    tile.boxes_a = TileM / kBox;
     tile.k_first = sizes_.col_offsets[tile.expert] / kBlockK;
     tile.k_blocks = (sizes_.tokens_per_expert[tile.expert] + kBlockK - 1) / kBlockK;
     at_ += ctas_;

@@ -1,7 +1,7 @@
 // The shared-memory plan: what one stage of the ring holds, and what lies beside the stages.
 #pragma once
 
-#include "gemm/config.h"
+#include "gemm/tile.h"
 
 namespace fp8moe::cuda::gemm {
 
@@ -37,11 +37,10 @@ inline constexpr int kScaleBatchBytes = 16 * kScaleBatch;
 // 192x128 the same the other way round.
 template <Kind kKind, int TileM, int TileN>
 struct Stage {
-  // Whether there are tail tiles in M, too, and beside 192 columns tail-N ones.
-  static constexpr bool kEdges = kKind == Kind::fprop && has_tail_m(TileM, TileN);
-  static constexpr int kBoxesA = TileM / kBox;
-  static constexpr int kBoxes = kBoxesA + TileN / kBox;
-  static constexpr int kMaxBoxesA = kEdges ? kTailNBoxes : kBoxesA;
+  using Traits = TileTraits<TileM, TileN>;
+  static constexpr bool kTails = kKind == Kind::fprop && Traits::kShape.tail;
+  static constexpr int kBoxesA = Traits::kBoxesA;
+  static constexpr int kBoxes = Traits::kBoxes;
   static constexpr int kBoxBytes = kBox * kBlockK;
   static constexpr int kTileBytes = kBoxes * kBoxBytes;
   static constexpr bool kBlockScales = kKind != Kind::wgrad_1x128;
@@ -49,18 +48,18 @@ struct Stage {
   static constexpr int kScaleBBytes = kKind == Kind::wgrad_1x128 ? 4 * TileN : 0;
   // Scales of a box of rows take kScaleStride floats, as TMA writes to multiples of 128 bytes.
   // Behind those of rows come those of columns.
-  static constexpr int kScaleBAt = kRowScales ? kMaxBoxesA * 4 * kScaleStride : 0;
+  static constexpr int kScaleBAt = kRowScales ? kBoxesA * 4 * kScaleStride : 0;
   static constexpr int kScaleBytes = kScaleBAt + kScaleBBytes;
   static constexpr int kTileStructBytes = 32;
   static_assert(kBoxBytes % 1024 == 0, "swizzled boxes start at 1024 bytes");
 
-  static constexpr int kConsumerWarps = 4 * kBoxesA;
-  static constexpr int kStagingBuffers = TileM == kTileM ? 3 : 2;
+  static constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+  static constexpr int kStagingBuffers = Traits::kShape.staging_buffers;
   static constexpr int kOutBytes = kConsumerWarps * kStagingBuffers * kStagingBytes;
   static constexpr int kStagingBarriers =
       kKind == Kind::fprop ? 0 : kConsumerWarps * kStagingBuffers;
   static constexpr int kBarriers = 2 * (kStages + kScaleBatches + kPlanned) + kStagingBarriers;
-  static constexpr int kRowOffsetsBytes = kKind == Kind::fprop ? 4 * (kMaxExperts + 2) : 0;
+  static constexpr int kRowOffsetsBytes = kKind == Kind::fprop ? 4 * (kMaxExperts + 1) : 0;
   static constexpr int kBytes = kStages * (kTileBytes + kScaleBytes) +
                                 (kStages + kPlanned) * kTileStructBytes + kOutBytes +
                                 kScaleBatches * kScaleBatchBytes + 8 * kBarriers + kRowOffsetsBytes;

@@ -23,8 +23,8 @@ int64_t workspace_bytes(const P& p);
 // Refuses a machine without driver or GPU, and a GPU that is not compute capability 9.0.
 void require_device(Device device, const char* op);
 
-// Plain C++, and in every build: it asks no device.
-GemmChoice explain_grouped_gemm(const GemmQuery& query);
+// What the choice of a grouped GEMM's tiles takes of a GPU; refuses as require_device.
+GemmBoard gemm_board(Device device);
 }  // namespace cuda
 
 // Runs the checked operator on the backend of `device`: the last statement of an operator.

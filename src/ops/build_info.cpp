@@ -21,6 +21,11 @@ void cuda::require_device(Device, const char* op) {
                           "] this build has no CUDA backend; pass CPU tensors, or reinstall with "
                           "FP8MOE_CUDA=ON");
 }
+
+GemmBoard cuda::gemm_board(Device device) {
+  require_device(device, "gemm_board");
+  return {};
+}
 #endif
 
 void require_cuda(int device) { cuda::require_device({DeviceType::cuda, device}, "require_cuda"); }

@@ -17,6 +17,7 @@ static_assert(FP8MOE_BF16 == static_cast<int>(DType::bf16));
 static_assert(FP8MOE_E5M2 == static_cast<int>(DType::e5m2));
 static_assert(FP8MOE_BOOL == static_cast<int>(DType::boolean));
 static_assert(FP8MOE_CUDA == static_cast<int>(DeviceType::cuda));
+static_assert(FP8MOE_SQRT_SOFTPLUS == static_cast<int>(kSqrtSoftplus));
 static_assert(FP8MOE_LAYOUT_BLOCK == static_cast<int>(ScaleLayout::block));
 
 thread_local std::string last_error;
@@ -155,6 +156,41 @@ Route params(const fp8moe_route_args& c) {
 
 PlanFromCounts params(const fp8moe_plan_from_counts_args& c) {
   return {.tokens_per_expert = tensor(c.tokens_per_expert), .plan = plan(c.plan)};
+}
+
+RouterTopk params(const fp8moe_router_topk_args& c) {
+  return {.logits = tensor(c.logits),
+          .selection_bias = tensor(c.selection_bias),
+          .padding = tensor(c.padding),
+          .given_idx = tensor(c.given_idx),
+          .scores = tensor(c.scores),
+          .topk_idx = tensor(c.topk_idx),
+          .topk_weights = tensor(c.topk_weights),
+          .tokens_per_expert = tensor(c.tokens_per_expert),
+          .score = c.score,
+          .select_by_logits = c.select_by_logits != 0,
+          .num_groups = c.num_groups,
+          .topk_groups = c.topk_groups,
+          .best_per_group = c.best_per_group,
+          .closed_value = c.closed_value,
+          .softmax_after_topk = c.softmax_after_topk != 0,
+          .normalize = c.normalize != 0,
+          .epsilon = c.epsilon,
+          .routed_scaling_factor = c.routed_scaling_factor};
+}
+
+RouterTopkBackward params(const fp8moe_router_topk_backward_args& c) {
+  return {.dweights = tensor(c.dweights),
+          .dscores = tensor(c.dscores),
+          .scores = tensor(c.scores),
+          .topk_idx = tensor(c.topk_idx),
+          .topk_weights = tensor(c.topk_weights),
+          .dlogits = tensor(c.dlogits),
+          .score = c.score,
+          .softmax_after_topk = c.softmax_after_topk != 0,
+          .normalize = c.normalize != 0,
+          .epsilon = c.epsilon,
+          .routed_scaling_factor = c.routed_scaling_factor};
 }
 
 PermutePad params(const fp8moe_permute_pad_args& c) {
@@ -354,6 +390,13 @@ fp8moe_status fp8moe_route_workspace(const fp8moe_route_args* args, int64_t* byt
 }
 fp8moe_status fp8moe_plan_from_counts(const fp8moe_plan_from_counts_args* args, void* stream) {
   return run(&plan_from_counts, args, stream);
+}
+fp8moe_status fp8moe_router_topk(const fp8moe_router_topk_args* args, void* stream) {
+  return run(&router_topk, args, stream);
+}
+fp8moe_status fp8moe_router_topk_backward(const fp8moe_router_topk_backward_args* args,
+                                          void* stream) {
+  return run(&router_topk_backward, args, stream);
 }
 fp8moe_status fp8moe_permute_pad(const fp8moe_permute_pad_args* args, void* stream) {
   return run(&permute_pad, args, stream);

@@ -94,7 +94,31 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   free(buffer);
 }
 
+/* One token of four experts: the gradient of its softmax over the best two. */
+static void router(void) {
+  float logits[4] = {0, 1, 1, -1}, scores[4], weights[2], d[2] = {1, 0}, dlogits[4];
+  int64_t idx[2], counts[4];
+  const fp8moe_tensor lt = tensor(logits, FP8MOE_F32, 2, 1, 4, 0);
+  const fp8moe_tensor st = tensor(scores, FP8MOE_F32, 2, 1, 4, 0);
+  const fp8moe_tensor it = tensor(idx, FP8MOE_I64, 2, 1, 2, 0);
+  const fp8moe_tensor wt = tensor(weights, FP8MOE_F32, 2, 1, 2, 0);
+  const fp8moe_tensor ct = tensor(counts, FP8MOE_I64, 1, 4, 0, 0);
+  const fp8moe_tensor dt = tensor(d, FP8MOE_F32, 2, 1, 2, 0);
+  const fp8moe_tensor gt = tensor(dlogits, FP8MOE_F32, 2, 1, 4, 0);
+  CHECK(CALL(router_topk, .logits = &lt, .scores = &st, .topk_idx = &it, .topk_weights = &wt,
+             .tokens_per_expert = &ct, .num_groups = 1, .topk_groups = 1, .best_per_group = 1,
+             .select_by_logits = 1, .softmax_after_topk = 1,
+             .routed_scaling_factor = 4) == FP8MOE_OK);
+  CHECK(idx[0] == 1 && idx[1] == 2 && weights[0] == 2 && weights[1] == 2);
+  CHECK(counts[0] == 0 && counts[1] == 1 && counts[2] == 1 && counts[3] == 0);
+  CHECK(CALL(router_topk_backward, .dweights = &dt, .scores = &st, .topk_idx = &it,
+             .topk_weights = &wt, .dlogits = &gt, .softmax_after_topk = 1,
+             .routed_scaling_factor = 4) == FP8MOE_OK);
+  CHECK(dlogits[0] == 0 && dlogits[1] == 1 && dlogits[2] == -1 && dlogits[3] == 0);
+}
+
 int main(void) {
+  router();
   static const int32_t expert_of[kTokens * kSlots] = {0, 2, 2, 0, -1, 2, 0, 0, 2, -1};
   int32_t ids[kTokens * kSlots];
   float x[kTokens * kK], w[kExperts * kN * kK], d[kRows * kN];

@@ -32,7 +32,8 @@ def poison(thing: Any) -> Any:
 def moved(thing: Any, device: Any) -> Any:
     """The same argument on another device."""
     if isinstance(thing, (tuple, list)):
-        return type(thing)(moved(part, device) for part in thing)
+        parts = [moved(part, device) for part in thing]
+        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
     return thing.to(device) if hasattr(thing, "to") else thing
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +28,11 @@ COUNTS = {
     "one expert": [300],
     "no tokens": [0, 0],
     "many": [e % 5 * 33 for e in range(70)],
-    "long": [900, 0, 130, 257],  # enough rows for tail tiles in N
+    "long": [900, 0, 130, 257],
     "many rows each": [1100, 0, 700],
     "edges of tiles": [64, 65, 192, 193, 449, 320, 0, 1, 780, 1100],
 }
+TILES = {(128, 128), (128, 192), (192, 128)}
 COUNTED = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 
 
@@ -53,9 +57,20 @@ def sms_here() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
-def chosen_tile(plan: RoutingPlan, n: int, k: int) -> object:
-    """Of fprop in bf16."""
-    return _C.explain_grouped_gemm("fprop", plan.rows, n, k, plan.experts, sms_here())["tile"]
+def candidates(gemm: str, plan: RoutingPlan, n: int, k: int, *how: Any) -> list[dict[str, Any]]:
+    """Every way to run the product of weights [experts, n, k]."""
+    sizes = plan.rows, n, k, plan.experts, sms_here()
+    found: list[dict[str, Any]] = _C.grouped_gemm_candidates(gemm, *sizes, *how)
+    return found
+
+
+@contextmanager
+def forced(candidate: dict[str, Any]) -> Iterator[None]:
+    _C.force_grouped_gemm(candidate)
+    try:
+        yield
+    finally:
+        _C.force_grouped_gemm(None)
 
 
 def rows_of(t: Fp8Tensor, rows: slice) -> Fp8Tensor:
@@ -116,123 +131,96 @@ def test_fprop_formats_and_adversarial_operands(kind: str, fp8: str) -> None:
     assert fprop_error(a, w, plan, d) <= C_CUDA
 
 
-@pytest.mark.parametrize(
-    ("n", "spare", "tile"),
-    [
-        (144, 0, (128, 192)),  # split tiles
-        (128, 0, (128, 192)),
-        (1216, 0, (128, 128)),
-        # Whole tiles and tail tiles in M (30 rows), in N beside 128x192: the capacity decides.
-        (1216, 710, (192, 128)),
-        (1216, 1480, (128, 192)),
-    ],
-)
-def test_fprop_over_several_runs_of_scales(n: int, spare: int, tile: tuple[int, int]) -> None:
+@pytest.mark.parametrize("n", [144, 128, 1216])
+def test_fprop_over_several_runs_of_scales(n: int) -> None:
     """The scales of blocks come 32 K-blocks at a time, eight such runs in shared memory: 301 are
     nine and a part."""
     k = 300 * 128 + 64
-    plan = plan_of([800, 0, 30], spare=spare)
-    if sms_here() == 132:  # else other tiles are chosen
-        assert chosen_tile(plan, n, k) == tile
+    plan = plan_of([800, 0, 30])
     a = on_gpu(noise(plan.rows, k, layout="gemm"))
     w = on_gpu(noise(3, n, k, layout="block"))
-    first, again = (
-        ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
-        for _ in range(2)
-    )
-    assert fprop_error(a, w, plan, first) <= C_CUDA
-    assert same_bits(first, again)
+    for candidate in candidates("fprop", plan, n, k):
+        with forced(candidate):
+            d = ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
+        assert fprop_error(a, w, plan, d) <= C_CUDA
 
 
-@pytest.mark.parametrize("k", [272, 656, 33 * 128 + 16])
+@DTYPES
+@pytest.mark.parametrize("k", [16, 272, 656, 33 * 128 + 16])
 @pytest.mark.parametrize(
-    ("counts", "n", "tile"),
+    ("counts", "n"),
     [
-        ([64], 1536, (128, 192)),
-        ([0, 1, 0, 70], 1040, (128, 192)),
-        ([900, 0, 130, 257, 100], 272, (128, 192)),
-        ([0, 690, 100], 832, (128, 192)),  # tail tiles in N
-        # A wave and some tiles for a second one, few enough to be split: with both tails,
-        ([0, 2312, 0], 1600, (128, 192)),
-        ([2416, 0, 0], 1600, (128, 192)),  # without low ones,
-        ([2364], 1728, (128, 192)),  # without a tail in N,
-        ([0, 2520, 0], 1600, (192, 128)),  # 192x128 and tail tiles in M,
-        ([2052], 2048, (192, 128)),  # without low ones.
-        ([980], 2048, (128, 128)),  # uncut
+        ([64], 1536),
+        ([0, 1, 0, 70], 1040),
+        ([900, 0, 130, 257, 100], 272),
+        ([2412, 0, 193], 1600),  # more than a wave
+        (COUNTS["edges of tiles"], 1216),
+        ([e % 7 * 100 + e for e in range(64)], 208),
     ],
 )
-def test_few_waves_have_the_bits_of_many(
-    counts: list[int], n: int, tile: tuple[int, int], k: int
+def test_a_row_has_the_same_bits_by_every_candidate(
+    counts: list[int], n: int, k: int, dtype: torch.dtype
 ) -> None:
-    """Few rows, or the last of more, come from split tiles; before those of a large expert they
-    come from tiles that are not split."""
-    sms = sms_here()
-    few, many = plan_of(counts, spare=37), plan_of([*counts, 128 * sms])
-    if sms == 132:  # else other tiles are chosen
-        assert chosen_tile(few, n, k) == tile
-    a = on_gpu(noise(many.rows, k, layout="gemm"))
-    w = on_gpu(noise(len(counts) + 1, n, k, layout="block"))
-    uncut = ops.grouped_gemm(a, w, many, out_dtype="bfloat16")[: sum(counts)]
-    a = rows_of(a, slice(few.rows))
-    w = Fp8Tensor(w.data[:-1], w.scale_inv[:-1], w.scale_layout)
-    first, again = (
-        ops.grouped_gemm(a, w, few, out=poisoned(few.rows, n, dtype=torch.bfloat16))
-        for _ in range(2)
-    )
-    assert same_bits(first[: sum(counts)], uncut)
-    assert same_bits(first, again)
-    assert fprop_error(a, w, few, first) <= C_CUDA
+    """And so has it whatever rows are computed beside it."""
+    plan = plan_of(counts, spare=37)
+    a = on_gpu(noise(plan.rows, k, layout="gemm"))
+    w = on_gpu(noise(len(counts), n, k, layout="block"))
+    word = str(dtype).removeprefix("torch.")
+    ways = candidates("fprop", plan, n, k, word)
+    assert {way["tile"] for way in ways} >= ({(128, 128)} if word == "float32" else TILES)
+    first: Tensor | None = None
+    for way in ways:
+        out = poisoned(plan.rows, n, dtype=dtype)
+        with forced(way):
+            d = ops.grouped_gemm(a, w, plan, out=out, out_dtype=dtype)
+        if first is None:
+            first = d
+            assert fprop_error(a, w, plan, d) <= C_CUDA
+        assert same_bits(first, d), way
+    assert first is not None
+    largest = max(range(len(counts)), key=lambda e: counts[e])
+    start = sum(counts[:largest])
+    some = slice(start, start + counts[largest] // 2 + 1)  # of the expert, and alone
+    of_e = tuple(t[largest : largest + 1] for t in (w.data, w.scale_inv))
+    alone = plan_of([some.stop - some.start])
+    for way in candidates("fprop", alone, n, k, word):
+        with forced(way):
+            d = ops.grouped_gemm(
+                rows_of(a, some), Fp8Tensor(*of_e, w.scale_layout), alone, out_dtype=dtype
+            )
+        assert same_bits(first[some], d), way
 
 
-SMALL = [5, 0, 65, 129, 256, 257, 384]
-
-
-@pytest.mark.parametrize(
-    ("counts", "tile"),
-    [
-        ([*SMALL, "most"], (192, 128)),
-        (["most"], (192, 128)),
-        ([0, "most", 0], (192, 128)),
-        (["none", 0], (192, 128)),
-        ([e % 7 * 100 + e for e in range(64)], (128, 192)),
-    ],
-    ids=["some small", "one expert", "one takes all", "no tokens", "all small"],
-)
-@pytest.mark.parametrize(
-    ("n", "k", "fp8"),
-    [
-        (1408, 272, "e4m3"),
-        (1600, 33 * 128 + 16, "e4m3"),
-        (1504, 128, "e5m2"),
-        (2048, 16, "e5m2"),
-    ],
-)
-def test_fprop_in_many_waves(
-    counts: list[int | str], tile: tuple[int, int], n: int, k: int, fp8: str
+@DTYPES
+@pytest.mark.parametrize("layout", ["block", "gemm"])
+@pytest.mark.parametrize(("n", "k"), [(144, 272), (272, 448), (832, 208)])
+def test_wgrad_has_the_same_bits_by_every_candidate(
+    n: int, k: int, layout: str, dtype: torch.dtype
 ) -> None:
-    """Tall tiles with their low ones, where experts have rows enough, else wide ones: the bits are
-    those of a thousand rows at a time, which fill few waves and are compared with float64 above."""
-    sms = sms_here()
-    most = max(128 * (10 * sms // (n // 192) + 1), 3000 * len(counts))
-    rows = [c if isinstance(c, int) else most if c == "most" else 0 for c in counts]
-    plan = plan_of(rows, spare=37 if sum(rows) else most)
-    assert chosen_tile(plan, n, k) == tile
-    a = on_gpu(noise(plan.rows, k, layout="gemm", fp8=fp8))
-    w = on_gpu(noise(len(rows), n, k, layout="block"))
-    first, again = (
-        ops.grouped_gemm(a, w, plan, out=poisoned(plan.rows, n, dtype=torch.bfloat16))
-        for _ in range(2)
-    )
-    assert same_bits(first, again)
-    offsets = plan.row_offsets.tolist()
-    for e, (start, stop) in enumerate(pairwise(offsets)):
-        of_e = Fp8Tensor(w.data[e : e + 1], w.scale_inv[e : e + 1], w.scale_layout)
-        for at in range(start, stop, 1000):
-            part = slice(at, min(at + 1000, stop))
-            few = plan_of([part.stop - part.start])
-            alone = ops.grouped_gemm(rows_of(a, part), of_e, few, out_dtype="bfloat16")
-            assert same_bits(first[part], alone)
-    assert first[offsets[-1] :].isnan().all()
+    plan = plan_of([300, 0, 0, 1, 0, 130, *[40] * 8, 0, 640], spare=37)
+    dy = segments(on_gpu(noise(n, plan.columns, layout=layout)), plan)
+    x = segments(on_gpu(noise(k, plan.columns, layout=layout)), plan)
+    word, columns = str(dtype).removeprefix("torch."), "block" if layout == "block" else "column"
+    dw = ops.grouped_gemm_wgrad(dy, x, plan, out_dtype=dtype)
+    assert wgrad_error(dy, x, plan, dw) <= C_CUDA
+    before = torch.randn(dw.shape, device="cuda").to(dtype)
+    for add in (False, True):
+        for way in candidates("wgrad", plan, n, k, word, add, columns):
+            out = before.clone() if add else poisoned(*dw.shape, dtype=dtype)
+            with forced(way):
+                ops.grouped_gemm_wgrad(dy, x, plan, out=out, accumulate=add)
+            assert torch.equal(out, before + dw if add else dw), way
+
+
+def test_an_illegal_candidate_is_refused() -> None:
+    plan = plan_of([5])
+    a, w = on_gpu(noise(5, 272, layout="gemm")), on_gpu(noise(1, 48, 272, layout="block"))
+    wide = {"tile": (128, 192), "raster_group": 16, "dynamic": False, "load_d": False}
+    with forced(wide), pytest.raises(ValueError, match="candidate"):
+        ops.grouped_gemm(a, w, plan, out_dtype="float32")
+    for odd in ({"tile": (64, 64)}, {"raster_group": 0}, {"dynamic": True}):
+        with forced({**wide, **odd}), pytest.raises(ValueError, match="candidate"):
+            ops.grouped_gemm(a, w, plan)
 
 
 @pytest.mark.parametrize("align", [16, 128])
@@ -279,21 +267,24 @@ def test_wgrad_over_many_tiles_without_tokens(layout: str) -> None:
     assert not dw[1:17].any()
 
 
-@pytest.mark.parametrize("k", [224, 272, 320, 352, 400])
 @pytest.mark.parametrize("layout", ["block", "gemm"])
-@pytest.mark.parametrize("experts", [1, 8])
-def test_wgrad_adds_f32_in_either_way(experts: int, layout: str, k: int) -> None:
-    """By reductions where experts have many tokens (here: one), else by bringing what there is:
-    the same sum, of subnormals, too."""
-    plan = plan_of([128 * 14] + [0] * (experts - 1))
+@pytest.mark.parametrize("k", [224, 320, 400])
+def test_wgrad_adds_subnormals_in_either_way(k: int, layout: str) -> None:
+    """By reductions, or by loading what D holds: the same sum."""
+    plan = plan_of([128 * 14])
     dy = segments(on_gpu(noise(208, plan.columns, layout=layout, fp8="e5m2")), plan)
     x = segments(on_gpu(noise(k, plan.columns, layout=layout)), plan)
     dy.data.view(torch.uint8)[:16] = 0
     dw = ops.grouped_gemm_wgrad(dy, x, plan, out_dtype="float32")
     before = torch.randn_like(dw)
     before[0, :16] = 1e-40
-    onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
-    assert torch.equal(onto, before + dw)
+    columns = "block" if layout == "block" else "column"
+    ways = candidates("wgrad", plan, 208, k, "float32", True, columns)
+    assert {way["load_d"] for way in ways} == {False, True}
+    for way in ways:
+        with forced(way):
+            onto = ops.grouped_gemm_wgrad(dy, x, plan, out=before.clone(), accumulate=True)
+        assert torch.equal(onto, before + dw), way
 
 
 FETCHED = [300, 0, 0, 1, 0, 130, *[40] * 8, 0, 640]

@@ -8,6 +8,7 @@ from fp8moe_cutlass.autograd.body import Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.gate import gate_logits
 from fp8moe_cutlass.autograd.movement import permute_pad, unpermute_unpad
+from fp8moe_cutlass.autograd.router_topk import router_topk
 from fp8moe_cutlass.autograd.weight_grad import weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights, quantize_weights
 
@@ -24,6 +25,7 @@ __all__ = [
     "grouped_plan",
     "permute_pad",
     "quantize_weights",
+    "router_topk",
     "unpermute_unpad",
     "weight_grads",
 ]

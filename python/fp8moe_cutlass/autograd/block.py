@@ -24,6 +24,7 @@ from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.saved import load, save
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
+from fp8moe_cutlass.ops._call import watched_once
 from fp8moe_cutlass.routing import RoutingPlan
 
 
@@ -173,6 +174,7 @@ def experts(
     return out
 
 
+@watched_once
 def _forward(
     x: Tensor,
     topk_idx: Any,
@@ -197,6 +199,26 @@ def _forward(
         # gradient, unless the two are different tensors.
         return out.view(out.shape), saved, route
     return cast(out, x.dtype), saved, route
+
+
+@watched_once
+def _backward(
+    dout: Tensor,
+    saved: Any,
+    route: Any,
+    options: Options,
+    move: Move,
+    grads: WeightGrads,
+    counters: Counters | None,
+    need: Need,
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+    """dx, dprobs and the weights' gradients."""
+    rows = move.dispatch_grad(dout, route, options.recipe)
+    made: Gradients = body_of(options.recipe).backward(rows, saved, options, need, counters)
+    del rows, saved
+    arrive = move.combine_grads(made.dx, made.dprobs, route)
+    weights = grads.accept(made.gate_up, made.down, counters)  # while both are on their way
+    return *arrive(), weights
 
 
 class _Experts(torch.autograd.Function):
@@ -230,11 +252,5 @@ class _Experts(torch.autograd.Function):
         need = Need(*ctx.needs_input_grad[:4])
         if move.collective:
             need = need._replace(x=ctx.need.x, probs=ctx.need.probs)
-        saved, route = load(ctx)
-        rows = move.dispatch_grad(dout, route, options.recipe)
-        made: Gradients = body_of(options.recipe).backward(rows, saved, options, need, counters)
-        del rows, saved
-        arrive = move.combine_grads(made.dx, made.dprobs, route)
-        weights = ctx.grads.accept(made.gate_up, made.down, counters)  # while both are on their way
-        dx, dprobs = arrive()
+        dx, dprobs, weights = _backward(dout, *load(ctx), options, move, ctx.grads, counters, need)
         return None if dx is None else cast(dx, ctx.dtype), dprobs, *weights, *(None,) * 7

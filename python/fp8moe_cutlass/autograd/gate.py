@@ -101,16 +101,14 @@ def _split(t: Tensor, count: int) -> tuple[Tensor, ...]:
     """
     if t.dtype == torch.bfloat16:
         return (t,)
-    parts = [_upper(t)]
-    while len(parts) < count:
-        t = t - parts[-1]
-        parts.append(_upper(t))
-    return tuple(parts)
-
-
-def _upper(t: Tensor) -> Tensor:
-    # Flat: such a view needs stride 1 in the last dimension, which one of size 1 may not have.
-    return t.contiguous().view(-1).view(torch.bfloat16)[1::2].view(t.shape)
+    # Flat: a view as bfloat16 needs stride 1 in the last dimension, which one of size 1 may lack.
+    left = t.contiguous().view(-1)
+    parts: list[Tensor] = []
+    for _ in range(count):
+        if parts:
+            left = left - parts[-1]
+        parts.append(left.view(torch.bfloat16)[1::2])
+    return tuple(part.view(t.shape) for part in parts)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

@@ -149,6 +149,33 @@ def route(shape: Shape, device: torch.device) -> Iterator[Work]:
     yield Work("top-k", run, size_of(experts, plan.buffer))
 
 
+@case("routing")
+def router_topk(shape: Shape, device: torch.device) -> Iterator[Work]:
+    logits = torch.randn(shape["T"], shape["E"], device=device)
+    rules: dict[str, dict[str, Any]] = {
+        "softmax": {},
+        "sigmoid, groups": {
+            "score": "sigmoid",
+            "num_groups": 4,
+            "topk_groups": 2,
+            "best_per_group": 1,
+        },
+    }
+    for variant, rule in rules.items():
+        run, out = into(ops.router_topk, logits, shape["S"], **rule)
+        yield Work(variant, run, size_of(logits, out))
+
+
+@case("routing")
+def router_topk_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
+    logits = torch.randn(shape["T"], shape["E"], device=device)
+    routed = ops.router_topk(logits, shape["S"])
+    dweights = torch.randn_like(routed.topk_weights)
+    run, dlogits = into(ops.router_topk_backward, dweights, None, *routed[:3])
+    read = size_of(dweights, routed.scores, routed.topk_idx)
+    yield Work("softmax", run, read + size_of(dlogits))
+
+
 @case("permute")
 def permute_pad(shape: Shape, device: torch.device) -> Iterator[Work]:
     _, plan, probs = routing(shape, device)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import router_topk
 from fp8moe_cutlass.integrations import transformer_engine as te
 from fp8moe_cutlass.nn.published import megatron_rule
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -129,22 +131,25 @@ def topk_routing_with_score_function(
         scaling_factor=scaling_factor,
         expert_bias=expert_bias is not None,
     )
+    options = rule.options()
     exact = logits.float()
-    scores = rule.scores(exact)
-    compared = (scores if rule.select_by == "scores" else exact).detach()
-    if expert_bias is not None:
-        compared = compared + expert_bias.float()
-
-    def choose(values: Tensor, k: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        chosen = rule.choose(values, k)
-        return values.gather(1, chosen), chosen
-
+    bias = None if expert_bias is None else expert_bias.detach().float()
     idx = precomputed_indices
-    if idx is None and router_replay is None:
-        idx = rule.choose(compared, topk)
-    elif idx is None:
+    if idx is None and router_replay is not None:
+        compared = exact.detach()
+        if rule.select_by == "scores":
+            compared = ops.router_topk(compared, topk, **options).scores
+        if bias is not None:
+            compared = compared + bias
+
+        def choose(values: Tensor, k: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            given = {**options, "select_by": "logits"}
+            chosen = ops.router_topk(values, k, **given).topk_idx
+            return values.gather(1, chosen), chosen
+
         _, idx = router_replay.get_replay_topk(compared, topk, num_groups, group_topk, choose)
-    probs = rule.weights(exact, scores, idx).to(logits.dtype)
+    routed = router_topk(exact, topk, selection_bias=bias, given_idx=idx, **options)
+    idx, probs = routed.topk_idx, routed.topk_weights.to(logits.dtype)
     if dense_output:
         return probs, idx
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, idx, True)

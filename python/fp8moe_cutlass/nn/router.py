@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from fp8moe_cutlass.autograd import gate_logits
+from fp8moe_cutlass.autograd import gate_logits, router_topk
 from fp8moe_cutlass.distributed import Shared
 from fp8moe_cutlass.nn.published import routing_of
-from fp8moe_cutlass.nn.rule import RoutingRule, best, shares
+from fp8moe_cutlass.nn.rule import RoutingRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,32 +153,31 @@ class Router(nn.Module):
 
         topk_idx [T, top_k] int64, each in [0, num_experts): the experts to take instead of the best
         (replay). Weights, scores and losses are those of x all the same. A token may name an
-          expert twice. Other ids raise on the CPU; on a GPU they are undefined, as in gather.
+          expert twice. Other ids raise on the CPU; on a GPU their weights are NaN.
         padding [T] bool: tokens that no loss and no load counts; they are routed all the same.
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
         self._check(x, topk_idx, padding)
         logits = self._logits(x)
-        scores = self.rule.scores(logits)
-        replayed = topk_idx is not None
-        if topk_idx is None:
-            compared = (scores if self.rule.select_by == "scores" else logits).detach()
-            if self.selection_bias is not None:
-                compared = compared + self.selection_bias
-            topk_idx = self.rule.choose(compared, self.top_k)
-        topk_weights = self.rule.weights(logits, scores, topk_idx)
-        if self.expert_scale is not None:
-            topk_weights = topk_weights * self.expert_scale.float()[topk_idx]
-        counts = self._summed(self._count(topk_idx, padding, 1))
-        routing = Routing(topk_idx, topk_weights, logits, scores, counts, padding, replayed, {})
-        losses = self._losses(routing, sequences)
-        if not losses:
-            return routing
-        weighted = [loss * getattr(self.coefficients, name) for name, loss in losses.items()]
-        return routing._replace(
-            topk_weights=with_loss(topk_weights, torch.stack(weighted).sum()),
-            losses={name: loss.detach() for name, loss in losses.items()},
+        scores, idx, topk_weights, counts = router_topk(
+            logits,
+            self.top_k,
+            selection_bias=self.selection_bias,
+            padding=padding,
+            given_idx=topk_idx,
+            **self.rule.options(),
         )
+        if self.expert_scale is not None:
+            topk_weights = topk_weights * self.expert_scale.float()[idx]
+        counts, replayed = self._summed(counts), topk_idx is not None
+        routing = Routing(idx, topk_weights, logits, scores, counts, padding, replayed, {})
+        losses = self._losses(routing, sequences)
+        if losses:
+            weighted = [loss * getattr(self.coefficients, name) for name, loss in losses.items()]
+            topk_weights = with_loss(topk_weights, torch.stack(weighted).sum())
+            losses = {name: loss.detach() for name, loss in losses.items()}
+        # Made anew: torch 2.11's dynamo cannot return what _replace makes.
+        return Routing(idx, topk_weights, logits, scores, counts, padding, replayed, losses)
 
     def balancing_loss(
         self, routing: Routing, *, sequences: int = 1, counts: Tensor | None = None
@@ -205,7 +203,9 @@ class Router(nn.Module):
             counts = self._counted(routing, sequences)
         elif sequences > 1:
             raise ValueError(f"[Router] counts must come with sequences=1; got {sequences}")
-        p = routing.scores if self.rule.score == "softmax" else shares(routing.scores)
+        p = routing.scores
+        if self.rule.score != "softmax":
+            p = p / (p.sum(dim=1, keepdim=True) + 1e-20)
         counts = counts.view(sequences, self.num_experts)
         share = counts.float() / counts.sum(dim=1, keepdim=True).clamp(min=1)
         length: Tensor | int = max(tokens // sequences, 1)
@@ -243,12 +243,6 @@ class Router(nn.Module):
                     f"[Router] {name} must be {str(dtype)[6:]} {list(shape)}; "
                     f"got {given.dtype} {tuple(given.shape)}"
                 )
-        if topk_idx is not None and topk_idx.device.type == "cpu" and not is_compiling():
-            out = topk_idx[(topk_idx < 0) | (topk_idx >= self.num_experts)]
-            if len(out):
-                raise ValueError(
-                    f"[Router] topk_idx must be in [0, {self.num_experts}); got {int(out[0])}"
-                )
 
     def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
         """Those with a coefficient."""
@@ -264,13 +258,17 @@ class Router(nn.Module):
 
     def _counted(self, routing: Routing, sequences: int) -> Tensor:
         """The n_e of each sequence, [sequences * E] i64; of one sequence, over the group."""
-        as_chosen = not (
-            routing.replayed or self.selection_bias is not None or self.rule.has_closed_groups
-        )
-        if as_chosen and sequences == 1:
+        grouped = self.rule.has_closed_groups
+        if sequences == 1 and not (routing.replayed or self.selection_bias is not None or grouped):
             return routing.tokens_per_expert
-        chosen = routing.topk_idx if as_chosen else best(routing.scores.detach(), self.top_k)
-        counts = self._count(chosen, routing.padding, sequences)
+        own = {**self.rule.options(), "topk_groups": self.rule.num_groups}
+        counts: Tensor = router_topk(
+            routing.logits.detach(),
+            self.top_k,
+            padding=routing.padding,
+            sequences=sequences,
+            **own,
+        ).tokens_per_expert
         return self._summed(counts) if sequences == 1 else counts
 
     def _summed(self, counts: Tensor) -> Tensor:
@@ -287,18 +285,6 @@ class Router(nn.Module):
             square = x.float().square().mean(dim=1, keepdim=True)
             logits = gate_logits(x, weight.float() * scale) * torch.rsqrt(square + eps)
         return logits if self.bias is None else logits + self.bias.float()
-
-    def _count(self, chosen: Tensor, padding: Tensor | None, sequences: int) -> Tensor:
-        """chosen [T, k] -> how often each expert is in it, [sequences * E] i64."""
-        rows = chosen
-        if sequences > 1:
-            first = torch.arange(sequences, device=chosen.device) * self.num_experts
-            rows = (chosen.view(sequences, -1) + first[:, None]).view_as(chosen)
-        one = torch.ones_like(chosen)
-        if padding is not None:
-            one = one * ~padding[:, None]
-        counts = chosen.new_zeros(sequences * self.num_experts)
-        return counts.scatter_add_(0, rows.flatten(), one.flatten())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias = self.selection_bias

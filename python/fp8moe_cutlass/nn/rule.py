@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import Any, Literal
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
-TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +56,7 @@ class RoutingRule:
     input_norm_eps: float | None = None
     softmax_after_topk: bool = False
     normalize: bool = True
-    epsilon: float = TINY
+    epsilon: float = 1e-20
     routed_scaling_factor: float = 1.0
     expert_scale: bool = False
     constant_weights: bool = False
@@ -131,47 +126,17 @@ class RoutingRule:
         """Whether a token's weights sum to routed_scaling_factor."""
         return self.normalize or self.softmax_after_topk
 
-    def scores(self, logits: Tensor) -> Tensor:
-        """[T, E] -> [T, E]."""
-        if self.score == "softmax":
-            return logits.softmax(dim=-1)
-        if self.score == "sigmoid":
-            return logits.sigmoid()
-        # The root of what rounds to 0 has no gradient.
-        return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
-
-    def choose(self, compared: Tensor, top_k: int) -> Tensor:
-        """compared [T, E] (scores with their bias, or logits) -> [T, top_k], best first."""
-        if self.has_closed_groups:
-            size = compared.shape[1] // self.num_groups
-            groups = compared.view(-1, self.num_groups, size)
-            assert self.best_per_group is not None
-            score = groups.topk(self.best_per_group, dim=-1, sorted=False).values.sum(dim=-1)
-            closed = torch.ones_like(score, dtype=torch.bool)
-            closed = closed.scatter(1, best(score, self.topk_groups), False)
-            compared = groups.masked_fill(closed[..., None], self.closed_value).flatten(1)
-        return best(compared, top_k)
-
-    def weights(self, logits: Tensor, scores: Tensor, topk_idx: Tensor) -> Tensor:
-        """[T, top_k], without the scale per expert."""
-        if self.softmax_after_topk:
-            weights = logits.gather(1, topk_idx).softmax(dim=-1)
-        else:
-            weights = scores.gather(1, topk_idx)
-            if self.normalize:
-                weights = shares(weights, self.epsilon)
-        if self.routed_scaling_factor != 1.0:
-            weights = weights * self.routed_scaling_factor
-        return weights
-
-
-def best(values: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of each row are, best first; of equal ones the lower comes first,
-    which topk does not promise."""
-    order = values.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, :count].contiguous()
-
-
-def shares(scores: Tensor, epsilon: float = TINY) -> Tensor:
-    """scores [T, k] over their sum."""
-    return scores / (scores.sum(dim=-1, keepdim=True) + epsilon)
+    def options(self) -> dict[str, Any]:
+        """The arguments of ops.router_topk that this rule stands for."""
+        return {
+            "score": self.score,
+            "select_by": self.select_by,
+            "num_groups": self.num_groups,
+            "topk_groups": self.topk_groups,
+            "best_per_group": 1 if self.best_per_group is None else self.best_per_group,
+            "closed_value": self.closed_value,
+            "softmax_after_topk": self.softmax_after_topk,
+            "normalize": self.normalize,
+            "epsilon": self.epsilon,
+            "routed_scaling_factor": self.routed_scaling_factor,
+        }

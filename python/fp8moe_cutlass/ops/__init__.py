@@ -29,6 +29,7 @@ from fp8moe_cutlass.ops.quantize import quantize
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
 from fp8moe_cutlass.ops.quantize_weight import QuantizedWeight, quantize_weight
 from fp8moe_cutlass.ops.route import route
+from fp8moe_cutlass.ops.router_topk import RouterTopk, router_topk, router_topk_backward
 from fp8moe_cutlass.ops.transpose_fp8 import transpose_fp8
 from fp8moe_cutlass.ops.unpack import Unpacked, unpack
 from fp8moe_cutlass.ops.unpermute_unpad import (
@@ -44,6 +45,7 @@ __all__ = [
     "PermuteGradients",
     "Permuted",
     "QuantizedWeight",
+    "RouterTopk",
     "Unpacked",
     "UnpermuteGradients",
     "act_quantize",
@@ -62,6 +64,8 @@ __all__ = [
     "quantize_pack",
     "quantize_weight",
     "route",
+    "router_topk",
+    "router_topk_backward",
     "transpose_fp8",
     "unpack",
     "unpermute_unpad",

@@ -8,8 +8,10 @@ torch's in-place operations do. Without torch, all calls go to _C.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fp8moe_cutlass import _C
 from fp8moe_cutlass.ops._outputs import empty
@@ -27,6 +29,8 @@ except ModuleNotFoundError as error:
         raise
     torch = None  # type: ignore[assignment]
 
+T = TypeVar("T")
+
 if torch is not None:
     torch.serialization.add_safe_globals([Fp8Tensor, RoutingPlan])  # what torch.load takes
     _C.attach_torch(torch.Tensor, torch.is_grad_enabled)
@@ -36,6 +40,43 @@ if torch is not None:
     _modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
     _PRIVATE = (profiler, "_is_profiler_enabled"), (forward_ad, "_current_level")
     KNOWN = _modes is not None and all(hasattr(*at) for at in _PRIVATE)
+
+
+class _Here(threading.local):
+    """Of this thread: its caller has asked `watched` already, and nothing can change it."""
+
+    unwatched = False
+
+
+_here = _Here()
+
+
+def watched() -> bool:
+    """Whether something of torch's has to see the operators that run now."""
+    return (  # dynamo, which takes this apart, sees the first alone
+        _is_dynamo_compiling()
+        or not KNOWN
+        or _modes() > 0
+        or profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+    )
+
+
+def watched_once(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, for whose operators `watched` is asked once: no mode begins or ends inside."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        if watched() or _here.unwatched:
+            return function(*args, **kwargs)
+        _here.unwatched = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _here.unwatched = False
+
+    return run
 
 
 def operator(name: str) -> Callable[..., None]:
@@ -48,18 +89,12 @@ def operator(name: str) -> Callable[..., None]:
     through_torch = register(name, with_workspace(name, _C.flat(name), flat_bytes), direct)
 
     def call(*given: Any, fresh: bool = False) -> None:
-        if (  # dynamo, which takes this function apart, sees the first alone
-            _is_dynamo_compiling()
-            or _modes()
-            or profiler._is_profiler_enabled
-            or forward_ad._current_level >= 0
-            or _is_tracing()
-        ):
+        if _is_dynamo_compiling() or (not _here.unwatched and watched()):
             through_torch(given)
         elif (written := direct(*given)) is not None and not fresh:
             increment_version(written)
 
-    return call if KNOWN else lambda *given, fresh=False: through_torch(given)
+    return call
 
 
 def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
@@ -69,7 +104,9 @@ def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
 
     def allocating(*given: Any) -> Any:
         bytes = workspace_bytes(*given)
+        if bytes == 0:
+            return run(*given, None)
         like = next(array for array in given if array is not None)
-        return run(*given, empty(name, like, (bytes,), "uint8") if bytes else None)
+        return run(*given, empty(name, like, (bytes,), "uint8"))
 
     return allocating

@@ -28,6 +28,7 @@ if torch is not None:
         "e4m3": torch.float8_e4m3fn,
         "e5m2": torch.float8_e5m2,
         "int32": torch.int32,
+        "int64": torch.int64,
         "uint8": torch.uint8,
     }
 
@@ -82,7 +83,8 @@ def new_fp8(
     op: str, like: Array, shape: tuple[int, ...], layout: str, fp8_dtype: DType, pow2: bool
 ) -> Fp8Tensor:
     """An uninitialized Fp8Tensor of the framework and device of `like`."""
-    format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
+    word = isinstance(fp8_dtype, str) and fp8_dtype in ("e4m3", "e5m2")
+    format = fp8_dtype if word else dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     scales = scale_shape(shape, layout)
     if is_torch(like):  # as empty() does
         device = like.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 
 from fp8moe_cutlass import Fp8Tensor, ops
 from fp8moe_cutlass.typing import Columns, ScaleKind, ScaleLayout
@@ -79,6 +80,24 @@ def check_route(given: Inputs) -> Iterator[Check]:
             (array(plan.col_offsets), p.col_offsets),
         ]
         yield bit_equal("route", f"dropped slots, an empty expert, align={align}", pairs)
+
+
+def check_router_topk(given: Inputs) -> Iterator[Check]:
+    logits = rounded(given.rng.normal(size=(300, 40)).astype(np.float32))  # with ties
+    dweights = given.probs(300, 6)
+    here = torch.from_numpy(logits).to(given.device)
+    r = ops.router_topk(here, 6, select_by="logits")
+    idx, weights, gradient = ref.router_topk(logits, array(dweights))
+    counts = np.bincount(idx.ravel(), minlength=40)
+    pairs = [(array(r.topk_idx), idx), (array(r.tokens_per_expert), counts)]
+    yield bit_equal("router_topk", "softmax, 6 of 40, ties", pairs)
+    dlogits = ops.router_topk_backward(dweights, None, *r[:3])
+    for op, mine, wanted in (
+        ("router_topk", r.topk_weights, weights),
+        ("router_topk_backward", dlogits, gradient),
+    ):
+        worst = float(np.abs(array(mine) - wanted).max())
+        yield within(op, "softmax, normalized", "within 1e-6", worst, 1e-6)
 
 
 def check_permute(given: Inputs) -> Iterator[Check]:
@@ -249,6 +268,7 @@ CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_quantize_weight,
     check_dequantize,
     check_route,
+    check_router_topk,
     check_permute,
     check_unpermute,
     check_dispatch,

@@ -152,6 +152,18 @@ class Dispatch:
     overflow: int
 
 
+def router_topk(logits: F32, dweights: F32) -> tuple[I64, F64, F64]:
+    """The largest logits of each row, of equal ones the lower column; the softmax of these, which
+    the softmax of all, normalized, is; the gradient of the logits. As many as dweights has."""
+    idx = np.argsort(-logits, axis=1, kind="stable")[:, : dweights.shape[1]]
+    exps = np.exp(np.take_along_axis(logits, idx, 1).astype(np.float64))
+    weights = exps / exps.sum(axis=1, keepdims=True)
+    mean = (weights * dweights).sum(axis=1, keepdims=True)
+    gradient = np.zeros(logits.shape)
+    np.put_along_axis(gradient, idx, weights * (dweights - mean), 1)
+    return idx, weights, gradient
+
+
 def dispatch(experts: I64, count: int, ranks: int, segment: int) -> Dispatch:
     """experts [T, S] (-1: none), rank by rank; segment 0: one rank's rows after another's."""
     row_of = np.full((len(experts), ranks), -1, np.int32)

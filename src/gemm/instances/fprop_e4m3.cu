@@ -1,6 +1,6 @@
 #include "gemm/instantiate.cuh"
 
 namespace fp8moe::cuda::gemm {
-template void launch<Kind::fprop, DType::e4m3>(const Params&, const Config&, const DeviceInfo&,
+template void launch<Kind::fprop, DType::e4m3>(const Params&, const Candidate&, const DeviceInfo&,
                                                cudaStream_t);
 }  // namespace fp8moe::cuda::gemm

@@ -1,6 +1,6 @@
 #include "gemm/instantiate.cuh"
 
 namespace fp8moe::cuda::gemm {
-template void launch<Kind::wgrad_1x128, DType::e5m2>(const Params&, const Config&,
+template void launch<Kind::wgrad_1x128, DType::e5m2>(const Params&, const Candidate&,
                                                      const DeviceInfo&, cudaStream_t);
 }  // namespace fp8moe::cuda::gemm

@@ -6,9 +6,8 @@
 //   place: each block lays the experts out for itself and turns ranks of its chunk into rows.
 //          Short, because all of it waits: for its launch, then for the counts of all chunks.
 // Key: the expert, -1 for none, E for an id that names no expert.
-#include <type_traits>
-
 #include "common/check.h"
+#include "device/early_launch.cuh"
 #include "device/plan_layout.cuh"
 #include "device/runtime.h"
 #include "device/slots.cuh"
@@ -50,14 +49,6 @@ struct Params {
   int32_t* counts;  // [chunks + 1, E + 1]; after the scan the last row is the sum
   PlanOut plan;
 };
-
-// The next launch may start; what the launch before wrote may be read.
-__device__ __forceinline__ void let_next_start() {
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
 
 __device__ __forceinline__ int key_of(const Params& p, int64_t i) {
   const int experts = p.plan.experts;
@@ -254,23 +245,6 @@ Source source_of(const Tensor& topk_idx, const Tensor& routing_map) {
   return routing_map.dtype == DType::i64   ? Source::map64
          : routing_map.dtype == DType::i32 ? Source::map32
                                            : Source::map8;
-}
-
-// A launch that may start before the one ahead of it in the stream has ended.
-template <typename... Args>
-void launch_early(void (*kernel)(Args...), unsigned grid, unsigned threads, size_t shared_bytes,
-                  cudaStream_t stream, std::type_identity_t<Args>... args) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  FP8MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
 }  // namespace

@@ -1,0 +1,105 @@
+"""ops.router_topk with gradients of its weights and scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
+
+_OF_WEIGHTS = ("score", "softmax_after_topk", "normalize", "epsilon", "routed_scaling_factor")
+
+
+def router_topk(
+    logits: Tensor,
+    top_k: int,
+    *,
+    selection_bias: Tensor | None = None,
+    padding: Tensor | None = None,
+    given_idx: Tensor | None = None,
+    sequences: int = 1,
+    **options: Any,
+) -> ops.RouterTopk:
+    """ops.router_topk, its scores and weights differentiable in logits [T, E] float32.
+
+    Of a DTensor of logits, split over tokens or not at all, the results are DTensors.
+    """
+    arrays = (logits, selection_bias, padding, given_idx)
+    if hasattr(logits, "full_tensor"):
+        return _of_dtensors(arrays, top_k, sequences, options)
+    scores, chosen, weights, counts = _RouterTopk.apply(  # type: ignore[no-untyped-call]
+        *arrays, top_k, sequences, options
+    )
+    return ops.RouterTopk(scores, chosen if given_idx is None else given_idx, weights, counts)
+
+
+class _RouterTopk(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        selection_bias: Tensor | None,
+        padding: Tensor | None,
+        given_idx: Tensor | None,
+        top_k: int,
+        sequences: int,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        scores, chosen, weights, counts = ops.router_topk(
+            logits.contiguous(),
+            top_k,
+            selection_bias=None if selection_bias is None else selection_bias.contiguous(),
+            padding=None if padding is None else padding.contiguous(),
+            given_idx=None if given_idx is None else given_idx.contiguous(),
+            sequences=sequences,
+            **options,
+        )
+        return scores, chosen if given_idx is None else None, weights, counts
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        scores, chosen, weights, counts = output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*([counts] if chosen is None else [chosen, counts]))
+        ctx.save_for_backward(scores, inputs[3] if chosen is None else chosen, weights)
+        ctx.options = {name: inputs[6][name] for name in _OF_WEIGHTS if name in inputs[6]}
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dscores: Tensor | None, _idx: None, dweights: Tensor | None, _counts: None
+    ) -> tuple[Any, ...]:
+        dlogits = None
+        if dscores is not None or dweights is not None:
+            scores, topk_idx, weights = ctx.saved_tensors
+            dlogits = ops.router_topk_backward(
+                None if dweights is None else dweights.contiguous(),
+                None if dscores is None else dscores.contiguous(),
+                scores,
+                topk_idx.contiguous(),
+                weights,
+                **ctx.options,
+            )
+        return dlogits, None, None, None, None, None, None
+
+
+def _of_dtensors(
+    arrays: tuple[Any, ...], top_k: int, sequences: int, options: dict[str, Any]
+) -> ops.RouterTopk:
+    """Each rank's tokens by themselves; of tokens that are split the counts are partial sums."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh, placements = arrays[0].device_mesh, arrays[0].placements
+    if any(not (p.is_replicate() or p.is_shard(0)) for p in placements):
+        raise ValueError(f"[router_topk] logits must be split over tokens; got {placements}")
+    logits, bias, padding, idx = (t.to_local() if hasattr(t, "to_local") else t for t in arrays)
+    given = {"selection_bias": bias, "padding": padding, "given_idx": idx, "sequences": sequences}
+    results = router_topk(logits, top_k, **given, **options)
+    sums = [Partial() if p.is_shard() else p for p in placements]
+    split = (placements, placements, placements, sums)
+    return ops.RouterTopk._make(
+        DTensor.from_local(t, mesh, how, run_check=False)
+        for t, how in zip(results, split, strict=True)
+    )

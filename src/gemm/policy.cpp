@@ -1,0 +1,105 @@
+#include "gemm/policy.h"
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "fp8moe/error.h"
+#include "gemm/schedule.h"
+
+namespace fp8moe::cuda::gemm {
+namespace {
+
+// Fitted to the record docs/benchmarks/gemm-candidates-h100.json, as TileShape::k_block_ns is.
+constexpr double kTileNs = 330;        // a tile's start and end, beside its K-blocks
+constexpr double kMemoryShare = 0.84;  // of the board's bandwidth that a GEMM gets
+// A static schedule: fast CTAs run ahead, and slow ones read again what has left L2.
+constexpr double kStaticBytes = 1.013;  // times the bytes
+constexpr double kClaimNs = 1800;       // of a launch whose CTAs claim their tiles
+constexpr double kReducedBytes = 1.07;  // per byte of D that is reduced into, where a load counts 1
+constexpr double kLoadNs = 840;         // a tile's wait for what D holds
+
+// Rows of tiles in a raster group; other heights gain less than 1% (docs/notes).
+constexpr int kRasterFprop = 8, kRasterWgrad = 4;
+
+std::optional<Candidate>& forced() {
+  static thread_local std::optional<Candidate> candidate;
+  return candidate;
+}
+
+bool is_legal(const Problem& p, const Candidate& c) {
+  for (const TileShape& shape : kTiles)
+    if (shape.m == c.tile_m && shape.n == c.tile_n)
+      return shape.writes(p.kind, p.bf16) && c.raster_group > 0 &&
+             (p.kind != Kind::fprop || !c.dynamic) && (!c.load_d || (p.add && !p.bf16));
+  return false;
+}
+
+constexpr double ceil_div(double a, double b) { return std::ceil(a / b); }
+
+}  // namespace
+
+std::vector<Candidate> candidates(const Problem& p) {
+  std::vector<Candidate> legal;
+  const int raster_group = p.kind == Kind::fprop ? kRasterFprop : kRasterWgrad;
+  for (const TileShape& shape : kTiles)
+    for (const bool dynamic : {false, true})
+      for (const bool load_d : {false, true}) {
+        const Candidate c{shape.m, shape.n, raster_group, dynamic, load_d};
+        if (is_legal(p, c)) legal.push_back(c);
+      }
+  return legal;
+}
+
+double nanoseconds(const Problem& p, const Candidate& c, const Board& board) {
+  const TileShape& shape = shape_of(c);
+  const auto m = static_cast<double>(p.m), n = static_cast<double>(p.n),
+             experts = static_cast<double>(p.experts), k_blocks = static_cast<double>(p.k_blocks);
+  double tiles, depth, operands, d;  // depth: K-blocks of a tile; operands, d: bytes
+  if (p.kind == Kind::fprop) {
+    const auto rows = static_cast<int>((p.m + p.experts - 1) / p.experts);
+    tiles = experts * row_tiles(shape, static_cast<int>(p.n), rows).all();
+    depth = k_blocks;
+    operands = k_blocks * kBlockK * (m + experts * n);
+    d = m * n;
+  } else {
+    tiles = experts * ceil_div(m, shape.m) * ceil_div(n, shape.n);
+    depth = k_blocks / experts;
+    operands = k_blocks * kBlockK * (m + n);
+    d = experts * m * n;
+  }
+  d *= p.bf16 ? 2 : 4;
+  if (p.add) d *= 1 + (p.bf16 || c.load_d ? 1 : kReducedBytes);
+  const double waves = ceil_div(tiles, static_cast<double>(board.sm_count));
+  const double arithmetic = waves * (kTileNs + depth * shape.k_block_ns + (c.load_d ? kLoadNs : 0));
+  const double bytes = (operands + d) * (c.dynamic ? 1 : kStaticBytes);
+  const double memory = bytes / (1e3 * kMemoryShare * board.memory_tb_s);
+  // Near the larger of the two, as they overlap.
+  const double both = std::sqrt(std::hypot(arithmetic * arithmetic, memory * memory));
+  return both + (c.dynamic ? kClaimNs : 0);
+}
+
+Candidate choose(const Problem& p, const Board& board) {
+  if (const std::optional<Candidate>& given = forced()) {
+    if (is_legal(p, *given)) return *given;
+    throw InvalidArgument("the forced candidate is not legal for this grouped GEMM; got tile " +
+                          std::to_string(given->tile_m) + "x" + std::to_string(given->tile_n));
+  }
+  Candidate cheapest;
+  double least = std::numeric_limits<double>::infinity();
+  for (const Candidate& c : candidates(p)) {
+    const double cost = nanoseconds(p, c, board);
+    if (cost < least) {
+      cheapest = c;
+      least = cost;
+    }
+  }
+  return cheapest;
+}
+
+void force(const Candidate* candidate) {
+  forced() = candidate ? std::optional(*candidate) : std::nullopt;
+}
+
+}  // namespace fp8moe::cuda::gemm
