@@ -156,3 +156,17 @@ def test_sweep_table_equals_its_record() -> None:
         for i in (512, 1024, 2048)
     ]
     assert table("docs/explanation/when-fp8-helps.md", "sweep-h200.json") == want
+
+
+@pytest.mark.parametrize("record", ["transformers-h100.json", "transformers-v3-sizes-h100.json"])
+def test_transformers_table_equals_its_record(record: str) -> None:
+    want = []
+    for r in results(record):
+        [(base, ms)] = r["peers"].items()
+        what = ", ".join(filter(None, (r["op"], r["variant"].removeprefix("fp8moe").strip(", "))))
+        whole = r["op"] == "step"
+        gib = [f"{r['peak_gib'][name]:.1f}" if whole else "" for name in (base, r["variant"])]
+        figures = [f"{ms:.1f}", f"{r['ms']:.1f}", f"{r['ratio']:.2f}", *gib]
+        if "remade" not in what:
+            want.append([r["model"], what, *figures])
+    assert table("docs/how-to/hugging-face.md", record) == want

@@ -81,7 +81,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Of every experts' parameter after one backward of the loss; the model's are cleared."""
     model.zero_grad()
-    ids = tokens()
+    ids = tokens().to(next(model.parameters()).device)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     made = {
         f"{name}.{w}": getattr(m, w).grad

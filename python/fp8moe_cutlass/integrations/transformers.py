@@ -75,7 +75,8 @@ def register(
     ) -> Tensor:
         reason = _refused(self)
         if reason is not None:
-            raise NotImplementedError(f"[transformers] {_of(self, reason)}")
+            kind = type(self).__name__
+            raise NotImplementedError(f"[transformers] {kind} cannot run in FP8: {reason}")
         block: Any = self.__dict__.get("_fp8moe")  # that reuse or telemetry has found
         if block is None or block._options is not options:
             block = _Registered(self, options)
@@ -233,7 +234,3 @@ def _unusable(module: nn.Module) -> str | None:
         if w.shape[-1] % 16:
             return f"{name} is {tuple(w.shape)}: sizes must be multiples of 16"
     return None
-
-
-def _of(module: nn.Module, reason: str) -> str:
-    return f"{type(module).__name__} cannot run in FP8: {reason}"

@@ -21,15 +21,17 @@ class Reused:
 
     def __init__(self, name: str, layer: ExpertBlock, check: bool) -> None:
         self.name, self.check = name, check
-        self.weights: Fp8Weights = layer.quantize_weights()
+        self.weights: Fp8Weights | None = layer.quantize_weights()
         # An alias has its parameter's version counter, and keeps the address from being given away.
         self.seen = [(p, p.detach(), _version(p)) for p in _parameters(layer)]
 
     def weights_of(self, layer: ExpertBlock) -> Fp8Weights | None:
-        """Of a forward: these, after `compare`; None where it multiplies computed weights."""
+        """Of a forward: these, after `compare`; None where it multiplies computed weights, and from
+        then on: to compute and to remove them may write to the parameters."""
         if _computed(layer):
-            return None
-        self.compare(layer)
+            self.weights = None
+        if self.weights is not None:
+            self.compare(layer)
         return self.weights
 
     def compare(self, layer: ExpertBlock) -> None:
