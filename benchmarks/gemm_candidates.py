@@ -124,28 +124,29 @@ def call_of(case: Case, pool: Pool, plan: RoutingPlan) -> tuple[Run, torch.Tenso
     """The call, and its output."""
     n, k = (case.k, case.n) if case.gemm == "dgrad" else (case.n, case.k)
     dtype = getattr(torch, case.dtype)
-    blocks = lambda size: -(-size // 128)  # noqa: E731
+
+    def blocks(size: int) -> int:
+        return -(-size // 128)
+
     if case.gemm != "wgrad":
         a = pool.fp8(0, (case.m, k), (blocks(k), -(-case.m // 4) * 4), "gemm")
         w = pool.fp8(1, (case.e, n, k), (case.e, blocks(n), blocks(k)), "block")
         d = pool.out(case.m, n, dtype=dtype)
         return lambda: ops.grouped_gemm(a, w, plan, out=d, out_dtype=case.dtype), d
     block, depth = case.columns == "block", blocks(plan.columns)
-    sides = []
+    sides = []  # dy and x, transposed
     for which, size in enumerate((n, k)):
         scales = (blocks(size), depth) if block else (depth, -(-size // 4) * 4)
         layout = "block" if block else "gemm"
         sides.append(pool.fp8(which, (size, plan.columns), scales, layout))
     d = pool.out(case.e, n, k, dtype=dtype)
-    run = lambda: ops.grouped_gemm_wgrad(  # noqa: E731
-        *sides, plan, out=d, out_dtype=case.dtype, accumulate=case.accumulate
-    )
-    return run, d
+    how: Any = {"out": d, "out_dtype": case.dtype, "accumulate": case.accumulate}
+    return lambda: ops.grouped_gemm_wgrad(sides[0], sides[1], plan, **how), d
 
 
 def ways_of(case: Case, sms: int) -> tuple[list[dict[str, Any]], int]:
     """All candidates, and which one is the choice."""
-    query = [case.gemm, case.m, case.n, case.k, case.e, sms, case.dtype]
+    query: list[Any] = [case.gemm, case.m, case.n, case.k, case.e, sms, case.dtype]
     if case.gemm == "wgrad":
         query += [case.accumulate, case.columns]
     ways = _C.grouped_gemm_candidates(*query)
@@ -177,13 +178,15 @@ def measure(case: Case, pool: Pool, limits: Limits, draw: random.Random) -> Reco
     del first
     spent = time.perf_counter() - began
     times: list[list[float]] = [[] for _ in ways]
+    flush = limits.timer.cache  # type: ignore[union-attr]
     before = time.perf_counter()
     while len(times[0]) < 9 or (len(times[0]) < 25 and time.perf_counter() - before < SECONDS):
         order = draw.sample(range(len(ways)), len(ways))
         events = [(event(), event()) for _ in ways]
-        torch.cuda._sleep(120_000 * len(ways))  # the host gets ahead: 60 us per call
+        # The host gets ahead: 60 us per call.
+        torch.cuda._sleep(120_000 * len(ways))  # type: ignore[no-untyped-call]
         for index in order:
-            limits.timer.cache.sum()
+            flush.sum()
             _C.force_grouped_gemm(ways[index])
             events[index][0].record()
             run()

@@ -434,7 +434,7 @@ def activation(s: Shape, deal: Any, out: Digests) -> None:
 
         def backward() -> Any:
             dh, z, probs = given
-            dz, dprobs = op("act_quantize_backward", dh, z, plan, probs, **how)
+            dz, *_, dprobs = op("act_quantize_backward", dh, z, plan, probs, **how)
             return s.of_rows(dz, rows), s.of_rows(dprobs, rows)
 
         out.add("act_quantize_backward", o, backward)

@@ -170,3 +170,18 @@ def test_transformers_table_equals_its_record(record: str) -> None:
         if "remade" not in what:
             want.append([r["model"], what, *figures])
     assert table("docs/how-to/hugging-face.md", record) == want
+
+
+def test_router_table_equals_its_record() -> None:
+    rows: dict[tuple[str, int], dict[str, dict]] = {}
+    for r in results("router-h100.json"):
+        rows.setdefault((r["model"], r["shape"]["T"]), {})[r["op"]] = r
+    want = []
+    for (model, tokens), of in rows.items():
+        names = ("router", "router, compiled", "router, captured", "gate, captured")
+        *us, experts = (1e3 * of[name]["ms"] for name in (*names, "experts, captured"))
+        share = f"{100 * us[2] / (us[2] + experts):.1f}%"
+        times = [f"{figure:,.0f}" for figure in us]
+        launches = str(of["router"]["launches"])
+        want.append([f"{model}, {tokens:,}", *times, launches, f"{experts:,.0f}", share])
+    assert table("docs/reference/routers.md", "router-h100.json") == want

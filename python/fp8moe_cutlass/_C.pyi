@@ -88,7 +88,7 @@ def gemm_board(device: int = 0) -> tuple[int, float]:
 def grouped_gemm_candidates(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block', memory_tb_s: float = 3.35) -> list[dict[str, Any]]:
     """For measuring and tests: every way to run it. All give the same bits."""
 
-def force_grouped_gemm(candidate: dict | None) -> None:
+def force_grouped_gemm(candidate: dict[str, Any] | None) -> None:
     """
     For measuring and tests: what this thread's grouped GEMMs run from now on; None: the choice.
     """

@@ -98,7 +98,7 @@ void bind_gemm_choice(nb::module_& m) {
       QUERY_NAMES, "For measuring and tests: every way to run it. All give the same bits.");
   m.def(
       "force_grouped_gemm",
-      [](std::optional<nb::dict> given) {
+      [](std::optional<Words> given) {
         if (!given) return force_grouped_gemm(nullptr);
         const auto of = [&](const char* name) { return (*given)[name]; };
         const auto [tile_m, tile_n] = nb::cast<std::pair<int, int>>(of("tile"));

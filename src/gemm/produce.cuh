@@ -30,7 +30,7 @@ __device__ void schedule_tiles(const Params& params, const Ring<kKind, TileM, Ti
   for (bool more = true; more; planned.advance()) {
     more = schedule.next(tile);
     if (!more) tile.k_blocks = kNoMore;
-    tile.whole_k_blocks = tile.tail ? 0 : tile.k_blocks;
+    tile.whole_k_blocks = Stage<kKind, TileM, TileN>::kTails && tile.tail ? 0 : tile.k_blocks;
     await(ring.planned_empty(planned.at()), planned.phase() ^ 1);
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));

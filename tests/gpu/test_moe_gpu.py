@@ -102,4 +102,4 @@ def test_compiled(device: torch.device) -> None:
     want = step(moe, x)
     got = step(moe, x, torch.compile(moe, fullgraph=True))
     for a, b in zip(got, want, strict=True):
-        assert relative_error(a, b) < 0.02
+        assert relative_error(a, b) < 0.05
