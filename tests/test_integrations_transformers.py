@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 pytest.importorskip("transformers")
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
-from fp8moe_cutlass.autograd import weights as fp8_weights
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
 from transformers_models import (
@@ -24,6 +23,7 @@ from transformers_models import (
     E,
     H,
     I,
+    count_quantizations,
     error,
     exchange_gate_and_up,
     experts_classes,
@@ -262,17 +262,7 @@ def test_the_id_of_no_expert() -> None:
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers' weights have been quantized."""
-    count = [0]
-    of_one_forward = fp8_weights.of_one_forward
-
-    def counting(*given: Any, **how: Any) -> Any:
-        count[0] += 1
-        return of_one_forward(*given, **how)
-
-    monkeypatch.setattr(fp8_weights, "of_one_forward", counting)
-    monkeypatch.setattr("fp8moe_cutlass.autograd.fp8.of_one_forward", counting)
-    return count
+    return count_quantizations(monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["register", "swap"])

@@ -23,11 +23,11 @@ import trl
 from transformers import Trainer, TrainingArguments
 
 from fp8moe_cutlass import telemetry
-from fp8moe_cutlass.autograd import weights as fp8_weights
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import reuse_fp8_weights
 from fp8moe_cutlass.nn.block import blocks_of
 from transformers_models import (
+    count_quantizations,
     error,
     exchange_gate_and_up,
     experts_of,
@@ -43,6 +43,18 @@ HOW: dict[str, Callable[[Any], Any]] = {
     "register": lambda model: model.set_experts_implementation("fp8moe"),
     "swap": fp8moe.swap,
 }
+ONE_STEP: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 1,
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +64,7 @@ def _registered() -> None:
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers' weights have been quantized."""
-    count = [0]
-    of_one_forward = fp8_weights.of_one_forward
-
-    def counting(*given: Any, **how: Any) -> Any:
-        count[0] += 1
-        return of_one_forward(*given, **how)
-
-    monkeypatch.setattr(fp8_weights, "of_one_forward", counting)
-    monkeypatch.setattr("fp8moe_cutlass.autograd.fp8.of_one_forward", counting)
-    return count
+    return count_quantizations(monkeypatch)
 
 
 def examples(rows: int = 8) -> list[dict[str, Tensor]]:
@@ -70,22 +72,9 @@ def examples(rows: int = 8) -> list[dict[str, Tensor]]:
 
 
 def trainer(model: Any, folder: Path, callbacks: Any = (), **arguments: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
     return Trainer(
         model,
-        TrainingArguments(**defaults | arguments),
+        TrainingArguments(str(folder), **ONE_STEP | arguments),
         train_dataset=examples(),
         callbacks=list(callbacks),
     )
@@ -229,21 +218,7 @@ def words(count: int, seed: int) -> str:
 
 def reinforcement(name: str, model: Any, folder: Path, callbacks: Any = ()) -> Any:
     """One step of TRL's SFT, DPO or GRPO trainer."""
-    common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 2,
-    }
+    common = {"bf16": False, "gradient_checkpointing": False, "output_dir": str(folder)} | ONE_STEP
     rows: list[dict[str, str]] = []
     more: dict[str, Any] = {}
     if name == "SFT":

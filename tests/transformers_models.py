@@ -7,9 +7,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+
+from fp8moe_cutlass.autograd import fp8, weights
 
 H, I, E = 128, 96, 8
 # Each config class has its own names for the same sizes: extra ones are kept and unused.
@@ -135,3 +138,17 @@ def _module(cls: type, configs: list[Any]) -> Any:
             continue
         return made
     raise AssertionError(f"no configuration makes {cls.__name__}")
+
+
+def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """[how many layers' weights have been quantized], which goes on counting."""
+    count = [0]
+    of_one_forward = weights.of_one_forward
+
+    def counting(*given: Any, **how: Any) -> Any:
+        count[0] += 1
+        return of_one_forward(*given, **how)
+
+    monkeypatch.setattr(weights, "of_one_forward", counting)
+    monkeypatch.setattr(fp8, "of_one_forward", counting)
+    return count
