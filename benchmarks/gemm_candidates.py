@@ -141,6 +141,7 @@ def call_of(case: Case, pool: Pool, plan: RoutingPlan) -> tuple[Run, torch.Tenso
         sides.append(pool.fp8(which, (size, plan.columns), scales, layout))
     d = pool.out(case.e, n, k, dtype=dtype)
     how: Any = {"out": d, "out_dtype": case.dtype, "accumulate": case.accumulate}
+    how["workspace"] = ops.zero_workspace(d)
     return lambda: ops.grouped_gemm_wgrad(sides[0], sides[1], plan, **how), d
 
 

@@ -112,7 +112,13 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **rule,
         },
         "dequantize": {**fp8("q", p.x8), "x": torch.zeros(TOKENS, width)},
-        "route": {"topk_idx": p.topk_idx, "routing_map": None, **plan, "plan": buffer},
+        "route": {
+            "topk_idx": p.topk_idx,
+            "routing_map": None,
+            **plan,
+            "plan": buffer,
+            "workspace": None,
+        },
         "plan_from_counts": {
             "tokens_per_expert": p.plan.tokens_per_expert.clone(),
             "plan": torch.zeros(counts_buffer, dtype=torch.int32),
@@ -169,6 +175,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **dispatch,
             "plan": torch.zeros_like(p.dispatch.buffer),
             "counts": torch.zeros(EXPERTS, 2, dtype=torch.int32),
+            "workspace": None,
         },
         "quantize_pack": {
             "x": p.x,
@@ -225,6 +232,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **new("dz_columns", width, kcap, layout="block"),
             **new("h_columns", width // 2, kcap, layout="block"),
             **rule,
+            "workspace": None,
         },
         "grouped_gemm": {
             **fp8("a", p.rows8),
@@ -238,6 +246,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **plan,
             "dw": torch.zeros(EXPERTS, width, width),
             "accumulate": False,
+            "workspace": None,
         },
     }
 
@@ -249,10 +258,8 @@ OPS = tuple(_C.operators())
 def objects(name: str, flat: dict[str, Any]) -> list[Any]:
     """The same arguments as _C takes them: an Fp8Tensor and a plan as one object each."""
     flat, given = dict(flat), []
-    for field, kind, role, _ in _C.operators()[name]:
-        if role == "workspace":
-            given.append(flat.get(field, torch.zeros(1 << 16, dtype=torch.uint8)))
-        elif kind == "rule":
+    for field, kind, _, _ in _C.operators()[name]:
+        if kind == "rule":
             given += [flat["pow2"], flat["eps"]]
         elif flat[field] is None:
             given.append(None)
@@ -269,9 +276,10 @@ def objects(name: str, flat: dict[str, Any]) -> list[Any]:
 
 
 def outputs(name: str) -> list[str]:
-    """The arguments an op writes, from its schema."""
+    """The arguments an op writes, from its schema; a workspace is as it was."""
     schema = getattr(torch.ops.fp8moe, name).default._schema
-    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [a.name for a in written if a.name != "workspace"]
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

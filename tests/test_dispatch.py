@@ -125,7 +125,7 @@ def test_overflow_of_the_exact_plan() -> None:
     for capacity in (0, 1, 30, 55):
         plan = poisoned_plan(40, 3, capacity)
         counts = torch.zeros(3, 2, dtype=torch.int32)
-        torch.ops.fp8moe.dispatch_plan(ids, 6, 0, plan.buffer, *plan.sizes, counts)
+        torch.ops.fp8moe.dispatch_plan(ids, 6, 0, plan.buffer, *plan.sizes, counts, None)
         d = ref.dispatch(ids.numpy(), 6, 3, capacity=capacity)
         assert_plan(plan, counts, d, 0)
         assert d.overflow > 0
@@ -287,7 +287,9 @@ def test_bad_ids_write_nothing(bad: int, dtype: torch.dtype) -> None:
 
 def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
     buffer = torch.zeros(RoutingPlan(None, *sizes).buffer_size, dtype=torch.int32)  # type: ignore[arg-type]
-    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, buffer, *sizes, torch.zeros(2, 2).int())
+    torch.ops.fp8moe.dispatch_plan(
+        ids, experts, segment, buffer, *sizes, torch.zeros(2, 2).int(), None
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ enum { FP8MOE_CPU = 0, FP8MOE_CUDA = 1 };
 /* Values of fp8moe_fp8_tensor.layout: where the scales are (tensor.h, ScaleLayout). */
 enum { FP8MOE_LAYOUT_ROW = 0, FP8MOE_LAYOUT_GEMM = 1, FP8MOE_LAYOUT_BLOCK = 2 };
 
+/* Of a workspace that must be zero: so many bytes serve every operator that asks for one, in calls
+ * that follow one another on a stream. It is zero again when each has run. Calls that may run at
+ * the same time need one each. */
+enum { FP8MOE_ZERO_WORKSPACE_BYTES = 576 };
+
 /* A row-major view of at most 4 dimensions. */
 typedef struct fp8moe_tensor {
   void* data;
@@ -355,9 +360,14 @@ typedef struct fp8moe_act_quantize_backward_args {
   const fp8moe_fp8_tensor* dz_columns; /* optional */
   const fp8moe_fp8_tensor* h_columns;  /* optional */
   fp8moe_scale_rule rule;
+  const fp8moe_tensor* workspace; /* optional where its size is 0; zero before and after */
 } fp8moe_act_quantize_backward_args;
 FP8MOE_C_API fp8moe_status
 fp8moe_act_quantize_backward(const fp8moe_act_quantize_backward_args* args, void* stream);
+/* *bytes: what fp8moe_act_quantize_backward needs as workspace (0 is possible), at most
+ * FP8MOE_ZERO_WORKSPACE_BYTES. */
+FP8MOE_C_API fp8moe_status fp8moe_act_quantize_backward_workspace(
+    const fp8moe_act_quantize_backward_args* args, int64_t* bytes);
 
 /* ---- grouped GEMM ---- */
 
@@ -377,9 +387,14 @@ typedef struct fp8moe_grouped_gemm_wgrad_args {
   const fp8moe_plan* plan;
   const fp8moe_tensor* dw;
   int32_t accumulate;
+  const fp8moe_tensor* workspace; /* optional where its size is 0; zero before and after */
 } fp8moe_grouped_gemm_wgrad_args;
 FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_grouped_gemm_wgrad_args* args,
                                                      void* stream);
+/* *bytes: what fp8moe_grouped_gemm_wgrad needs as workspace (0 is possible), at most
+ * FP8MOE_ZERO_WORKSPACE_BYTES. */
+FP8MOE_C_API fp8moe_status
+fp8moe_grouped_gemm_wgrad_workspace(const fp8moe_grouped_gemm_wgrad_args* args, int64_t* bytes);
 
 #ifdef __cplusplus
 }

@@ -13,10 +13,15 @@ enum class Role : uint8_t {
   optional_in,
   out,
   optional_out,
-  status,     // an input whose status words the operator counts up
-  workspace,  // scratch of at least workspace_bytes(p) bytes
+  status,          // an input whose status words the operator counts up
+  workspace,       // at least workspace_bytes(p) bytes, whatever they hold
+  zero_workspace,  // the same of zeros, which are zeros again when the operator has run
   option,
 };
+
+constexpr bool is_workspace(Role role) {
+  return role == Role::workspace || role == Role::zero_workspace;
+}
 
 // What else a member allows or needs.
 enum : unsigned {
@@ -56,6 +61,10 @@ constexpr Field<P, T> status(const char* name, T P::* at) {
 template <class P, class T>
 constexpr Field<P, T> scratch(const char* name, T P::* at) {
   return {name, at, Role::workspace};
+}
+template <class P, class T>
+constexpr Field<P, T> zero_scratch(const char* name, T P::* at) {
+  return {name, at, Role::zero_workspace};
 }
 template <class P, class T>
 constexpr Field<P, T> option(const char* name, T P::* at) {

@@ -32,6 +32,12 @@ struct ScaleRule {
   float eps = 1e-10f;  // floor of the magnitude
 };
 
+// A zero workspace: what an operator counts by on a CUDA device. u8, at a multiple of 16 bytes;
+// zero when given and zero again when the operator has run. One of so many bytes serves every
+// operator, in calls that follow one another on a stream. Calls that may run at the same time need
+// one each.
+inline constexpr int64_t kZeroWorkspaceBytes = 576;
+
 // ---- quantization ------------------------------------------------------------------------------
 
 // q = Q(x) by 1x128 tiles. x [M, K] f32/f16/bf16; q.layout row or gemm.
@@ -481,6 +487,7 @@ FP8MOE_API void act_quantize(const ActQuantize& p, Stream stream = {});
 // The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
 // [R] f32 = sum of silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8,
 // dz_columns [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
+// workspace: a zero workspace, where dprobs and columns are computed on CUDA.
 struct ActQuantizeBackward {
   static constexpr const char* op = "act_quantize_backward";
 
@@ -494,6 +501,7 @@ struct ActQuantizeBackward {
   Fp8Tensor dz_columns{};
   Fp8Tensor h_columns{};
   ScaleRule rule{};
+  Tensor workspace{};
 
   static constexpr auto fields =
       std::tuple{in("dh", &ActQuantizeBackward::dh, kAligned),
@@ -505,9 +513,11 @@ struct ActQuantizeBackward {
                  optional_out("dprobs", &ActQuantizeBackward::dprobs),
                  optional_out("dz_columns", &ActQuantizeBackward::dz_columns),
                  optional_out("h_columns", &ActQuantizeBackward::h_columns),
-                 option("rule", &ActQuantizeBackward::rule)};
+                 option("rule", &ActQuantizeBackward::rule),
+                 zero_scratch("workspace", &ActQuantizeBackward::workspace)};
 };
 FP8MOE_API void act_quantize_backward(const ActQuantizeBackward& p, Stream stream = {});
+FP8MOE_API int64_t workspace_bytes(const ActQuantizeBackward& p);  // of the outputs given
 
 // ---- grouped GEMM ------------------------------------------------------------------------------
 
@@ -529,7 +539,7 @@ FP8MOE_API void grouped_gemm(const GroupedGemm& p, Stream stream = {});
 
 // dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap] e4m3 or e5m2, x_t [K, Kcap]
 // e4m3, both block or both gemm layout; dw [E, N, K] f32/bf16. Without accumulate an empty expert's
-// dw is zero.
+// dw is zero. workspace: a zero workspace, on CUDA.
 struct GroupedGemmWgrad {
   static constexpr const char* op = "grouped_gemm_wgrad";
 
@@ -538,13 +548,18 @@ struct GroupedGemmWgrad {
   RoutingPlan plan{};
   Tensor dw{};
   bool accumulate = false;
+  Tensor workspace{};
 
   static constexpr auto fields =
-      std::tuple{in("dy_t", &GroupedGemmWgrad::dy_t), in("x_t", &GroupedGemmWgrad::x_t),
-                 in("plan", &GroupedGemmWgrad::plan), out("dw", &GroupedGemmWgrad::dw, kAligned),
-                 option("accumulate", &GroupedGemmWgrad::accumulate)};
+      std::tuple{in("dy_t", &GroupedGemmWgrad::dy_t),
+                 in("x_t", &GroupedGemmWgrad::x_t),
+                 in("plan", &GroupedGemmWgrad::plan),
+                 out("dw", &GroupedGemmWgrad::dw, kAligned),
+                 option("accumulate", &GroupedGemmWgrad::accumulate),
+                 zero_scratch("workspace", &GroupedGemmWgrad::workspace)};
 };
 FP8MOE_API void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream = {});
+FP8MOE_API int64_t workspace_bytes(const GroupedGemmWgrad& p);  // of dw's device alone
 
 // ---- what is here
 // ---------------------------------------------------------------------------------

@@ -56,11 +56,15 @@ def count_codes(q: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing
 
 def act_quantize(z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, limit: float, h: fp8moe_cutlass.tensor.Fp8Tensor, z_q: fp8moe_cutlass.tensor.Fp8Tensor | None, pow2: bool, eps: float, /) -> list[Any] | None: ...
 
-def act_quantize_backward(dh: fp8moe_cutlass.typing.DLPackArray, z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, limit: float, dz: fp8moe_cutlass.tensor.Fp8Tensor, dprobs: fp8moe_cutlass.typing.DLPackArray | None, dz_columns: fp8moe_cutlass.tensor.Fp8Tensor | None, h_columns: fp8moe_cutlass.tensor.Fp8Tensor | None, pow2: bool, eps: float, /) -> list[Any] | None: ...
+def act_quantize_backward(dh: fp8moe_cutlass.typing.DLPackArray, z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, limit: float, dz: fp8moe_cutlass.tensor.Fp8Tensor, dprobs: fp8moe_cutlass.typing.DLPackArray | None, dz_columns: fp8moe_cutlass.tensor.Fp8Tensor | None, h_columns: fp8moe_cutlass.tensor.Fp8Tensor | None, pow2: bool, eps: float, workspace: fp8moe_cutlass.typing.DLPackArray | None, /) -> list[Any] | None: ...
+
+def act_quantize_backward_workspace(dh: fp8moe_cutlass.typing.DLPackArray, z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, limit: float, dz: fp8moe_cutlass.tensor.Fp8Tensor, dprobs: fp8moe_cutlass.typing.DLPackArray | None, dz_columns: fp8moe_cutlass.tensor.Fp8Tensor | None, h_columns: fp8moe_cutlass.tensor.Fp8Tensor | None, pow2: bool, eps: float, /) -> int: ...
 
 def grouped_gemm(a: fp8moe_cutlass.tensor.Fp8Tensor, w: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing.RoutingPlan, d: fp8moe_cutlass.typing.DLPackArray, /) -> list[Any] | None: ...
 
-def grouped_gemm_wgrad(dy_t: fp8moe_cutlass.tensor.Fp8Tensor, x_t: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing.RoutingPlan, dw: fp8moe_cutlass.typing.DLPackArray, accumulate: bool, /) -> list[Any] | None: ...
+def grouped_gemm_wgrad(dy_t: fp8moe_cutlass.tensor.Fp8Tensor, x_t: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing.RoutingPlan, dw: fp8moe_cutlass.typing.DLPackArray, accumulate: bool, workspace: fp8moe_cutlass.typing.DLPackArray | None, /) -> list[Any] | None: ...
+
+def grouped_gemm_wgrad_workspace(dy_t: fp8moe_cutlass.tensor.Fp8Tensor, x_t: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing.RoutingPlan, dw: fp8moe_cutlass.typing.DLPackArray, accumulate: bool, /) -> int: ...
 
 def operators() -> dict[str, tuple[tuple[str, str, str, bool], ...]]:
     """
@@ -71,6 +75,8 @@ def flat(name: str) -> Any:
     """
     An operator of flat arguments, as torch's dispatcher has them: an Fp8Tensor is three, a plan six.
     """
+
+ZERO_WORKSPACE_BYTES: int = 576
 
 def attach_torch(tensor: Any, is_grad_enabled: Any) -> None:
     """

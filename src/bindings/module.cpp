@@ -48,7 +48,7 @@ int64_t workspace_of(const nb::args& given, bool flat) {
   Reader reader(P::op, given, flat);
   P p;
   for_each_field<P>([&](const auto& field) {
-    if (field.role != Role::workspace) reader(p, field);
+    if (!is_workspace(field.role)) reader(p, field);
   });
   reader.finish();
   return workspace_bytes(p);
@@ -69,8 +69,9 @@ constexpr const char* kind_of() {
 }
 
 const char* name_of(Role role) {
-  static constexpr const char* kNames[] = {"in",     "optional_in", "out",   "optional_out",
-                                           "status", "workspace",   "option"};
+  static constexpr const char* kNames[] = {
+      "in",        "optional_in",    "out",   "optional_out", "status",
+      "workspace", "zero_workspace", "option"};
   return kNames[static_cast<int>(role)];
 }
 
@@ -79,13 +80,12 @@ template <class P>
 std::string signature(const std::string& name, bool workspace, const char* returns) {
   std::string text = "def " + name + "(";
   const auto add = [&](const std::string& argument, const std::string& type, Role role) {
-    const bool none =
-        role == Role::optional_in || role == Role::optional_out || role == Role::workspace;
+    const bool none = role == Role::optional_in || role == Role::optional_out || is_workspace(role);
     text += argument + ": " + type + (none ? " | None" : "") + ", ";
   };
   for_each_field<P>([&]<class T>(const Field<P, T>& field) {
     const std::string kind = kind_of<T>();
-    if (field.role == Role::workspace && !workspace) return;
+    if (is_workspace(field.role) && !workspace) return;
     if (kind == "rule") {
       add("pow2", "bool", field.role);
       return add("eps", "float", field.role);
@@ -170,6 +170,7 @@ NB_MODULE(_C, m) {
   using namespace fp8moe;
   bind_errors(m);
   bind_operators(m);
+  m.attr("ZERO_WORKSPACE_BYTES") = kZeroWorkspaceBytes;
   m.def("attach_torch", &attach_torch, "tensor"_a, "is_grad_enabled"_a,
         nb::sig("def attach_torch(tensor: Any, is_grad_enabled: Any) -> None"),
         "From then on arguments that require grad are refused where grad mode is on.");

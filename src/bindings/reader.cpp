@@ -205,7 +205,7 @@ ScaleLayout Reader::layout(Object given) const {
 void Reader::read(Tensor& t) {
   const Object given = next();
   if (given.is_none()) {
-    if (optional() || role_ == Role::workspace) return;
+    if (optional()) return;
     refuse(given, "an array");
   }
   t = array(given, "", allows_ & kStridedRows);

@@ -62,10 +62,12 @@ class __attribute__((visibility("hidden"))) Reader {
   bool truth(Object given) const;
   ScaleLayout layout(Object given) const;
 
-  bool optional() const { return role_ == Role::optional_in || role_ == Role::optional_out; }
+  bool optional() const {
+    return role_ == Role::optional_in || role_ == Role::optional_out || is_workspace(role_);
+  }
   bool output() const {
     return role_ == Role::out || role_ == Role::optional_out || role_ == Role::status ||
-           role_ == Role::workspace;
+           is_workspace(role_);
   }
   // Throws "[op] <name><part> must be <rule>[ or None]; got <given>".
   [[noreturn]] void refuse(Object given, const std::string& rule, const char* part = "") const;

@@ -135,6 +135,8 @@ void Checker::strided_fp8(const Fp8Tensor& t, const char* name,
 
 void Checker::workspace(const Tensor& t, int64_t bytes) const {
   if (bytes == 0) return;
+  FP8MOE_CHECK(t.defined(), "[", op_, "] workspace must be given on ", name_of(device_), ", ",
+               bytes, " bytes of uint8; got none");
   ndim(t, "workspace", 1);
   tensor(t, "workspace", {t.shape[0]});
   dtype(t, "workspace", {DType::u8});

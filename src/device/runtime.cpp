@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <map>
 #include <mutex>
 #include <string>
@@ -78,21 +77,6 @@ const DeviceInfo& device_info(Device device) {
 uint64_t read_once_policy(const Tensor& written) {
   const int64_t bytes = written.numel() * size_of(written.dtype);
   return 4 * bytes <= 3 * device_info(written.device).l2_bytes ? kLeavesFirst : kLeavesInTurn;
-}
-
-int launch_number(LaunchNumbers& numbers, cudaStream_t stream, const char* op) {
-  cudaStreamCaptureStatus status{};
-  FP8MOE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  unsigned long long id = 0;
-  if (status == cudaStreamCaptureStatusNone) FP8MOE_CUDA_CHECK(cudaStreamGetId(stream, &id));
-  const int number =
-      status == cudaStreamCaptureStatusNone ? numbers.of_stream(id) : numbers.of_capture();
-  if (number == kNoNumber && numbers.first_to_say())
-    std::fprintf(stderr,
-                 "[%s] all %d numbers of launches are given out, one a stream and one a captured "
-                 "launch: further ones may be slower\n",
-                 op, numbers.count());
-  return number;
 }
 
 void allow_shared(const void* kernel, size_t bytes) {

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "device/launch_numbers.h"
 #include "fp8moe/error.h"
 #include "fp8moe/explain.h"
 #include "fp8moe/tensor.h"
@@ -61,9 +60,6 @@ inline cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(
 
 // t = 0, queued; nothing for a tensor not given or empty. On the current device.
 void write_zeros(const Tensor& t, Stream stream);
-
-// The number of a launch of `op` on `stream`. Says once that there are no more.
-int launch_number(LaunchNumbers& numbers, cudaStream_t stream, const char* op);
 
 // Opts a kernel in to so much dynamic shared memory on the current device, which CUDA is asked for
 // once: it takes 0.3 us. A cudaDeviceReset in between is not noticed.

@@ -3,6 +3,10 @@
 
 namespace fp8moe {
 
+int64_t workspace_bytes(const GroupedGemmWgrad& p) {
+  return p.dw.device.type == DeviceType::cuda ? kZeroWorkspaceBytes : 0;
+}
+
 void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream) {
   const Checker check("grouped_gemm_wgrad", p.dy_t.data.device);
   check.ndim(p.dy_t.data, "dy_t", 2);
@@ -22,7 +26,9 @@ void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream) {
   check.tensor(p.dw, "dw", {p.plan.experts, n, k});
   check.dtype(p.dw, "dw", {DType::f32, DType::bf16});
   check.aligned(p.dw, "dw");
-  check.disjoint({{p.dw, "dw"}}, {{p.dy_t, "dy_t"}, {p.x_t, "x_t"}, {p.plan.buffer, "plan"}});
+  check.workspace(p.workspace, workspace_bytes(p));
+  check.disjoint({{p.dw, "dw"}, {p.workspace, "workspace"}},
+                 {{p.dy_t, "dy_t"}, {p.x_t, "x_t"}, {p.plan.buffer, "plan"}});
   if (p.dw.numel() == 0) return;
   dispatch(p, p.dy_t.data.device, stream);
 }

@@ -25,10 +25,7 @@ void run(const GroupedGemmWgrad& p, Stream stream) {
                     .add = p.accumulate},
                    device.board());
   gemm::Params params = gemm::wgrad_problem(p.dy_t, p.x_t, p.plan, p.dw, p.accumulate, candidate);
-  if (candidate.dynamic) {
-    static LaunchNumbers numbers(gemm::kQueues);
-    params.queue = launch_number(numbers, stream_of(stream), "grouped_gemm_wgrad");
-  }
+  if (candidate.dynamic) params.queue = p.workspace.as<unsigned>();
   const auto run = [&]<gemm::Kind kKind>() {
     gemm::launch<kKind>(p.dy_t.data.dtype, params, candidate, device, stream_of(stream));
   };

@@ -5,13 +5,9 @@
 
 #include <cstdint>
 
-#include "device/launch_numbers.h"
 #include "gemm/schedule.h"
 
 namespace fp8moe::cuda::gemm {
-
-// What CTAs claim tiles by: a counter on the device, zero between launches (launch_numbers.h).
-inline constexpr int kQueues = 1 << 16;
 
 struct Params : Sizes {
   CUtensorMap a, b;              // FP8, 2-D (K, row), 128 bytes swizzled, of all rows of a tile
@@ -26,7 +22,7 @@ struct Params : Sizes {
   bool strips;                   // D's columns are whole boxes, and it is not f32 of rows: d_strip
   bool add;                      // wgrad: to what D holds
   bool load_d;  // and D is f32: what it holds is brought and added to, else it is reduced into
-  int queue = kNoNumber;  // wgrad: its number, where CTAs take tiles as they come free
+  unsigned* queue = nullptr;  // wgrad: a word of zero, where CTAs claim tiles as they come free
 };
 
 }  // namespace fp8moe::cuda::gemm

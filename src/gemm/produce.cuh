@@ -9,11 +9,9 @@
 
 namespace fp8moe::cuda::gemm {
 
-// How many tiles behind the CTAs' first ones have been taken, for each launch that runs.
-static __device__ unsigned queues[kQueues];
-
-// The next tile nobody has. One is asked for after each tile, so who asks last knows it, and leaves
-// the queue at zero.
+// The next tile nobody has. The queue is how many tiles behind the CTAs' first ones have been
+// taken, zero between launches: one is asked for after each tile, so who asks last knows it, and
+// leaves it at zero.
 __device__ __forceinline__ int claim_next_tile(unsigned& queue, int tiles) {
   const unsigned taken = atomicAdd(&queue, 1u);
   if (taken + 1 == static_cast<unsigned>(tiles)) queue = 0;
@@ -35,8 +33,8 @@ __device__ void schedule_tiles(const Params& params, const Ring<kKind, TileM, Ti
     ring.planned(planned.at()) = tile;
     arrive(ring.planned_full(planned.at()));
     if constexpr (kKind != Kind::fprop) {
-      if (more && params.queue != kNoNumber)
-        schedule.jump_to(claim_next_tile(queues[params.queue], schedule.count()));
+      if (more && params.queue != nullptr)
+        schedule.jump_to(claim_next_tile(*params.queue, schedule.count()));
     }
   }
 }

@@ -19,6 +19,7 @@ static_assert(FP8MOE_BOOL == static_cast<int>(DType::boolean));
 static_assert(FP8MOE_CUDA == static_cast<int>(DeviceType::cuda));
 static_assert(FP8MOE_SQRT_SOFTPLUS == static_cast<int>(kSqrtSoftplus));
 static_assert(FP8MOE_LAYOUT_BLOCK == static_cast<int>(ScaleLayout::block));
+static_assert(FP8MOE_ZERO_WORKSPACE_BYTES == kZeroWorkspaceBytes);
 
 thread_local std::string last_error;
 
@@ -290,7 +291,8 @@ ActQuantizeBackward params(const fp8moe_act_quantize_backward_args& c) {
           .dprobs = tensor(c.dprobs),
           .dz_columns = fp8(c.dz_columns),
           .h_columns = fp8(c.h_columns),
-          .rule = rule(c.rule)};
+          .rule = rule(c.rule),
+          .workspace = tensor(c.workspace)};
 }
 
 GroupedGemm params(const fp8moe_grouped_gemm_args& c) {
@@ -302,7 +304,8 @@ GroupedGemmWgrad params(const fp8moe_grouped_gemm_wgrad_args& c) {
           .x_t = fp8(c.x_t),
           .plan = plan(c.plan),
           .dw = tensor(c.dw),
-          .accumulate = c.accumulate != 0};
+          .accumulate = c.accumulate != 0,
+          .workspace = tensor(c.workspace)};
 }
 
 // The caller's struct, of whatever size it has there; zeros where it is shorter. What a newer
@@ -452,11 +455,19 @@ fp8moe_status fp8moe_act_quantize_backward(const fp8moe_act_quantize_backward_ar
                                            void* stream) {
   return run(&act_quantize_backward, args, stream);
 }
+fp8moe_status fp8moe_act_quantize_backward_workspace(const fp8moe_act_quantize_backward_args* args,
+                                                     int64_t* bytes) {
+  return workspace(args, bytes, "act_quantize_backward_workspace");
+}
 fp8moe_status fp8moe_grouped_gemm(const fp8moe_grouped_gemm_args* args, void* stream) {
   return run(&grouped_gemm, args, stream);
 }
 fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_grouped_gemm_wgrad_args* args, void* stream) {
   return run(&grouped_gemm_wgrad, args, stream);
+}
+fp8moe_status fp8moe_grouped_gemm_wgrad_workspace(const fp8moe_grouped_gemm_wgrad_args* args,
+                                                  int64_t* bytes) {
+  return workspace(args, bytes, "grouped_gemm_wgrad_workspace");
 }
 
 }  // extern "C"

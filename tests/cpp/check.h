@@ -10,6 +10,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "fp8moe/ops.h"
@@ -216,6 +217,52 @@ inline void run_route(const OwnedPlan& p, const Tensor& topk_idx, const Tensor& 
   r.workspace = workspace;
   route(r);
   for (size_t i = 0; i < workspace.size(); ++i) CHECK(workspace.as<uint8_t>()[i] == 0);
+}
+
+inline Owned zero_workspace() {
+  Owned workspace(DType::u8, {kZeroWorkspaceBytes});
+  std::memset(workspace.as<uint8_t>(), 0, workspace.size());
+  return workspace;
+}
+
+// Runs an operator that takes a zero workspace; it is zero afterwards, too.
+template <class P>
+void run_with_workspace(void (*op)(const P&, Stream), P p) {
+  const Owned workspace = zero_workspace();
+  p.workspace = workspace;
+  op(p, {});
+  CHECK(workspace.same(zero_workspace()));
+}
+
+// A call that runs on the CPU without a workspace is refused on CUDA, before a device is asked for,
+// unless it has one of the right kind.
+template <class P>
+void check_needs_workspace(void (*op)(const P&, Stream), P p) {
+  CHECK(workspace_bytes(p) == 0);
+  op(p, {});
+  const auto move = [](Tensor& t) { t.device = {DeviceType::cuda, 0}; };
+  for_each_field<P>([&]<class T>(const Field<P, T>& field) {
+    T& member = p.*field.at;
+    if constexpr (std::is_same_v<T, Tensor>) move(member);
+    if constexpr (std::is_same_v<T, Fp8Tensor>) move(member.data), move(member.scale_inv);
+    if constexpr (std::is_same_v<T, RoutingPlan>) move(member.buffer);
+  });
+  CHECK(workspace_bytes(p) == kZeroWorkspaceBytes);
+  CHECK_INVALID("workspace must be given on cuda:0, 576 bytes of uint8; got none", op(p, {}));
+  const Owned bytes(DType::u8, {kZeroWorkspaceBytes + 1}), words(DType::i32, {144});
+  const auto refused = [&](const char* text, const Tensor& workspace, Device device) {
+    p.workspace = workspace;
+    p.workspace.device = device;
+    CHECK_INVALID(text, op(p, {}));
+  };
+  const Device cuda = {DeviceType::cuda, 0};
+  const auto view = [&](int64_t from, int64_t size) {
+    return Tensor(bytes.as<uint8_t>() + from, DType::u8, {size});
+  };
+  refused("workspace must have at least 576 bytes; got 575", view(0, 575), cuda);
+  refused("workspace must start at a multiple of 16 bytes", view(1, 576), cuda);
+  refused("workspace must be on cuda:0; got cpu", view(0, 576), {});
+  refused("workspace must be one of uint8; got int32", words, cuda);
 }
 
 inline OwnedPlan routed(int64_t tokens, int64_t slots, int64_t experts, int64_t align,

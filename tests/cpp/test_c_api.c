@@ -200,6 +200,13 @@ int main(void) {
         FP8MOE_INVALID_ARGUMENT);
   CHECK(strstr(fp8moe_last_error(), "2^63 bytes") != NULL);
   CHECK(WORKSPACE(route, NULL, .plan = &plan) == FP8MOE_INVALID_ARGUMENT);
+  /* On the CPU nothing is counted by; sizes are asked for before there are outputs. */
+  CHECK(WORKSPACE(grouped_gemm_wgrad, &bytes, .plan = &plan) == FP8MOE_OK && bytes == 0);
+  CHECK(WORKSPACE(act_quantize_backward, &bytes, .plan = &plan) == FP8MOE_OK && bytes == 0);
+  bad = dt;
+  bad.device_type = FP8MOE_CUDA;
+  CHECK(WORKSPACE(grouped_gemm_wgrad, &bytes, .dw = &bad) == FP8MOE_OK &&
+        bytes == FP8MOE_ZERO_WORKSPACE_BYTES);
   CHECK(fp8moe_plan_rows(NULL) == -1);
   fp8moe_plan huge = plan;
   huge.capacity = INT64_MAX;

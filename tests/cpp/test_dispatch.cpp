@@ -272,7 +272,7 @@ void refusals() {
                    .fp8_dtype = fp8});
   };
   CHECK_INVALID("given together", pack(ids, {}, packed, DType::e4m3));
-  CHECK_INVALID("fp8 must be", pack(ids, probs, packed, DType::u8));
+  CHECK_INVALID("fp8_dtype must be", pack(ids, probs, packed, DType::u8));
   CHECK_INVALID("packed must be [8, 48]", pack({}, {}, packed, DType::e4m3));
   const OwnedPlan unfilled = empty_plan(4, 2, 2, 1, 8);
   CHECK_INVALID("plan must be filled", quantize_pack({.x = x,

@@ -66,7 +66,7 @@ void wgrad(const std::vector<int>& counts, int64_t n, int64_t k, ScaleLayout lay
   const Owned before(out, {experts, n, k});
   fill_normal(before, random);
   std::memcpy(dw.as<uint8_t>(), before.as<uint8_t>(), dw.size());
-  grouped_gemm_wgrad({.dy_t = dy, .x_t = x, .plan = plan, .dw = dw, .accumulate = accumulate});
+  run_with_workspace(grouped_gemm_wgrad, {dy, x, plan, dw, accumulate});
 
   for (int64_t e = 0; e < experts; ++e)
     for (int64_t i = 0; i < n; ++i)
@@ -159,6 +159,9 @@ void bad_arguments() {
       "[grouped_gemm_wgrad] x_t must be [32, 256]",
       grouped_gemm_wgrad(
           {.dy_t = dy, .x_t = too_short, .plan = plan, .dw = Owned(DType::f32, {2, 48, 32})}));
+  const OwnedFp8 block(DType::e4m3, 32, plan->columns(), ScaleLayout::block);
+  const Owned dw(DType::f32, {2, 48, 32});
+  check_needs_workspace(grouped_gemm_wgrad, {dy, block, plan, dw});
 }
 
 }  // namespace

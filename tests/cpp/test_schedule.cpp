@@ -10,11 +10,8 @@
 #include <vector>
 
 #include "check.h"
-#include "device/launch_numbers.h"
 
 using namespace fp8moe::cuda::gemm;
-using fp8moe::cuda::kNoNumber;
-using fp8moe::cuda::LaunchNumbers;
 
 namespace {
 
@@ -88,16 +85,6 @@ void claim_next_tile(const Sizes& sizes, int ctas, std::mt19937& random) {
   CHECK(taken == dealt && queue == 0);
 }
 
-void launch_numbers() {
-  LaunchNumbers numbers(3);
-  const int first = numbers.of_stream(7), captured = numbers.of_capture();
-  CHECK(first != captured && numbers.of_stream(7) == first);
-  const int other = numbers.of_stream(8);
-  CHECK(other != first && other != captured && std::max({first, captured, other}) < 3);
-  CHECK(numbers.of_capture() == kNoNumber && numbers.of_stream(9) == kNoNumber);
-  CHECK(numbers.of_stream(8) == other && numbers.of_stream(9) == kNoNumber);
-}
-
 template <int TileM, int TileN>
 void rows(const std::vector<int>& counts, int n, int raster_group, int ctas) {
   std::vector<int> offsets{0};
@@ -133,7 +120,6 @@ void tokens(const std::vector<int>& counts, int m, int n, int raster_group, int 
 }  // namespace
 
 int main() {
-  launch_numbers();
   std::mt19937 random(7);
   const auto below = [&](int end) { return static_cast<int>(random() % end); };
   for (int problem = 0; problem < 500; ++problem) {

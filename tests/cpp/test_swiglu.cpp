@@ -54,16 +54,17 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
   const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
   act_quantize(
       {.z = z, .plan = plan, .probs = given, .limit = limit, .h = h, .z_q = z_q, .rule = rule});
-  act_quantize_backward({.dh = dh,
-                         .z = z,
-                         .plan = plan,
-                         .probs = given,
-                         .limit = limit,
-                         .dz = dz,
-                         .dprobs = weighted ? dprobs.view : Tensor{},
-                         .dz_columns = optional(dz_t),
-                         .h_columns = optional(h_t),
-                         .rule = rule});
+  const ActQuantizeBackward backward = {.dh = dh,
+                                        .z = z,
+                                        .plan = plan,
+                                        .probs = given,
+                                        .limit = limit,
+                                        .dz = dz,
+                                        .dprobs = weighted ? dprobs.view : Tensor{},
+                                        .dz_columns = optional(dz_t),
+                                        .h_columns = optional(h_t),
+                                        .rule = rule};
+  run_with_workspace(act_quantize_backward, backward);
 
   const std::vector<int> one = {static_cast<int>(r)};
   const std::vector<int>& groups = counts ? *counts : one;
@@ -150,6 +151,29 @@ void bad_arguments() {
   CHECK(h.data.copy() == before);
 }
 
+void workspaces() {
+  const Owned z(DType::bf16, {3, 64}), dh(DType::bf16, {3, 32}), probs(DType::f32, {3}),
+      dprobs(DType::f32, {3});
+  const OwnedFp8 dz(DType::e4m3, 3, 64, ScaleLayout::gemm),
+      h_t(DType::e4m3, 32, 128, ScaleLayout::block);
+  const OwnedPlan plan = from_counts({3}, 3, 1);
+  ActQuantizeBackward p = {.dh = dh,
+                           .z = z,
+                           .plan = plan,
+                           .probs = probs,
+                           .limit = kNoLimit,
+                           .dz = dz,
+                           .dprobs = dprobs,
+                           .h_columns = h_t};
+  check_needs_workspace(act_quantize_backward, p);
+  p.dh.device = {DeviceType::cuda, 0};
+  CHECK(workspace_bytes(p) > 0);
+  p.dprobs = {};
+  CHECK(workspace_bytes(p) == 0);
+  p.dprobs = dprobs, p.h_columns = {};
+  CHECK(workspace_bytes(p) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -163,4 +187,5 @@ int main() {
   swiglu(std::nullopt, 7, 48, 1, DType::bf16, kNoLimit, true, ScaleLayout::block);
   swiglu(std::nullopt, 0, 48, 1, DType::bf16, kNoLimit, false, ScaleLayout::block);
   bad_arguments();
+  workspaces();
 }

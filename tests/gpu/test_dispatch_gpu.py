@@ -34,7 +34,7 @@ def on_gpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(poison(torch.empty(words, dtype=torch.int32, device="cuda")), *whole)
     counts = poison(torch.empty(ranks, 2, dtype=torch.int32, device="cuda"))
-    torch.ops.fp8moe.dispatch_plan(ids.cuda(), experts, segment, plan.buffer, *whole, counts)
+    torch.ops.fp8moe.dispatch_plan(ids.cuda(), experts, segment, plan.buffer, *whole, counts, None)
     return plan, counts
 
 
@@ -45,7 +45,7 @@ def on_cpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(torch.empty(words, dtype=torch.int32), *whole)
     counts = torch.empty(ranks, 2, dtype=torch.int32)
-    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, plan.buffer, *whole, counts)
+    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, plan.buffer, *whole, counts, None)
     return plan, counts
 
 

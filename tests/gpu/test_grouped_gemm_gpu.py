@@ -351,6 +351,29 @@ def test_wgrad_of_short_tiles_on_several_streams_and_in_graphs_at_once(
         assert all(same_bits(out, expected) for out in outs)
 
 
+@pytest.mark.parametrize("accumulate", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("layout", ["block", "gemm"])
+def test_wgrad_with_one_workspace_for_calls_that_follow_one_another(
+    layout: str, accumulate: bool
+) -> None:
+    """It is zero after each: tiles claimed or scheduled statically, with tokens or without."""
+    workspace = ops.zero_workspace(torch.empty(0, device="cuda"))
+    assert workspace is not None
+    for counts in ([1, 300, 0, 200], [128 * 60], [0, 0, 0], [40] * 70):
+        for size, spare in ((1040, 0), (48, 300)):
+            plan = plan_of(counts, spare)
+            dy = segments(on_gpu(noise(size, plan.columns, layout=layout, fp8="e5m2")), plan)
+            x = segments(on_gpu(noise(size, plan.columns, layout=layout)), plan)
+            outs = [torch.ones(len(counts), size, size, device="cuda") for _ in range(3)]
+            ops.grouped_gemm_wgrad(dy, x, plan, out=outs[0], accumulate=accumulate)
+            for out in outs[1:]:
+                ops.grouped_gemm_wgrad(
+                    dy, x, plan, out=out, accumulate=accumulate, workspace=workspace
+                )
+                assert not workspace.any()
+                assert same_bits(out, outs[0])
+
+
 @pytest.mark.parametrize(("m", "n"), [(48, 208), (48, 128), (176, 208)])
 def test_wgrad_over_several_runs_of_scales(m: int, n: int) -> None:
     """The last by 192x128 tiles."""

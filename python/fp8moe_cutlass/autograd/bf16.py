@@ -54,10 +54,9 @@ class Wgrad(NamedTuple):
     right: Tensor
     groups: Groups
 
-    def run(
-        self, out: Tensor | None, accumulate: bool, dtype: str, counters: Counters | None = None
-    ) -> Tensor:
-        """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor."""
+    def run(self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any) -> Tensor:
+        """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor. of_fp8: what
+        fp8.Wgrad takes besides."""
         dw = grouped_mm(self.left.t(), self.right, self.groups.offsets)
         if out is None:
             return dw

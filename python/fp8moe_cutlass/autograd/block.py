@@ -217,7 +217,8 @@ def _backward(
     made: Gradients = body_of(options.recipe).backward(rows, saved, options, need, counters)
     del rows, saved
     arrive = move.combine_grads(made.dx, made.dprobs, route)
-    weights = grads.accept(made.gate_up, made.down, counters)  # while both are on their way
+    # While both are on their way:
+    weights = grads.accept(made.gate_up, made.down, counters, made.workspace)
     return *arrive(), weights
 
 

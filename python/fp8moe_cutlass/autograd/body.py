@@ -43,3 +43,4 @@ class Gradients(NamedTuple):
     dprobs: Tensor | None  # f32, as the probs came
     gate_up: Any  # fp8.Wgrad or bf16.Wgrad, still to be run
     down: Any
+    workspace: Tensor | None = None  # that both may share, in the order of the backward's stream

@@ -53,16 +53,27 @@ class Wgrad(NamedTuple):
     recipe: Fp8Recipe
 
     def run(
-        self, out: Tensor | None, accumulate: bool, dtype: str, counters: Counters | None = None
+        self,
+        out: Tensor | None,
+        accumulate: bool,
+        dtype: str,
+        counters: Counters | None = None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: to a new tensor of `dtype`,
-        "float32" or "bfloat16"."""
+        "float32" or "bfloat16". workspace: the backward's, in its stream's order."""
         made = _columns(self.rows, self.plan, self.recipe)
         if counters is not None:
             count(counters, f"{self.of} columns", self.rows, self.plan, made)
         left, right = (self.columns, made) if self.of == "x" else (made, self.columns)
         dw: Tensor = ops.grouped_gemm_wgrad(
-            left, right, self.plan, out=out, accumulate=accumulate, out_dtype=dtype
+            left,
+            right,
+            self.plan,
+            out=out,
+            accumulate=accumulate,
+            out_dtype=dtype,
+            workspace=workspace,
         )
         return dw
 
@@ -179,15 +190,18 @@ def backward(
         z = ops.grouped_gemm(x if grouped else ops.permute_pad(x, plan)[0], gate_up, plan)
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
+    wgrads = need.gate_up or need.down
+    workspace = ops.zero_workspace(dout.data) if wgrads else None
     made: Any = ops.act_quantize_backward(
         dh,
         z,
         plan,
         probs=row_probs,
-        columns=recipe.columns if need.gate_up or need.down else None,
+        columns=recipe.columns if wgrads else None,
         fp8_dtype=recipe.grad_dtype,
         scale=recipe.scale,
         eps=recipe.eps,
+        workspace=workspace,
     )
     dz, dz_columns, h_columns, row_dprobs = made
     del dy, dh, z, made
@@ -208,6 +222,7 @@ def backward(
         dprobs,
         Wgrad("x", x, dz_columns, plan, recipe) if need.gate_up else None,
         Wgrad("dout", dout, h_columns, plan, recipe) if need.down else None,
+        workspace,
     )
 
 

@@ -29,12 +29,14 @@ class Destination:
     overwrite: bool = False
     writes: int = 0  # to main_grad, by backwards that had run at the forward
 
-    def deliver(self, wgrad: Any, counters: Counters | None) -> Tensor | None:
+    def deliver(
+        self, wgrad: Any, counters: Counters | None, workspace: Tensor | None = None
+    ) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
         main_grad = self.main_grad
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            return cast(wgrad.run(None, False, exact, counters), self.dtype)
+            return cast(wgrad.run(None, False, exact, counters, workspace), self.dtype)
         eager = not torch.compiler.is_compiling()
         if eager and self.overwrite and _writes(self.weight) != self.writes:
             raise RuntimeError(
@@ -48,7 +50,7 @@ class Destination:
                 "[main_grad] begins at no multiple of 16 bytes: each gradient is added to a copy, "
                 "which is copied back; align each parameter's part of a flat gradient buffer",
             )
-        wgrad.run(into, not self.overwrite, "float32", counters)
+        wgrad.run(into, not self.overwrite, "float32", counters, workspace)
         if into is not main_grad:
             main_grad.copy_(into)
         if eager:
@@ -82,7 +84,8 @@ class Pending:
     counters: Counters | None
 
     def run(self) -> None:
-        """Into main_grad or .grad, on the current stream."""
+        """Into main_grad or .grad, on the current stream, which need not be the backward's: with a
+        workspace of its own."""
         if self.operands is not None:
             self.operands.wait(tensors_of(self.wgrad))
         weight, grad = self.to.weight, self.to.deliver(self.wgrad, self.counters)
@@ -99,7 +102,11 @@ class WeightGrads:
     pending: list[Pending] | None  # not None: they wait here
 
     def accept(
-        self, gate_up: Any, down: Any, counters: Counters | None = None
+        self,
+        gate_up: Any,
+        down: Any,
+        counters: Counters | None = None,
+        workspace: Tensor | None = None,
     ) -> list[Tensor | None]:
         """Run or defer both wgrads; what the backward returns for the weights.
 
@@ -115,7 +122,7 @@ class WeightGrads:
                 operands = written(to.weight.device)
                 self.pending.append(Pending(to, wgrad, operands, counters))
                 continue
-            returned[n] = grad = to.deliver(wgrad, counters)
+            returned[n] = grad = to.deliver(wgrad, counters, workspace)
             if grad is None:
                 in_place = True
                 if hasattr(to.weight, "grad_added_to_main_grad"):

@@ -298,8 +298,10 @@ def act_quantize_backward(shape: Shape, device: torch.device) -> Iterator[Work]:
     z = normal(shape["R"], 2 * shape["C"], device=device)
     dh = normal(shape["R"], shape["C"], device=device)
     probs = torch.rand(shape["R"], device=device)
+    workspace = ops.zero_workspace(dh)
     for columns in (None, "block", "column"):
-        run, out = into(ops.act_quantize_backward, dh, z, plan, probs=probs, columns=columns)
+        given = {"columns": columns, "workspace": workspace}
+        run, out = into(ops.act_quantize_backward, dh, z, plan, probs, **given)
         variant = "dz" if columns is None else f"dz, dz and h columns={columns}"
         moved = size_of(dh, z, probs) + written(plan, out)
         yield Work(variant, run, moved)
@@ -327,6 +329,7 @@ def grouped_gemm_wgrad(shape: Shape, device: torch.device) -> Iterator[Work]:
     sides: tuple[Columns, ...] = ("block", "column")
     for columns in sides:
         dy_t, x_t = (transposed(t, plan, columns) for t in (dy, x))
-        run, dw = into(ops.grouped_gemm_wgrad, dy_t, x_t, plan)
+        workspace = ops.zero_workspace(dy)
+        run, dw = into(ops.grouped_gemm_wgrad, dy_t, x_t, plan, workspace=workspace)
         inputs = {"dy": dy, "x": x, "plan": plan, "columns": columns}
         yield Work(columns, run, size_of(dy_t, x_t, dw), 2 * m * n * k, (n, k, m), inputs)

@@ -126,12 +126,16 @@ def call_of(o: Operands) -> tuple[Run, Tensor]:
     """Our call, and its output."""
     if o.case.gemm != "wgrad":
         return into(ops.grouped_gemm, o.x_q, o.other_q, o.plan, out_dtype=o.case.dtype)
-    run, dw = into(ops.grouped_gemm_wgrad, o.other_q, o.x_q, o.plan, out_dtype=o.case.dtype)
+    workspace = ops.zero_workspace(o.x)
+    given = {"out_dtype": o.case.dtype, "workspace": workspace}
+    run, dw = into(ops.grouped_gemm_wgrad, o.other_q, o.x_q, o.plan, **given)
     if not o.case.accumulate:
         return run, dw
 
     def accumulate() -> None:
-        ops.grouped_gemm_wgrad(o.other_q, o.x_q, o.plan, out=dw, accumulate=True)
+        ops.grouped_gemm_wgrad(
+            o.other_q, o.x_q, o.plan, out=dw, accumulate=True, workspace=workspace
+        )
 
     return accumulate, dw
 

@@ -6,6 +6,7 @@ stride, device or word is a ValueError, and nothing is written then. docs/refere
 what each guarantees bit by bit.
 """
 
+from fp8moe_cutlass.ops._outputs import zero_workspace
 from fp8moe_cutlass.ops.act_quantize import (
     ActGradients,
     ActQuantized,
@@ -70,4 +71,5 @@ __all__ = [
     "unpack",
     "unpermute_unpad",
     "unpermute_unpad_backward",
+    "zero_workspace",
 ]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._outputs import empty
+from fp8moe_cutlass.ops._outputs import scratch
 
 try:
     import torch
@@ -80,8 +80,8 @@ def watched_once(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def operator(name: str) -> Callable[..., None]:
-    """The function of an operator's fields, less its workspace. fresh=True: nobody else has the
-    outputs yet, so that no version need count."""
+    """The function of an operator's fields. A workspace that is None is allocated. fresh=True:
+    nobody else has the outputs yet, so that no version need count."""
     direct = with_workspace(name, getattr(_C, name), getattr(_C, f"{name}_workspace", None))
     if torch is None:
         return lambda *given, fresh=False: direct(*given)
@@ -98,15 +98,18 @@ def operator(name: str) -> Callable[..., None]:
 
 
 def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
-    """`run` with scratch beside its arguments, allocated here, where sizes are numbers."""
+    """`run`, whose last argument is allocated where it is None: here, where sizes are numbers."""
     if workspace_bytes is None:
         return run
+    zero = _C.operators()[name][-1][2] == "zero_workspace"
 
     def allocating(*given: Any) -> Any:
-        bytes = workspace_bytes(*given)
-        if bytes == 0:
-            return run(*given, None)
+        if given[-1] is not None:
+            return run(*given)
+        *given_, _ = given
+        if not (bytes := workspace_bytes(*given_)):
+            return run(*given)
         like = next(array for array in given if array is not None)
-        return run(*given, empty(name, like, (bytes,), "uint8"))
+        return run(*given_, scratch(name, like, bytes, zero))
 
     return allocating

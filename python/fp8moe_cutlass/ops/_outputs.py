@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8moe_cutlass import _C
 from fp8moe_cutlass.ops._words import dtype_name
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
@@ -44,6 +45,29 @@ def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None
     torch_dtype = like.dtype if dtype is None else TORCH_DTYPES[dtype]
     # Sizes as arguments: torch reads them in two thirds of a tuple's time.
     return torch.empty(*shape, dtype=torch_dtype, device=like.device)
+
+
+def scratch(op: str, like: Array | Fp8Tensor, bytes: int, zero: bool) -> Array:
+    """A workspace on the device of `like`."""
+    array = like.data if isinstance(like, Fp8Tensor) else like
+    if not is_torch(array):
+        zeros = "zeros, " if zero else ""
+        raise ValueError(
+            f"[{op}] allocates its workspace for torch only; give workspace=, {zeros}{bytes} bytes "
+            f"of uint8, for {type(array)}"
+        )
+    return (torch.zeros if zero else torch.empty)(bytes, dtype=torch.uint8, device=array.device)
+
+
+def zero_workspace(like: Array) -> Array | None:
+    """What operators count by while they run, zeros on the device of `like`; None on the CPU.
+
+    uint8, zero before a call and zero after it. One serves every operator with `workspace=`, in
+    calls that follow one another on a stream. Calls that may run at the same time need one each.
+    """
+    if not is_torch(like) or not like.is_cuda:
+        return None
+    return scratch("zero_workspace", like, _C.ZERO_WORKSPACE_BYTES, True)
 
 
 def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> Array:

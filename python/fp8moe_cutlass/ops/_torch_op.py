@@ -20,6 +20,7 @@ from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array
 
 FIELDS = _C.operators()
+WORKSPACES = ("workspace", "zero_workspace")  # roles
 _LIBRARY: Any = torch.library.Library("fp8moe", "DEF")  # type: ignore[no-untyped-call]
 
 # Selective checkpointing keeps what an op returns, which here is nothing: its backward would leave
@@ -37,14 +38,12 @@ def _schema(name: str) -> str:
     words = {"int": "SymInt", "float": "float", "bool": "bool", "format": "str"}
     arguments = []
     for field, kind, role, plain_too in FIELDS[name]:
-        none = "?" if role.startswith("optional") else ""
-        writes = role in ("out", "optional_out", "status")
+        none = "?" if role.startswith("optional") or role in WORKSPACES else ""
+        writes = role in ("out", "optional_out", "status", *WORKSPACES)
 
         def array(optional: str, writes: bool = writes) -> str:
             return f"Tensor({next(letters)}!){optional}" if writes else f"Tensor{optional}"
 
-        if role == "workspace":
-            continue
         if kind == "rule":
             arguments += ["bool pow2", "float eps"]
         elif kind in words:
@@ -70,10 +69,9 @@ def register(
     torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
     op = getattr(torch.ops.fp8moe, name).default
     NEVER_KEPT.add(op)
-    fields = [field for field in FIELDS[name] if field[2] != "workspace"]
 
     def through_torch(given: tuple[Any, ...]) -> None:
-        args, arrays, written = _flatten(fields, given)
+        args, arrays, written = _flatten(FIELDS[name], given)
         if torch.is_grad_enabled():
             for field, array in arrays:
                 if getattr(array, "requires_grad", False):

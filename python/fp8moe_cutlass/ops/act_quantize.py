@@ -84,12 +84,14 @@ def act_quantize_backward(
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
     out: tuple[Fp8Tensor | Array | None, ...] | None = None,
+    workspace: Array | None = None,
 ) -> ActGradients:
     """The gradient of act_quantize at dh [R, I], with z [R, 2I] as given forward.
 
     dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
     returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3. out: as what
-    is returned.
+    is returned. workspace: of ops.zero_workspace, used with probs and columns on CUDA; None:
+    allocated.
     """
     fresh = out is None
     op = "act_quantize_backward"
@@ -118,5 +120,6 @@ def act_quantize_backward(
     if probs is not None and dprobs is None:
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
     bound = math.inf if limit is None else limit
-    _backward(dh, z, plan, probs, bound, dz, dprobs, dz_columns, h_columns, pow2, eps, fresh=fresh)
+    made = dz, dprobs, dz_columns, h_columns
+    _backward(dh, z, plan, probs, bound, *made, pow2, eps, workspace, fresh=fresh)
     return ActGradients(dz, dz_columns, h_columns, dprobs)

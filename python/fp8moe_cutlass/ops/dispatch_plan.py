@@ -54,5 +54,5 @@ def dispatch_plan(
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
     elif out[0].sizes != sizes:
         raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
-    _op(topk_idx, num_experts, segment, out[0], out[1], fresh=fresh)
+    _op(topk_idx, num_experts, segment, out[0], out[1], None, fresh=fresh)
     return Dispatch(*out)

@@ -20,12 +20,13 @@ def grouped_gemm_wgrad(
     out: Array | None = None,
     accumulate: bool = False,
     out_dtype: DType = "float32",
+    workspace: Array | None = None,
 ) -> Array:
     """Contracts dy_t [N, Kcap] and x_t [K, Kcap], two transposed operands, over tokens per expert.
 
     Both of the same kind: 128x128 tiles ("block") or 1x128 along tokens ("column"). Returns dW
     [E, N, K], float32 or bfloat16; accumulate=True adds to `out`; otherwise an expert without
-    tokens gets zeros.
+    tokens gets zeros. workspace: of ops.zero_workspace, needed on CUDA; None: allocated.
     """
     fresh = out is None
     name = dtype_name("grouped_gemm_wgrad", "out_dtype", out_dtype, "float32", "bfloat16")
@@ -34,5 +35,5 @@ def grouped_gemm_wgrad(
             raise ValueError("[grouped_gemm_wgrad] accumulate=True adds to out; got out=None")
         shape = (plan.experts, dy_t.shape[0], x_t.shape[0])
         out = empty("grouped_gemm_wgrad", dy_t.data, shape, name)
-    _op(dy_t, x_t, plan, out, accumulate, fresh=fresh)
+    _op(dy_t, x_t, plan, out, accumulate, workspace, fresh=fresh)
     return out

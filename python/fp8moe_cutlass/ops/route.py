@@ -41,5 +41,5 @@ def route(
         out = new_plan("route", given, sizes)
     elif out.sizes != sizes:
         raise ValueError(f"[route] out must be a plan of {sizes}; got {out.sizes}")
-    _op(topk_idx, routing_map, out, fresh=fresh)
+    _op(topk_idx, routing_map, out, None, fresh=fresh)
     return out

@@ -14,6 +14,12 @@ void check_columns(const Checker& check, const Fp8Tensor& columns, const char* n
 
 }  // namespace
 
+int64_t workspace_bytes(const ActQuantizeBackward& p) {
+  const bool columns = p.dz_columns.defined() || p.h_columns.defined();
+  const bool counts = p.dh.device.type == DeviceType::cuda && p.dprobs.defined() && columns;
+  return counts ? kZeroWorkspaceBytes : 0;
+}
+
 void act_quantize_backward(const ActQuantizeBackward& p, Stream stream) {
   const Checker check("act_quantize_backward", p.dh.device);
   check.ndim(p.dh, "dh", 2);
@@ -43,10 +49,12 @@ void act_quantize_backward(const ActQuantizeBackward& p, Stream stream) {
                "got ",
                name_of(p.dz_columns.layout), " and ", name_of(p.h_columns.layout));
   check.rule(p.rule);
+  check.workspace(p.workspace, workspace_bytes(p));
   check.disjoint({{p.dz, "dz"},
                   {p.dprobs, "dprobs"},
                   {p.dz_columns, "dz_columns"},
-                  {p.h_columns, "h_columns"}},
+                  {p.h_columns, "h_columns"},
+                  {p.workspace, "workspace"}},
                  {{p.dh, "dh"}, {p.z, "z"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.dh.numel() == 0) return;
   ActQuantizeBackward backends = p;

@@ -138,14 +138,10 @@ void run(const ActQuantizeBackward& p, Stream stream) {
   if (one_pass) {
     const int64_t tiles = p.plan.columns() / kTile * params.tiles;
     if (tiles == 0) return;
-    static LaunchNumbers numbers(kMostLaunches);
-    if (p.dprobs.defined()) params.launch = launch_number(numbers, stream_of(stream), kOp);
-    const bool apart = p.dprobs.defined() && params.launch == kNoNumber;
-    if (apart) params.dprobs = nullptr;
+    params.carry_ready = p.workspace.as<unsigned>();
     dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
       launch_tiles<F>(params, tiles, p.dz_columns, p.h_columns, p.dh.device, stream_of(stream));
     });
-    if (apart) launch_dprobs(source, p.plan, rows, p.dprobs, stream_of(stream));
     return;
   }
   launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns,

@@ -16,8 +16,8 @@ struct SwigluBackward {
   RowsOut dz;     // [R, 2I]
   float* dprobs;  // [R] or nullptr
   Pow2Scaling scaling;
-  int rows_per_block = 0;  // of backward_rows
-  int launch = 0;          // of backward_tiles, with dprobs: its number (launch_numbers.h)
+  int rows_per_block = 0;           // of backward_rows
+  unsigned* carry_ready = nullptr;  // of backward_tiles, with dprobs: a zero word per range
 };
 
 // dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.

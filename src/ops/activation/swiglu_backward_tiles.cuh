@@ -24,12 +24,10 @@ namespace fp8moe::cuda {
 
 using BackwardTile = Tile<16>;
 
-// Ranges of one launch, and launches that may run at the same time (launch_numbers.h).
-constexpr int kMostRanges = 144, kMostLaunches = 8192;
-
-// Bit w of [launch][i]: warp w of range i - 1 has left its rows' sums in dprobs for range i. Zero
-// between launches.
-static __device__ unsigned carry_ready[kMostLaunches][kMostRanges];
+// Ranges of one launch: words of carry_ready. Bit w of word i: warp w of range i - 1 has left its
+// rows' sums in dprobs for range i, which takes it back: all are zero between launches.
+constexpr int kMostRanges = 144;
+static_assert(kMostRanges * sizeof(unsigned) <= kZeroWorkspaceBytes);
 
 // A range of the tiles: [begin, whole) of a block of tokens that the range before began, [whole,
 // last) of whole ones, [last, end) of its last one. Any but the last may be empty.
@@ -188,7 +186,7 @@ __device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem&
   float* const dprob = p.dprobs + item.first_row + (stores ? r : 0);
   float sum = 0.0f;
   if (takes_over) {
-    Flag flag(carry_ready[p.launch][blockIdx.x]);
+    Flag flag(p.carry_ready[blockIdx.x]);
     while ((of_warp(static_cast<int>(flag.load(::cuda::memory_order_acquire))) & mine) == 0) {
     }
     __syncwarp();
@@ -206,7 +204,7 @@ __device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem&
   if (stores) *dprob = sum;
   if (!ends_block) {
     __syncwarp();
-    Flag(carry_ready[p.launch][blockIdx.x + 1])
+    Flag(p.carry_ready[blockIdx.x + 1])
         .fetch_or(static_cast<unsigned>(mine), ::cuda::memory_order_release);
   }
   return 0;
