@@ -31,8 +31,7 @@ def query(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def way(choice: dict[str, Any]) -> list[Any]:
     """As the record has a candidate."""
-    names = ("raster_group", "dynamic", "load_d")
-    return [list(choice["tile"]), *(choice[name] for name in names)]
+    return [list(choice["tile"]), choice["dynamic"], choice["load_d"]]
 
 
 def rows() -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 from typing import Any
 
-import fp8moe_cutlass
+import fp8moe_cutlass.routing
+import fp8moe_cutlass.tensor
+import fp8moe_cutlass.typing
 
 
 class DeviceUnavailable(RuntimeError):

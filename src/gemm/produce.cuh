@@ -69,6 +69,7 @@ __device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& r
     const int boxes_a = tail ? 1 : S::kBoxesA;
     const int bytes =
         S::kTileBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
+#pragma unroll 2  // as it was measured; left alone, the compiler takes four for wgrad
     for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
       await(ring.empty(stage), phase);
       FullBarrier& full = ring.full(stage);
