@@ -108,6 +108,22 @@ def test_other_producers_need_out() -> None:
         ops.quantize(Lender(x))
 
 
+def test_other_producers_plan_with_out() -> None:
+    p = problem()
+    plan = RoutingPlan(torch.zeros_like(p.plan.buffer), *p.plan.sizes)
+    ids, lent = Lender(p.topk_idx), RoutingPlan(Lender(plan.buffer), *plan.sizes)
+    scratch = Lender(torch.zeros(1 << 16, dtype=torch.uint8))
+    for workspace in (None, scratch):
+        plan.buffer.zero_()
+        ops.route(EXPERTS, topk_idx=ids, out=lent, workspace=workspace)
+        assert torch.equal(plan.buffer, p.plan.buffer)
+    ranks = RoutingPlan(torch.zeros_like(p.dispatch.buffer), *p.dispatch.sizes)
+    counts = torch.zeros(EXPERTS, 2, dtype=torch.int32)
+    out = RoutingPlan(Lender(ranks.buffer), *ranks.sizes), Lender(counts)
+    ops.dispatch_plan(ids, 2 * EXPERTS, EXPERTS, out=out, workspace=scratch)
+    assert torch.equal(ranks.row_of, p.dispatch.row_of)
+
+
 def test_numpy_has_no_bfloat16() -> None:
     """float32 is what every op has instead; the GEMMs have no float16."""
     q = ops.quantize(np.zeros((4, 128), np.float32))
@@ -161,16 +177,42 @@ def test_every_array_must_be_contiguous(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_rows_of_data_are_aligned(name: str) -> None:
-    """The kernels move 16 bytes at a time: a view that starts between them is refused."""
+@pytest.mark.parametrize("run", [extension, lambda name: getattr(torch.ops.fp8moe, name)])
+def test_what_starts_between_multiples_of_16_bytes(
+    name: str, run: Callable[[str], Callable[..., None]]
+) -> None:
+    """The kernels move 16 bytes at a time: such an input is copied, such an output refused."""
+    want = flat_calls()[name]
+    run(name)(**want)
     for key, value in tensors(flat_calls()[name]).items():
         if key != "plan" and (value.shape[-1] < 128 or value.ndim < 2 or key.endswith("_scale")):
             continue  # ids, probs, scales, counts
         call = flat_calls()[name]
         flat = torch.zeros(value.numel() + 1).to(value.dtype)
         call[key] = flat[1:].view(value.shape)
-        message = rf"\[{name}\] {key} must start at a multiple of 16 bytes"
-        refused(getattr(torch.ops.fp8moe, name), call, message)
+        call[key].view(torch.uint8).copy_(value.view(torch.uint8))
+        if key in outputs(name) and not (key == "plan" and "transpose" in name):
+            message = rf"\[{name}\] {key} must start at a multiple of 16 bytes"
+            refused(run(name), call, message)
+            continue
+        run(name)(**call)
+        for out in outputs(name):
+            assert torch.equal(bits(call[out]), bits(want[out])), (key, out)
+
+
+def test_numpy_and_others_are_copied_alike() -> None:
+    flat = np.arange(4 * 128 + 1, dtype=np.float32)
+    x = flat[1:].reshape(4, 128)
+    assert x.ctypes.data % 16
+    np.testing.assert_array_equal(ops.quantize(x).data, ops.quantize(x.copy()).data)
+
+
+def test_negative_views() -> None:
+    """torch marks -x over x's memory: it is resolved, or, where it would be written, refused."""
+    x = torch.randn(4, 128)
+    assert torch.equal(ops.quantize(torch._neg_view(x)).dequantize(), ops.quantize(-x).dequantize())
+    with pytest.raises(ValueError, match=r"\[dequantize\] x .* must not be a negative view"):
+        ops.dequantize(ops.quantize(x), out=torch._neg_view(x))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -251,7 +293,7 @@ def test_eps_is_a_magnitude(name: str, eps: float) -> None:
 def test_sizes_whose_products_overflow() -> None:
     buffer = torch.zeros(32, dtype=torch.int32)
     for sizes in ((1 << 33, 1 << 31, 1, 1, 0), (0, 1, 1, 1, 1 << 62), (0, 1, 1 << 62, 1, 0)):
-        with pytest.raises(ValueError, match="no size over"):
+        with pytest.raises(ValueError, match=r"no size over|at most 1024 experts"):
             _C.route_workspace(None, None, RoutingPlan(buffer, *sizes))
 
 
@@ -331,6 +373,95 @@ def test_what_came_is_shown() -> None:
             _C.quantize(x, q, True, 1e-10)
     with pytest.raises(ValueError, match=r"\[quantize\] q must be an Fp8Tensor; got Tensor of dty"):
         _C.quantize(q.data, torch.zeros(4, 128), True, 1e-10)
+
+
+WRONG_CALLS: dict[str, Callable[[Problem], Any]] = {
+    "quantize x": lambda p: ops.quantize(None),
+    "quantize_weight w": lambda p: ops.quantize_weight([1.0]),
+    "dequantize t": lambda p: ops.dequantize(p.x8.data),
+    "route topk_idx": lambda p: ops.route(3, topk_idx=[[0, 1]]),
+    "route num_experts": lambda p: ops.route(3.0, topk_idx=p.topk_idx),
+    "route capacity": lambda p: ops.route(3, topk_idx=p.topk_idx, capacity="4"),
+    "route align": lambda p: ops.route(3, topk_idx=p.topk_idx, align=True),
+    "plan_from_counts tokens_per_expert": lambda p: ops.plan_from_counts([1, 2], capacity=3),
+    "plan_from_counts capacity": lambda p: ops.plan_from_counts(p.topk_idx[0], capacity=None),
+    "dispatch_plan topk_idx": lambda p: ops.dispatch_plan([[0]], 6, 3),
+    "dispatch_plan ranks": lambda p: ops.dispatch_plan(p.topk_idx, 6, 3.0),
+    "permute_pad x": lambda p: ops.permute_pad(None, p.plan),
+    "permute_pad plan": lambda p: ops.permute_pad(p.x, None),
+    "permute_pad probs": lambda p: ops.permute_pad(p.x, p.plan, [1.0], out=(p.rows, p.row_probs)),
+    "permute_pad_backward plan": lambda p: ops.permute_pad_backward(p.rows, p.plan.buffer),
+    "unpermute_unpad plan": lambda p: ops.unpermute_unpad(p.rows, 3),
+    "unpermute_unpad_backward plan": lambda p: ops.unpermute_unpad_backward(p.x, "plan"),
+    "quantize_pack plan": lambda p: ops.quantize_pack(p.x, None),
+    "unpack packed": lambda p: ops.unpack(None, 128, 2),
+    "unpack hidden": lambda p: ops.unpack(p.packed, 128.0, 2),
+    "transpose_fp8 t": lambda p: ops.transpose_fp8(p.rows8.data, p.plan),
+    "transpose_fp8 plan": lambda p: ops.transpose_fp8(p.rows8, None),
+    "permute_transpose_fp8 t": lambda p: ops.permute_transpose_fp8(p.x, p.plan),
+    "count_codes t": lambda p: ops.count_codes(p.x, p.plan, torch.zeros(21).long()),
+    "count_codes stride": lambda p: ops.count_codes(
+        p.x8, p.plan, torch.zeros(21).long(), stride=1.5
+    ),
+    "act_quantize z": lambda p: ops.act_quantize(None),
+    "act_quantize plan": lambda p: ops.act_quantize(p.rows, p.plan.buffer),
+    "act_quantize limit": lambda p: ops.act_quantize(p.rows, limit="2"),
+    "act_quantize_backward plan": lambda p: ops.act_quantize_backward(
+        p.rows, p.rows, 3, columns="block"
+    ),
+    "grouped_gemm a": lambda p: ops.grouped_gemm(p.rows, p.w8, p.plan),
+    "grouped_gemm w": lambda p: ops.grouped_gemm(p.rows8, None, p.plan),
+    "grouped_gemm plan": lambda p: ops.grouped_gemm(p.rows8, p.w8, None),
+    "grouped_gemm_wgrad x_t": lambda p: ops.grouped_gemm_wgrad(p.columns8, p.w, p.plan),
+    "grouped_gemm_wgrad plan": lambda p: ops.grouped_gemm_wgrad(p.columns8, p.columns8, None),
+    "quantize out": lambda p: ops.quantize(p.x, out=p.x),
+    "route out": lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, out=p.plan.buffer),
+    "route workspace": lambda p: _C.route(p.topk_idx, None, p.plan, [0]),
+    "quantize eps": lambda p: ops.quantize(p.x, eps="0"),
+    "quantize scale": lambda p: ops.quantize(p.x, scale=["pow2"]),
+    "quantize fp8_dtype": lambda p: ops.quantize(p.x, fp8_dtype=["e4m3"]),
+    "quantize scale_layout": lambda p: ops.quantize(p.x, scale_layout={}),
+    "dequantize dtype": lambda p: ops.dequantize(p.x8, dtype={}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_functions_name_what_is_wrong(case: str) -> None:
+    op, argument = case.split()
+    with pytest.raises(ValueError, match=rf"\[{op}\] {argument} must .*; got "):
+        WRONG_CALLS[case](problem())
+
+
+def test_experts_have_one_bound() -> None:
+    """1,024, on every device."""
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    assert ops.route(1024, topk_idx=ids).experts == 1024
+    with pytest.raises(
+        ValueError, match=r"\[route\] plan must have at most 1024 experts; got 1025"
+    ):
+        ops.route(1025, topk_idx=ids)
+
+
+def test_others_arrays() -> None:
+    """A mask is not ignored; an immutable array is not written; the stream is told."""
+    q = ops.quantize(torch.zeros(4, 128))
+    with pytest.raises(ValueError, match="without a mask; got MaskedArray"):
+        _C.quantize(np.ma.zeros((4, 128), np.float32), q, True, 1e-10)
+    immutable = type("ArrayImpl", (Lender,), {"__module__": "jaxlib._jax"})(torch.zeros(4, 128))
+    with pytest.raises(ValueError, match=r"\[dequantize\] x is written.*immutable array of JAX"):
+        _C.dequantize(q, immutable)
+
+    asked = []
+
+    class OnCuda(Elsewhere):
+        def __dlpack__(self, **kwargs: Any) -> Any:
+            asked.append(kwargs)
+            return super().__dlpack__()
+
+    for handle, want in ((0, 1), (7, 7)):
+        with use_stream(handle), pytest.raises(ValueError, match="q must be on cuda:0; got cpu"):
+            _C.quantize(OnCuda(2), q, True, 1e-10)
+        assert asked.pop() == {"stream": want}
 
 
 def test_unknown_layout() -> None:
@@ -463,7 +594,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     ),
     "flat topk_idx": (
         lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx.flatten()),
-        r"topk_idx must have 2 dimensions; got \(96,\)",
+        r"topk_idx must have 2 dimensions; got \[96\]",
     ),
     "plan of other sizes": (
         lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, align=16, out=p.plan),
@@ -485,6 +616,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     "recipe of blocks and fp32": (lambda p: Fp8Recipe(scale="fp32"), "got 'block'"),
     "recipe word": (lambda p: Fp8Recipe(columns="rows"), "got 'rows'"),
     "recipe eps": (lambda p: Fp8Recipe(eps=-1.0), "got -1.0"),
+    "recipe eps past float32": (lambda p: Fp8Recipe(eps=1e39), r"got 1e\+39"),
 }
 
 

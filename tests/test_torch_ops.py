@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from flat_calls import EXPERTS, OPS, WIDTH, Problem, bits, flat_calls, outputs, problem
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
@@ -215,6 +216,41 @@ def test_dispatch_mode_sees_the_op() -> None:
     with Spy():
         ops.quantize(p.x)
     assert seen == ["aten.empty.memory_format"] * 2 + ["fp8moe.quantize.default"]
+
+
+def test_flops_are_counted() -> None:
+    p = problem()
+    with FlopCounterMode(display=False) as counter:
+        ops.grouped_gemm(p.rows8, p.w8, p.plan)
+    assert counter.get_total_flops() == 2 * p.plan.capacity * WIDTH * WIDTH
+    with FlopCounterMode(display=False) as counter:
+        ops.grouped_gemm_wgrad(p.columns8, p.columns8, p.plan)
+    assert counter.get_total_flops() == 2 * p.plan.capacity * WIDTH * WIDTH
+
+
+AGAIN = """
+import importlib, sys, torch
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.ops import _call, _torch_op
+for module in (_torch_op, _call, ops):
+    importlib.reload(module)
+x = torch.randn(4, 128)
+ops.quantize(x)
+for name in [name for name in sys.modules if name.startswith("fp8moe_cutlass")]:
+    del sys.modules[name]
+from fp8moe_cutlass import ops
+with torch.profiler.profile():
+    q = ops.quantize(x)
+print(q.data.dtype)
+"""
+
+
+def test_imported_again() -> None:
+    """By importlib.reload, or anew: torch's operators are of the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "torch.float8_e4m3fn", done.stderr
 
 
 def test_private_symbols_of_torch() -> None:
@@ -424,6 +460,12 @@ def test_a_tangent_is_refused() -> None:
         (lambda p: ops.permute_pad_backward(p.x[0], p.plan), "_backward\\] dy must have 2"),
         (lambda p: ops.unpermute_unpad(p.x[0], p.plan), r"\[unpermute_unpad\] y must have 2"),
         (lambda p: ops.unpermute_unpad_backward(p.x[0], p.plan), "_backward\\] dout must have 2"),
+        (lambda p: ops.permute_pad(p.w8, p.plan), r"\[permute_pad\] x must have 2"),
+        (
+            lambda p: ops.transpose_fp8(p.w8, p.plan),
+            r"\[transpose_fp8\] t must have 2",
+        ),
+        (lambda p: ops.permute_transpose_fp8(p.w8, p.plan), r"_fp8\] t must have 2"),
         (lambda p: ops.quantize_pack(p.x[0], p.plan), r"\[quantize_pack\] x must have 2"),
         (
             lambda p: ops.quantize_pack(p.x, p.plan, p.topk_idx[:, 0], p.probs, num_experts=4),

@@ -26,6 +26,8 @@ struct RoutingPlan {
   int64_t align = 1;     // 1, 16, 32 or 128
   int64_t capacity = 0;  // A: at most this many assignments get a row
 
+  static constexpr int64_t kMaxExperts = 1024;
+
   bool defined() const { return buffer.defined(); }
 
   // R = align * floor((A + min(E,A) (align-1)) / align): no routing of A assignments needs more.

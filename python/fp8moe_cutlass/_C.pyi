@@ -1,8 +1,6 @@
 from typing import Any
 
-import fp8moe_cutlass.routing
-import fp8moe_cutlass.tensor
-import fp8moe_cutlass.typing
+import fp8moe_cutlass
 
 
 class DeviceUnavailable(RuntimeError):

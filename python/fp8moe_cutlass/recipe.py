@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind
 
+FLOAT32_MAX = 2.0**128 - 2.0**104
+
 
 @dataclass(frozen=True)
 class Fp8Recipe:
@@ -34,8 +36,8 @@ class Fp8Recipe:
             value = getattr(self, name)
             if value not in words:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
-        if not 0.0 <= self.eps < float("inf"):
-            raise ValueError(f"[Fp8Recipe] eps must be finite and not negative; got {self.eps}")
+        if not 0.0 <= self.eps <= FLOAT32_MAX:
+            raise ValueError(f"[Fp8Recipe] eps must be in [0, 3.4e38]; got {self.eps}")
         if self.scale == "fp32" and self.columns == "block":
             raise ValueError(
                 "[Fp8Recipe] columns must be 'column' with scale 'fp32'; got 'block', whose "

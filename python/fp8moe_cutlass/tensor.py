@@ -10,7 +10,7 @@ from fp8moe_cutlass.typing import Array, DType
 TILE = 128
 _FORMATS: dict[Any, str] = {}  # of the frameworks' FP8 dtypes, as they are met
 _FLOAT32: set[Any] = set()  # the frameworks' dtype of scales, as they are met
-_LAYOUTS = ("row", "gemm", "block")
+LAYOUTS = ("row", "gemm", "block")
 
 
 def cdiv(a: int, b: int) -> int:
@@ -53,7 +53,7 @@ def _format_of(data: Array, fp8_dtype: str | None) -> str:
 
 def _check_scales(data: Array, scale_inv: Array, layout: str) -> None:
     """ValueError unless scale_inv can hold data's scales in `layout`."""
-    if layout not in _LAYOUTS:
+    if layout not in LAYOUTS:
         raise ValueError(
             f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {layout!r}"
         )
@@ -107,11 +107,15 @@ class Fp8Tensor:
         scale_layout: str = "row",
         pow2: bool = True,
         fp8_dtype: str | None = None,
+        *,
+        check: bool = True,
     ) -> None:
+        """check=False: the caller knows that the scales fit the data."""
         own_format = _FORMATS.get(getattr(data, "dtype", None))
         if own_format is None or fp8_dtype not in (own_format, None):
             own_format = _format_of(data, fp8_dtype)
-        _check_scales(data, scale_inv, scale_layout)
+        if check:
+            _check_scales(data, scale_inv, scale_layout)
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv

@@ -19,6 +19,7 @@ struct Torch {
   nb::object tensor, is_grad_enabled;
   nb::object requires_grad;  // its descriptor, which spares a look-up
   descrgetfunc get;
+  nb::object is_neg;
 };
 const Torch* torch = nullptr;  // never freed: Python may be gone by then
 
@@ -103,7 +104,9 @@ void attach_torch(nb::object tensor, nb::object is_grad_enabled) {
   nb::object requires_grad = tensor.attr("requires_grad");
   const auto get =
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad.ptr()), Py_tp_descr_get));
-  torch = new Torch{std::move(tensor), std::move(is_grad_enabled), std::move(requires_grad), get};
+  nb::object is_neg = tensor.attr("is_neg");
+  torch = new Torch{std::move(tensor), std::move(is_grad_enabled), std::move(requires_grad), get,
+                    std::move(is_neg)};
 }
 
 template <typename... Parts>
@@ -208,7 +211,7 @@ void Reader::read(Tensor& t) {
     if (optional()) return;
     refuse(given, "an array");
   }
-  t = array(given, "", allows_ & kStridedRows);
+  t = allows_ & kAligned ? aligned_array(given, "", false) : array(given, "", false);
 }
 
 void Reader::read(Fp8Tensor& q) {
@@ -237,7 +240,7 @@ void Reader::read(Fp8Tensor& q) {
   const bool plain = !scale.is_valid() || scale.is_none();
   q.layout = plain ? ScaleLayout::row : layout(word);
   const bool strided = allows_ & kStridedRows;
-  q.data = array(data, "", strided && !plain);
+  q.data = aligned_array(data, "", strided && !plain);
   if (!plain) q.scale_inv = array(scale, ".scale_inv", strided && q.layout == ScaleLayout::row);
   if (q.data.dtype == DType::u8 && !flat_ && !plain) {  // codes of a framework without FP8 dtypes
     const nb::object format = attribute(given, names[3]);
@@ -261,7 +264,7 @@ void Reader::read(RoutingPlan& plan) {
   }
   if (parts[0].is_none() && optional()) return;
   const bool refuses_grad = std::exchange(refuses_grad_, false);  // a plan's integers need none
-  plan.buffer = array(parts[0], "", false);
+  plan.buffer = aligned_array(parts[0], "", false);
   refuses_grad_ = refuses_grad;
   plan.tokens = integer(parts[1], ".tokens");
   plan.slots = integer(parts[2], ".slots");
@@ -277,12 +280,28 @@ nb::dlpack::dltensor Reader::view(Object given, const char* part, const Exchange
     PyErr_Clear();
     fail(part, "must be a dense tensor with memory; got a meta, sparse or wrapped tensor");
   }
+  static PyObject* const names[] = {interned("__dlpack_device__"), interned("__name__"),
+                                    interned("__module__")};
+  const nb::object name = attribute(given.type(), names[1]);
+  if (is_text(name, "MaskedArray")) fail(part, "must be an array without a mask; got MaskedArray");
+  const nb::object module = attribute(given.type(), names[2]);
+  if (output() && std::string_view(nb::str(module).c_str()).starts_with("jax"))
+    fail(part, "is written, so it must be writable; got an immutable array of JAX");
+  nb::object lender = nb::borrow(given);
+  const nb::object device_of = attribute(given, names[0]);
+  if (device_of.is_valid()) {
+    const nb::object device = device_of();
+    if (nb::cast<int>(device[nb::int_(0)]) == kCuda) {  // let it order its work before ours
+      const int64_t handle = named_stream();
+      lender = given.attr("__dlpack__")(nb::arg("stream") = handle == 0 ? 1 : handle);
+    }
+  }
   nb::ndarray<> writable;
   nb::ndarray<nb::ro> lent;
-  if (output() && nb::try_cast(given, writable, false)) lent = nb::ndarray<nb::ro>(writable);
+  if (output() && nb::try_cast(lender, writable, false)) lent = nb::ndarray<nb::ro>(writable);
   PyErr_Clear();
   if (!lent.is_valid()) {
-    if (!nb::try_cast(given, lent, false)) {
+    if (!nb::try_cast(lender, lent, false)) {
       PyErr_Clear();
       refuse(given,
              std::string(allows_ & kPlainToo ? "an Fp8Tensor or " : "") +
@@ -301,13 +320,16 @@ nb::dlpack::dltensor Reader::view(Object given, const char* part, const Exchange
   return view;
 }
 
-// What only torch's tensors have: gradients, versions.
-void Reader::of_torch(Object given, const Tensor& t, const char* part) {
+bool Reader::is_torch(Object given) const {
+  if (!torch) return false;
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
-  if (!torch ||
-      (type != torch->tensor.ptr() && PyObject_IsInstance(given.ptr(), torch->tensor.ptr()) != 1))
-    return;
+  return type == torch->tensor.ptr() || PyObject_IsInstance(given.ptr(), torch->tensor.ptr()) == 1;
+}
+
+// Its gradient, and its version.
+void Reader::look_at(Object given, const Tensor& t, const char* part) {
   if (refuses_grad_ && t.dtype <= DType::e5m2) {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(given.ptr()));
     const nb::object needs = nb::steal(torch->get(torch->requires_grad.ptr(), given.ptr(), type));
     if (!needs.is_valid()) nb::raise_python_error();
     if (needs.ptr() == Py_True)
@@ -316,6 +338,23 @@ void Reader::of_torch(Object given, const Tensor& t, const char* part) {
            ".nn, or detach it");
   }
   if (role_ == Role::out || role_ == Role::optional_out) written_[written_count_++] = given.ptr();
+}
+
+Tensor Reader::array_of_copy(Object given, const char* method, const char* part,
+                             bool strided_rows) {
+  const nb::object copy = given.attr(method)();
+  copies_.push_back(copy);
+  return array(copy, part, strided_rows);
+}
+
+Tensor Reader::aligned_array(Object given, const char* part, bool strided_rows) {
+  const Tensor t = array(given, part, strided_rows);
+  const bool written = output() && role_ != Role::status;
+  if (reinterpret_cast<uintptr_t>(t.data) % 16 == 0 || t.numel() == 0 || written) return t;
+  for (const char* method : {"clone", "copy"})  // torch's, NumPy's and others'
+    if (PyObject_HasAttrString(given.ptr(), method) == 1)
+      return array_of_copy(given, method, part, strided_rows);
+  return t;
 }
 
 Tensor Reader::array(Object given, const char* part, bool strided_rows) {
@@ -355,9 +394,19 @@ Tensor Reader::array(Object given, const char* part, bool strided_rows) {
     t.data = static_cast<char*>(view.data) + view.byte_offset;
   } else if (t.numel() > 0) {
     fail(part, "must have memory behind it; got a fake or meta tensor of shape ",
-         brackets(view.shape, view.ndim));
+         brackets(view.shape, view.ndim), ", or a wrapper such as DTensor");
   }
-  if (api) of_torch(given, t, part);
+  if (!api || flat_ || !is_torch(given)) return t;
+  look_at(given, t, part);
+  if (t.dtype <= DType::bf16 && *part == '\0') {  // a negative view: -x over x's memory
+    const nb::object is_neg =
+        nb::steal(PyObject_CallFunctionObjArgs(torch->is_neg.ptr(), given.ptr(), nullptr));
+    if (is_neg.ptr() == Py_True) {
+      if (output()) fail(part, "is written, so it must not be a negative view; got one");
+      return array_of_copy(given, "resolve_neg", part, strided_rows);
+    }
+    if (!is_neg.is_valid()) PyErr_Clear();
+  }
   return t;
 }
 
@@ -366,10 +415,13 @@ Stream Reader::stream() const {
   if (api_) {
     if (api_->current_stream(kCuda, device_, &stream.handle) != 0) nb::raise_python_error();
   } else if (cuda_) {
-    const nb::object handle = nb::module_::import_("fp8moe_cutlass.stream").attr("current")();
-    stream.handle = reinterpret_cast<void*>(nb::cast<intptr_t>(handle));
+    stream.handle = reinterpret_cast<void*>(static_cast<intptr_t>(named_stream()));
   }
   return stream;
+}
+
+int64_t Reader::named_stream() const {
+  return nb::cast<int64_t>(nb::module_::import_("fp8moe_cutlass.stream").attr("current")());
 }
 
 nb::object Reader::written() const {

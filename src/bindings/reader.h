@@ -55,8 +55,12 @@ class __attribute__((visibility("hidden"))) Reader {
 
   Object next();
   Tensor array(Object given, const char* part, bool strided_rows);
+  Tensor aligned_array(Object given, const char* part, bool strided_rows);
+  Tensor array_of_copy(Object given, const char* method, const char* part, bool strided_rows);
   nanobind::dlpack::dltensor view(Object given, const char* part, const ExchangeApi* api);
-  void of_torch(Object given, const Tensor& t, const char* part);
+  bool is_torch(Object given) const;
+  void look_at(Object given, const Tensor& t, const char* part);
+  int64_t named_stream() const;
   int64_t integer(Object given, const char* part = "") const;
   float number(Object given) const;
   bool truth(Object given) const;
@@ -84,6 +88,7 @@ class __attribute__((visibility("hidden"))) Reader {
   unsigned allows_ = 0;
 
   std::vector<nanobind::ndarray<nanobind::ro>> lent_;  // they end the loan when the call is over
+  std::vector<nanobind::object> copies_;
   PyObject* written_[16];
   Py_ssize_t written_count_ = 0;
   const ExchangeApi* api_ = nullptr;  // of the first CUDA array that has one

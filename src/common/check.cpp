@@ -179,6 +179,8 @@ void Checker::plan_sizes(const RoutingPlan& plan) const {
   FP8MOE_CHECK(plan.tokens >= 0 && plan.slots >= 1 && plan.experts >= 1 && plan.capacity >= 0, "[",
                op_, "] plan needs tokens >= 0, slots >= 1, experts >= 1, capacity >= 0; got ",
                plan.tokens, ", ", plan.slots, ", ", plan.experts, ", ", plan.capacity);
+  FP8MOE_CHECK(plan.experts <= plan.kMaxExperts, "[", op_, "] plan must have at most ",
+               plan.kMaxExperts, " experts; got ", plan.experts);
   constexpr int64_t kMaxRows = (int64_t{1} << 31) - 256;
   // One by one first: their products and sums must not overflow.
   for (const int64_t size : {plan.tokens, plan.slots, plan.experts, plan.capacity})

@@ -8,7 +8,7 @@
 
 namespace fp8moe::cuda {
 
-constexpr int kMaxExperts = 1024;  // one thread each
+constexpr int kMaxExperts = RoutingPlan::kMaxExperts;  // one thread each
 constexpr int kLayoutThreads = 1024;
 
 // Exclusive prefix sum over the block's threads, whole warps; *total is the sum.

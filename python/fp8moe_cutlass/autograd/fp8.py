@@ -17,7 +17,6 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
 from fp8moe_cutlass.autograd.counters import Counters, count
-from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.weights import (
     Fp8Weights,
     of_one_forward,
@@ -81,7 +80,7 @@ class Wgrad(NamedTuple):
 def enter(t: Tensor, recipe: Fp8Recipe, *, gradient: bool = False, grouped: bool = False) -> Any:
     """A standalone cast of the block: t [T, H], or [R, H] grouped by expert."""
     return ops.quantize(
-        dense(t),
+        t.contiguous(),
         fp8_dtype=recipe.grad_dtype if gradient else "e4m3",
         scale=recipe.scale,
         eps=recipe.eps,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -120,7 +119,7 @@ def _backward_of_permute(
     if dy is None:  # rows of no width: the probs alone
         nothing = torch.empty(plan.rows, 0, dtype=torch.float32, device=plan.device)
         return None, ops.permute_pad_backward(nothing, plan, row_dprobs)[1]
-    return ops.permute_pad_backward(dense(dy), plan, row_dprobs)
+    return ops.permute_pad_backward(dy.contiguous(), plan, row_dprobs)
 
 
 class _UnpermuteUnpad(torch.autograd.Function):
@@ -139,7 +138,7 @@ class _UnpermuteUnpad(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         buffer, *operands = ctx.saved_tensors
         plan = RoutingPlan(buffer, *ctx.sizes)
-        dout = dense(dout)
+        dout = dout.contiguous()
         out = None
         if ctx.clear:
             zeros = dout.new_zeros(plan.rows, dout.shape[1])

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
@@ -41,7 +40,7 @@ def save(ctx: Any, *groups: Any) -> None:
 
 def load(ctx: Any) -> list[Any]:
     """What was given to `save`; dense, wherever a saved-tensor hook has put its tensors."""
-    tensors = [None if t is None else dense(t) for t in ctx.saved_tensors]
+    tensors = [None if t is None else t.contiguous() for t in ctx.saved_tensors]
     items: list[Any] = []
     at = 0
     for of, *kind in ctx.kinds:
@@ -51,7 +50,7 @@ def load(ctx: Any) -> list[Any]:
         if of is None:
             items.append(tensors[at])
         elif of is Fp8Tensor:
-            items.append(Fp8Tensor(tensors[at], tensors[at + 1], *kind))
+            items.append(Fp8Tensor(tensors[at], tensors[at + 1], *kind, check=False))
             at += 1
         else:
             items.append(RoutingPlan(tensors[at], *kind))

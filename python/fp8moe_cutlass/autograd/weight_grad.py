@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.counters import Counters
-from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
 from fp8moe_cutlass.slow_path import slow_path
@@ -43,7 +42,7 @@ class Destination:
                 "[MoEExperts] overwrite_main_grad=True must be of the backward that runs first; "
                 "got a main_grad that another backward has written since the forward"
             )
-        into = dense(main_grad)
+        into = main_grad.clone() if eager and main_grad.data_ptr() % 16 else main_grad
         if eager and into is not main_grad:
             slow_path(
                 "misaligned main_grad",

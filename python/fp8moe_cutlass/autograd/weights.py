@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, written
 from fp8moe_cutlass.ops._outputs import new_fp8
@@ -153,7 +152,7 @@ def _fill(
         how |= {"transposed": False, "out": rows}
     else:
         how |= {"out": (rows, transposed)}
-    ops.quantize_weight(dense(w.detach()), **how)
+    ops.quantize_weight(w.detach().contiguous(), **how)
 
 
 def _now_written(*parts: Any) -> Fp8Weights:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.dense import dense
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -72,7 +71,7 @@ def _quantize_pack(
     t: Tensor, plan: RoutingPlan, recipe: Fp8Recipe, fp8_dtype: Any, *ids: Tensor, **of: int
 ) -> Tensor:
     packed: Tensor = ops.quantize_pack(
-        dense(t), plan, *ids, fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps, **of
+        t.contiguous(), plan, *ids, fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps, **of
     )
     return packed
 

@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._outputs import scratch
+from fp8moe_cutlass.ops._outputs import is_torch, scratch
 
 try:
     import torch
@@ -89,12 +91,20 @@ def operator(name: str) -> Callable[..., None]:
     through_torch = register(name, with_workspace(name, _C.flat(name), flat_bytes), direct)
 
     def call(*given: Any, fresh: bool = False) -> None:
-        if _is_dynamo_compiling() or (not _here.unwatched and watched()):
+        if _is_dynamo_compiling() or (
+            not _here.unwatched  # what follows is `watched`, without the time of a call
+            and (
+                _modes()
+                or profiler._is_profiler_enabled
+                or forward_ad._current_level >= 0
+                or _is_tracing()
+            )
+        ):
             through_torch(given)
         elif (written := direct(*given)) is not None and not fresh:
             increment_version(written)
 
-    return call
+    return call if KNOWN else lambda *given, fresh=False: through_torch(given)
 
 
 def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
@@ -110,6 +120,10 @@ def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
         if not (bytes := workspace_bytes(*given_)):
             return run(*given)
         like = next(array for array in given if array is not None)
+        if not (is_torch(like) or isinstance(like, np.ndarray)):
+            raise ValueError(
+                f"[{name}] workspace must be {bytes} bytes, uint8, beside {type(like)}; got None"
+            )
         return run(*given_, scratch(name, like, bytes, zero))
 
     return allocating

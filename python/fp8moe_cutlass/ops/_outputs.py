@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._words import dtype_name
+from fp8moe_cutlass.ops._words import dtype_name, refuse
 from fp8moe_cutlass.routing import RoutingPlan, empty_plan
-from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
+from fp8moe_cutlass.tensor import LAYOUTS, Fp8Tensor, scale_shape
 from fp8moe_cutlass.typing import Array, DType
 
 try:
@@ -109,6 +109,8 @@ def new_fp8(
     """An uninitialized Fp8Tensor of the framework and device of `like`."""
     word = isinstance(fp8_dtype, str) and fp8_dtype in ("e4m3", "e5m2")
     format = fp8_dtype if word else dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
+    if layout not in LAYOUTS:
+        refuse(op, "scale_layout", "'row', 'gemm' or 'block'", layout)
     scales = scale_shape(shape, layout)
     if is_torch(like):  # as empty() does
         device = like.device
@@ -116,7 +118,7 @@ def new_fp8(
         scale_inv = torch.empty(*scales, dtype=torch.float32, device=device)
     else:
         data, scale_inv = _numpy(op, like, shape, format), _numpy(op, like, scales, "float32")
-    return Fp8Tensor(data, scale_inv, layout, pow2, format)
+    return Fp8Tensor(data, scale_inv, layout, pow2, format, check=False)
 
 
 def given_fp8(
@@ -124,14 +126,14 @@ def given_fp8(
 ) -> Fp8Tensor:
     """`out`; ValueError if it is not what the arguments ask for. Its shape is for _C to look at."""
     if (  # in words, at little cost; a dtype that is a framework's object is named below
-        out is not None
+        isinstance(out, Fp8Tensor)
         and out.fp8_dtype == fp8_dtype
         and out.scale_layout == layout
         and out.pow2 is pow2
     ):
         return out
-    if out is None:
-        raise ValueError(f"[{op}] out must hold an Fp8Tensor for each output; got None")
+    if not isinstance(out, Fp8Tensor):
+        refuse(op, "out", "an Fp8Tensor for each output", out)
     format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     asked, got = (layout, format, pow2), (out.scale_layout, out.fp8_dtype, out.pow2)
     if asked != got:

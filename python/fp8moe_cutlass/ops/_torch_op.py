@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.utils.flop_counter import register_flop_formula
 
 from fp8moe_cutlass import _C
 from fp8moe_cutlass.ops._outputs import TORCH_DTYPES, is_torch
@@ -21,7 +22,11 @@ from fp8moe_cutlass.typing import Array
 
 FIELDS = _C.operators()
 WORKSPACES = ("workspace", "zero_workspace")  # roles
-_LIBRARY: Any = torch.library.Library("fp8moe", "DEF")  # type: ignore[no-untyped-call]
+# One of this process, also where this module is imported again.
+_LIBRARY: Any = vars(torch.ops.fp8moe).get("_library")
+if _LIBRARY is None:
+    _LIBRARY = torch.library.Library("fp8moe", "DEF")  # type: ignore[no-untyped-call]
+    vars(torch.ops.fp8moe)["_library"] = _LIBRARY
 
 # Selective checkpointing keeps what an op returns, which here is nothing: its backward would leave
 # the op out and read outputs that nobody filled. Private; a torch without it checkpoints otherwise.
@@ -58,15 +63,36 @@ def _schema(name: str) -> str:
     return f"{name}({', '.join(arguments)}) -> ()"
 
 
+def _flops_of_rows(a: Any, _scale: Any, _layout: str, w: Any, *rest: Any, **_: Any) -> int:
+    """Of shapes: d [R, N] = a [R, K] w [E, N, K]^T over the plan's assignments."""
+    capacity: int = rest[7]
+    return 2 * capacity * int(w[1]) * int(a[1])
+
+
+def _flops_of_wgrad(dy_t: Any, _scale: Any, _layout: str, x_t: Any, *rest: Any, **_: Any) -> int:
+    """Of shapes: dw [E, N, K] from dy_t [N, Kcap] and x_t [K, Kcap]."""
+    capacity: int = rest[7]
+    return 2 * capacity * int(dy_t[0]) * int(x_t[0])
+
+
+_FLOPS: dict[str, Any] = {
+    "grouped_gemm": _flops_of_rows,
+    "grouped_gemm_wgrad": _flops_of_wgrad,
+}
+
+
 def register(
     name: str, run: Callable[..., None], direct: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...]], None]:
     """Defines torch.ops.fp8moe.<name> by `run`, of flat arguments. Returns the function of `given`
     that takes this way; `direct` runs what has no tensor of torch's."""
-    _LIBRARY.define(_schema(name))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
+    if not hasattr(torch.ops.fp8moe, name):
+        _LIBRARY.define(_schema(name))
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, run, key)
+        torch.library.register_fake(f"fp8moe::{name}", _fill_nothing, lib=_LIBRARY)
+        if name in _FLOPS:
+            register_flop_formula(getattr(torch.ops.fp8moe, name))(_FLOPS[name])
     op = getattr(torch.ops.fp8moe, name).default
     NEVER_KEPT.add(op)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array, DType
 
 # By name; a framework's object is known by its own.
@@ -28,9 +29,38 @@ def _own_name(dtype: Any) -> str:
     return str(own or dtype).removeprefix("torch.")
 
 
+def shown(value: Any) -> str:
+    """What came, for a message: None, a word, a number, or a type with what dtype it has."""
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ + ("" if dtype is None else f" of dtype {dtype}")
+
+
+def refuse(op: str, name: str, rule: str, value: Any) -> NoReturn:
+    raise ValueError(f"[{op}] {name} must be {rule}; got {shown(value)}")
+
+
+def require_out_plan(op: str, out: Any, sizes: tuple[int, ...]) -> None:
+    if not isinstance(out, RoutingPlan):
+        refuse(op, "out", "a RoutingPlan", out)
+    if out.sizes != sizes:
+        raise ValueError(f"[{op}] out must be a plan of {sizes}; got {out.sizes}")
+
+
+def count(op: str, name: str, value: Any) -> int:
+    """A number of things: an int, but no bool."""
+    if type(value) is not int and (isinstance(value, bool) or not hasattr(value, "__index__")):
+        refuse(op, name, "an int", value)
+    counted: int = value  # symbolic ones too
+    return counted
+
+
 def shape_of(op: str, name: str, array: Array, count: int) -> tuple[int, ...]:
     """The array's shape, a tuple of its framework; ValueError if it has not `count` dimensions."""
-    shape: tuple[int, ...] = array.shape
+    shape: tuple[int, ...] | None = getattr(array, "shape", None)
+    if shape is None:
+        refuse(op, name, "an array", array)
     if len(shape) != count:
         raise ValueError(f"[{op}] {name} must have {count} dimensions; got {list(shape)}")
     return shape

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import column_layout, is_pow2, shape_of
+from fp8moe_cutlass.ops._words import column_layout, is_pow2, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
@@ -93,6 +93,8 @@ def act_quantize_backward(
     is returned. workspace: of ops.zero_workspace, used with probs and columns on CUDA; None:
     allocated.
     """
+    if plan is not None and out is None and not isinstance(plan, RoutingPlan):
+        refuse("act_quantize_backward", "plan", "a RoutingPlan", plan)
     fresh = out is None
     op = "act_quantize_backward"
     pow2 = is_pow2(op, scale)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, new_plan
+from fp8moe_cutlass.ops._words import count, require_out_plan, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -26,6 +27,7 @@ def dispatch_plan(
     *,
     segment: int = 0,
     out: tuple[RoutingPlan, Array] | None = None,
+    workspace: Array | None = None,
 ) -> Dispatch:
     """The plan of topk_idx [T, S] (int32 or int64; -1: none) over ranks of num_experts / ranks.
 
@@ -34,25 +36,23 @@ def dispatch_plan(
     token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
     rows [r segment, (r+1) segment), padding (-1) after its tokens; tokens past it are dropped and
     counted in plan.status. Ids outside [-1, num_experts): ValueError on the CPU; dropped and
-    counted on CUDA.
+    counted on CUDA. workspace: scratch in uint8, as for `route`.
     """
+    for name, value in (("num_experts", num_experts), ("ranks", ranks), ("segment", segment)):
+        count("dispatch_plan", name, value)
     fresh = out is None
-    if len(topk_idx.shape) != 2:
-        raise ValueError(
-            f"[dispatch_plan] topk_idx must have 2 dimensions; got {tuple(topk_idx.shape)}"
-        )
     if ranks < 1 or num_experts % ranks != 0:
         raise ValueError(
             "[dispatch_plan] num_experts must be a multiple of ranks; "
             f"got {num_experts} and {ranks}"
         )
-    tokens, slots = topk_idx.shape
+    tokens, slots = shape_of("dispatch_plan", "topk_idx", topk_idx, 2)
     capacity = segment * ranks if segment else tokens * min(slots, ranks)
     sizes = (tokens, ranks, ranks, 1, capacity)
     if out is None:
         plan = new_plan("dispatch_plan", topk_idx, sizes)
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
-    elif out[0].sizes != sizes:
-        raise ValueError(f"[dispatch_plan] out must hold a plan of {sizes}; got {out[0].sizes}")
-    _op(topk_idx, num_experts, segment, out[0], out[1], None, fresh=fresh)
+    else:
+        require_out_plan("dispatch_plan", out[0], sizes)
+    _op(topk_idx, num_experts, segment, out[0], out[1], workspace, fresh=fresh)
     return Dispatch(*out)

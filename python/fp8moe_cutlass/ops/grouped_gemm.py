@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name
+from fp8moe_cutlass.ops._words import dtype_name, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -25,9 +25,15 @@ def grouped_gemm(
     fprop with quantize_weight's first result, dgrad with its second. Rows are ragged: `plan` says
     whose they are. Returns d [R, N], bfloat16 or float32, accumulated in float32.
     """
+    if not isinstance(a, Fp8Tensor):
+        refuse("grouped_gemm", "a", "an Fp8Tensor", a)
+    if not isinstance(w, Fp8Tensor):
+        refuse("grouped_gemm", "w", "an Fp8Tensor", w)
     fresh = out is None
     name = dtype_name("grouped_gemm", "out_dtype", out_dtype, "bfloat16", "float32")
     if out is None:
-        out = empty("grouped_gemm", a.data, (a.data.shape[0], w.data.shape[1]), name)
+        rows, _ = shape_of("grouped_gemm", "a", a.data, 2)
+        _, n, _ = shape_of("grouped_gemm", "w", w.data, 3)
+        out = empty("grouped_gemm", a.data, (rows, n), name)
     _op(a, w, plan, out, fresh=fresh)
     return out

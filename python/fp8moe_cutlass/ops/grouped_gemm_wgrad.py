@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name
+from fp8moe_cutlass.ops._words import dtype_name, refuse
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -28,6 +28,12 @@ def grouped_gemm_wgrad(
     [E, N, K], float32 or bfloat16; accumulate=True adds to `out`; otherwise an expert without
     tokens gets zeros. workspace: of ops.zero_workspace, needed on CUDA; None: allocated.
     """
+    if not isinstance(dy_t, Fp8Tensor):
+        refuse("grouped_gemm_wgrad", "dy_t", "an Fp8Tensor", dy_t)
+    if not isinstance(x_t, Fp8Tensor):
+        refuse("grouped_gemm_wgrad", "x_t", "an Fp8Tensor", x_t)
+    if out is None and not isinstance(plan, RoutingPlan):
+        refuse("grouped_gemm_wgrad", "plan", "a RoutingPlan", plan)
     fresh = out is None
     name = dtype_name("grouped_gemm_wgrad", "out_dtype", out_dtype, "float32", "bfloat16")
     if out is None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import shape_of
+from fp8moe_cutlass.ops._words import refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleLayout
@@ -46,6 +46,8 @@ def permute_pad(
     `scale_layout`, "gemm" or "row"). probs [T, S] float32 becomes row_probs [R].
     zero_unweighted: rows whose prob is 0 are zero too, data and scale (as in TransformerEngine).
     """
+    if out is None and not isinstance(plan, RoutingPlan):
+        refuse("permute_pad", "plan", "a RoutingPlan", plan)
     fresh = out is None
     y, permuted = out or (None, None)
     if probs is not None and permuted is None:
@@ -76,6 +78,8 @@ def permute_pad_backward(
     dy [R, C] float32, float16 or bfloat16, summed in float32, rounded once. dprobs [R] float32 is
     the gradient of row_probs.
     """
+    if out is None and not isinstance(plan, RoutingPlan):
+        refuse("permute_pad_backward", "plan", "a RoutingPlan", plan)
     fresh = out is None
     dx, dprobs_out = out or (None, None)
     if dx is None:

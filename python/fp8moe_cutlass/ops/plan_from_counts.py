@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import new_plan
+from fp8moe_cutlass.ops._words import count, require_out_plan, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -17,16 +18,14 @@ def plan_from_counts(
 
     It has T = capacity tokens of one slot: token i is the i-th packed row, -1 past their sum.
     """
+    count("plan_from_counts", "capacity", capacity)
+    count("plan_from_counts", "align", align)
     fresh = out is None
-    if len(tokens_per_expert.shape) != 1:
-        raise ValueError(
-            "[plan_from_counts] tokens_per_expert must have 1 dimension; "
-            f"got {tuple(tokens_per_expert.shape)}"
-        )
-    sizes = (capacity, 1, tokens_per_expert.shape[0], align, capacity)
+    (experts,) = shape_of("plan_from_counts", "tokens_per_expert", tokens_per_expert, 1)
+    sizes = (capacity, 1, experts, align, capacity)
     if out is None:
         out = new_plan("plan_from_counts", tokens_per_expert, sizes)
-    elif out.sizes != sizes:
-        raise ValueError(f"[plan_from_counts] out must be a plan of {sizes}; got {out.sizes}")
+    else:
+        require_out_plan("plan_from_counts", out, sizes)
     _op(tokens_per_expert, out, fresh=fresh)
     return out

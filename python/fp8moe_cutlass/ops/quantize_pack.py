@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name, is_pow2, shape_of
+from fp8moe_cutlass.ops._words import dtype_name, is_pow2, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
@@ -41,6 +41,8 @@ def quantize_pack(
     Rows of a segment without a token have ids -1 and are unspecified else.
     Returns uint8 [plan.rows, packed_row_bytes(H, S)]; `ops.unpack` reads it.
     """
+    if out is None and not isinstance(plan, RoutingPlan):
+        refuse("quantize_pack", "plan", "a RoutingPlan", plan)
     fresh = out is None
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")

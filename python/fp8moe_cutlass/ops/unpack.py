@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import codes_view, empty, split_columns, words_view
-from fp8moe_cutlass.ops._words import dtype_name
+from fp8moe_cutlass.ops._words import count, dtype_name, shape_of
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes
 from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 from fp8moe_cutlass.typing import Array, DType
@@ -37,10 +37,12 @@ def unpack(
     permute_pad, permute_transpose_fp8 and count_codes read them (others refuse it). fp8_dtype and
     pow2 are what quantize_pack was given; the wire does not carry them.
     """
+    count("unpack", "hidden", hidden)
+    count("unpack", "slots", slots)
     fresh = out is None
     format = dtype_name("unpack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    shape = tuple(packed.shape)
-    if len(shape) != 2 or shape[1] != packed_row_bytes(hidden, slots):
+    shape = tuple(shape_of("unpack", "packed", packed, 2))
+    if shape[1] != packed_row_bytes(hidden, slots):
         raise ValueError(
             f"[unpack] packed must be [R, {packed_row_bytes(hidden, slots)}] for hidden {hidden} "
             f"and {slots} slots; got {list(shape)}"

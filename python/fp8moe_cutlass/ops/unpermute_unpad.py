@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import shape_of
+from fp8moe_cutlass.ops._words import refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -28,6 +28,8 @@ def unpermute_unpad(
 
     Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C].
     """
+    if out is None and not isinstance(plan, RoutingPlan):
+        refuse("unpermute_unpad", "plan", "a RoutingPlan", plan)
     fresh = out is None
     if out is None:
         out = empty("unpermute_unpad", y, (plan.tokens, shape_of("unpermute_unpad", "y", y, 2)[1]))
@@ -48,6 +50,8 @@ def unpermute_unpad_backward(
     dout [T, C]; with probs [T, S] also y [R, C] is needed. Of an FP8 dout without probs it is
     permute_pad.
     """
+    if out is None and not isinstance(plan, RoutingPlan):
+        refuse("unpermute_unpad_backward", "plan", "a RoutingPlan", plan)
     fresh = out is None
     dy, dprobs = out or (None, None)
     if dy is None:

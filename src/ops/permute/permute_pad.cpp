@@ -15,10 +15,15 @@ void permute_pad(const PermutePad& p, Stream stream) {
   check.ndim(x, "x", 2);
   const int64_t c = x.shape[1];
   check.multiple(c, "x.shape[1]", 16);
+  if (fp8)
+    check.strided_fp8(p.x, "x", {p.plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+  else
+    check.tensor(x, "x", {p.plan.tokens, c});
+  check.aligned(x, "x");
   check.tensor(y, "y", {p.plan.rows(), c});
   check.dtype(y, "y", {x.dtype});
-  check.aligned(x, "x");
   check.aligned(y, "y");
+  if (fp8) check.fp8(p.y, "y", {p.plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
   FP8MOE_CHECK(p.probs.defined() == p.row_probs.defined(),
                "[permute_pad] probs and row_probs are given together; got only ",
                p.probs.defined() ? "probs" : "row_probs");
@@ -29,12 +34,6 @@ void permute_pad(const PermutePad& p, Stream stream) {
     check.dtype(p.probs, "probs", {DType::f32});
     check.tensor(p.row_probs, "row_probs", {p.plan.rows()});
     check.dtype(p.row_probs, "row_probs", {DType::f32});
-  }
-  if (fp8) {
-    check.strided_fp8(p.x, "x", {p.plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
-    check.fp8(p.y, "y", {p.plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
-  } else {
-    check.tensor(x, "x", {p.plan.tokens, c});
   }
   check.disjoint({{p.y, "y"}, {p.row_probs, "row_probs"}},
                  {{p.x, "x"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
