@@ -301,7 +301,10 @@ def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
         (lambda: ops.dispatch_plan(IDS.float(), 4, 2), "topk_idx must be one of int32, int64"),
         (lambda: ops.dispatch_plan(IDS.T, 4, 2), "topk_idx must be contiguous"),
         (lambda: ops.dispatch_plan(IDS, 4, 2, out=(PLAN, COUNTS[:1])), r"counts must be \[2, 2\]"),
-        (lambda: ops.dispatch_plan(IDS, 4, 2, segment=3, out=(PLAN, COUNTS)), "out must hold"),
+        (
+            lambda: ops.dispatch_plan(IDS, 4, 2, segment=3, out=(PLAN, COUNTS)),
+            "out must be a plan of",
+        ),
         (lambda: flat_plan(IDS, 4, 0, 12, 3, 2, 1, 24), "slots == experts"),
         (lambda: flat_plan(IDS, 4, 0, 12, 2, 2, 16, 24), "slots == experts"),
         (lambda: flat_plan(IDS, 4, 5, 12, 2, 2, 1, 24), "segment must be 0 or plan.capacity"),

@@ -352,7 +352,12 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
             r"\] row_dprobs must .* got float64",
             lambda: ops.permute_pad_backward(y, plan, torch.rand(rows).double()),
         ),
-        ("16 bytes", lambda: ops.permute_pad(torch.zeros(57 * 32 + 1)[1:].view(57, 32), plan)),
+        (
+            "16 bytes",
+            lambda: ops.permute_pad(
+                x, plan, out=(torch.zeros(rows * 32 + 1)[1:].view(rows, 32), None)
+            ),
+        ),
         (
             "scale_inv must be",
             lambda: ops.permute_pad(Fp8Tensor(q.data, gemm.scale_inv, scale_layout="row"), plan),

@@ -267,7 +267,7 @@ def test_graph_capture() -> None:
 
 def test_what_cuda_cannot_do_is_refused() -> None:
     ids = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
-    with pytest.raises(ValueError, match="at most 1024 ranks; got 1025"):
+    with pytest.raises(ValueError, match="at most 1024 experts; got 1025"):
         ops.dispatch_plan(ids, 1025, 1025)
     plan, _ = ops.dispatch_plan(ids, 1, 1)
     with pytest.raises(ValueError, match=r"on CUDA a row has at most \d+ bytes"):
