@@ -130,10 +130,12 @@ def test_verify_passes_and_covers_every_operator(command: Command) -> None:
     code, out = command("verify")
     assert code == 0
     assert "FAILED" not in out
-    # plan_from_counts is route's other form, packed_row_bytes a number; their tests are their own.
+    # plan_from_counts is route's other form, packed_row_bytes a number, zero_workspace no operator;
+    # their tests are their own.
     assert {op for op in ops.__all__ if op.islower() and op not in out} <= {
         "plan_from_counts",
         "packed_row_bytes",
+        "zero_workspace",
     }
 
 
