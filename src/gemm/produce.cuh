@@ -10,8 +10,8 @@
 namespace fp8moe::cuda::gemm {
 
 // The next tile nobody has. The queue is how many tiles behind the CTAs' first ones have been
-// taken, zero between launches: one is asked for after each tile, so who asks last knows it, and
-// leaves it at zero.
+// taken, zero between launches: each CTA claims one after each tile, so the last to claim knows it,
+// and leaves the queue at zero.
 __device__ __forceinline__ int claim_next_tile(unsigned& queue, int tiles) {
   const unsigned taken = atomicAdd(&queue, 1u);
   if (taken + 1 == static_cast<unsigned>(tiles)) queue = 0;

@@ -66,7 +66,7 @@ def watched() -> bool:
 
 
 def watched_once(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, for whose operators `watched` is asked once: no mode begins or ends inside."""
+    """`function`, with one look at `watched` for all of it: no mode begins or ends inside."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> T:
