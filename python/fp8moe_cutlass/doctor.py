@@ -115,9 +115,11 @@ def here(cards: list[Gpu], torch: str | None) -> list[Finding]:
 
 def _hidden(cards: list[Gpu]) -> list[Finding]:
     """The GPUs that CUDA_VISIBLE_DEVICES hides."""
-    count = len(nvidia_smi("name")) - len(cards)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if count <= 0 or visible is None:
+    if visible is None:
+        return []
+    count = len(nvidia_smi("name")) - len(cards)
+    if count <= 0:
         return []
     return [Finding("GPUs hidden", f"{count}, by CUDA_VISIBLE_DEVICES={visible!r}")]
 

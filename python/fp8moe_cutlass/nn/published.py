@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,45 +116,37 @@ def _longcat_flash(config: Any) -> RoutingRule:
 # ---- sigmoid and sqrt of softplus ---------------------------------------------------------------
 
 
-def _deepseek_v3(config: Any) -> RoutingRule:
+def _sigmoid_groups(
+    config: Any, num_groups: int, topk_groups: int, normalize: bool, closed_value: float = -math.inf
+) -> RoutingRule:
     """Sigmoid, selection bias, groups by their two best."""
-    _require(config, "scoring_func", "sigmoid")
-    _require(config, "topk_method", "noaux_tc")
     return RoutingRule(
         score="sigmoid",
         selection_bias=True,
-        num_groups=config.n_group,
-        topk_groups=config.topk_group,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
         best_per_group=2,
-        normalize=config.norm_topk_prob,
+        closed_value=closed_value,
+        normalize=normalize,
         routed_scaling_factor=config.routed_scaling_factor,
     )
+
+
+def _deepseek_v3(config: Any) -> RoutingRule:
+    _require(config, "scoring_func", "sigmoid")
+    _require(config, "topk_method", "noaux_tc")
+    return _sigmoid_groups(config, config.n_group, config.topk_group, config.norm_topk_prob)
 
 
 def _kimi_linear(config: Any) -> RoutingRule:
     _require(config, "moe_router_activation_func", "sigmoid")
-    return RoutingRule(
-        score="sigmoid",
-        selection_bias=True,
-        num_groups=config.num_expert_group,
-        topk_groups=config.topk_group,
-        best_per_group=2,
-        normalize=config.moe_renormalize,
-        routed_scaling_factor=config.routed_scaling_factor,
-    )
+    groups, best = config.num_expert_group, config.topk_group
+    return _sigmoid_groups(config, groups, best, config.moe_renormalize)
 
 
 def _axk2(config: Any) -> RoutingRule:
-    return RoutingRule(
-        score="sigmoid",
-        selection_bias=True,
-        num_groups=config.n_group or 1,
-        topk_groups=config.topk_group or 1,
-        best_per_group=2,
-        closed_value=0.0,
-        normalize=config.norm_topk_prob,
-        routed_scaling_factor=config.routed_scaling_factor,
-    )
+    groups, best = config.n_group or 1, config.topk_group or 1
+    return _sigmoid_groups(config, groups, best, config.norm_topk_prob, closed_value=0.0)
 
 
 def _sigmoid_times(factor: str | None = None) -> Callable[[Any], RoutingRule]:

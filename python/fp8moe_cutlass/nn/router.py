@@ -152,8 +152,8 @@ class Router(nn.Module):
         """x [T, H] -> Routing.
 
         topk_idx [T, top_k] int64, each in [0, num_experts): the experts to take instead of the best
-        (replay). Weights, scores and losses are those of x all the same. A token may name an
-          expert twice. Other ids raise on the CPU; on a GPU their weights are NaN.
+        (replay). Weights, scores and losses are those of x all the same. A token may name an expert
+        twice. Other ids raise on the CPU; on a GPU their weights are NaN.
         padding [T] bool: tokens that no loss and no load counts; they are routed all the same.
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
