@@ -2,7 +2,7 @@
 //
 // quantize(x, q, pow2, eps): an Fp8Tensor and a RoutingPlan are objects, a ScaleRule two arguments,
 // None leaves an optional array out. It returns torch's tensors that it wrote, whose versions the
-// caller counts.
+// caller counts. Where it needs a workspace and has None, it runs nothing and returns the bytes.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -34,24 +34,15 @@ nb::object call(Run<P> run, const nb::args& given, bool flat) {
   P p;
   for_each_field<P>([&](const auto& field) { reader(p, field); });
   reader.finish();
+  if constexpr (has_workspace<P>)  // the last field
+    if (given[given.size() - 1].is_none())
+      if (const int64_t bytes = workspace_bytes(p)) return nb::int_(bytes);
   const Stream stream = reader.stream();
   {
     nb::gil_scoped_release nogil;
     run(p, stream);
   }
   return flat ? nb::none() : reader.written();
-}
-
-// Of all arguments but the workspace.
-template <class P>
-int64_t workspace_of(const nb::args& given, bool flat) {
-  Reader reader(P::op, given, flat);
-  P p;
-  for_each_field<P>([&](const auto& field) {
-    if (!is_workspace(field.role)) reader(p, field);
-  });
-  reader.finish();
-  return workspace_bytes(p);
 }
 
 // ---- what Python is told of an operator ---------------------------------------------------------
@@ -77,15 +68,14 @@ const char* name_of(Role role) {
 
 // As Python has it: "def quantize(x: ArrayArg, ..., /) -> ...".
 template <class P>
-std::string signature(const std::string& name, bool workspace, const char* returns) {
-  std::string text = "def " + name + "(";
+std::string signature() {
+  std::string text = std::string("def ") + P::op + "(";
   const auto add = [&](const std::string& argument, const std::string& type, Role role) {
     const bool none = role == Role::optional_in || role == Role::optional_out || is_workspace(role);
     text += argument + ": " + type + (none ? " | None" : "") + ", ";
   };
   for_each_field<P>([&]<class T>(const Field<P, T>& field) {
     const std::string kind = kind_of<T>();
-    if (is_workspace(field.role) && !workspace) return;
     if (kind == "rule") {
       add("pow2", "bool", field.role);
       return add("eps", "float", field.role);
@@ -102,20 +92,14 @@ std::string signature(const std::string& name, bool workspace, const char* retur
     if (field.allows & kPlainToo) type += " | fp8moe_cutlass.typing.DLPackArray";
     add(field.name, type, field.role);
   });
-  return text + "/) -> " + returns;
+  return text + "/) -> list[Any] | " + (has_workspace<P> ? "int | " : "") + "None";
 }
 
 template <class P>
 void bind(nb::module_& m, Run<P> run) {
   m.def(
       P::op, [run](const nb::args& given) { return call<P>(run, given, false); },
-      nb::sig(signature<P>(P::op, true, "list[Any] | None").c_str()));
-  if constexpr (has_workspace<P>) {
-    const std::string name = std::string(P::op) + "_workspace";
-    m.def(
-        name.c_str(), [](const nb::args& given) { return workspace_of<P>(given, false); },
-        nb::sig(signature<P>(name, false, "int").c_str()));
-  }
+      nb::sig(signature<P>().c_str()));
 }
 
 template <class P>
@@ -132,9 +116,6 @@ template <class P>
 void flat(nb::object& found, std::string_view name, Run<P> run) {
   if (name == P::op)
     found = nb::cpp_function([run](const nb::args& given) { return call<P>(run, given, true); });
-  if constexpr (has_workspace<P>)
-    if (name == std::string(P::op) + "_workspace")
-      found = nb::cpp_function([](const nb::args& given) { return workspace_of<P>(given, true); });
 }
 
 void bind_operators(nb::module_& m) {

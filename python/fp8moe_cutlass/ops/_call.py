@@ -13,10 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._outputs import is_torch, scratch
+from fp8moe_cutlass.ops._outputs import scratch
 
 try:
     import torch
@@ -84,11 +82,10 @@ def watched_once(function: Callable[..., T]) -> Callable[..., T]:
 def operator(name: str) -> Callable[..., None]:
     """The function of an operator's fields. A workspace that is None is allocated. fresh=True:
     nobody else has the outputs yet, so that no version need count."""
-    direct = with_workspace(name, getattr(_C, name), getattr(_C, f"{name}_workspace", None))
+    direct = with_workspace(name, getattr(_C, name))
     if torch is None:
         return lambda *given, fresh=False: direct(*given)
-    flat_bytes = _C.flat(f"{name}_workspace") if hasattr(_C, f"{name}_workspace") else None
-    through_torch = register(name, with_workspace(name, _C.flat(name), flat_bytes), direct)
+    through_torch = register(name, with_workspace(name, _C.flat(name)), direct)
 
     def call(*given: Any, fresh: bool = False) -> None:
         if _is_dynamo_compiling() or (
@@ -107,23 +104,18 @@ def operator(name: str) -> Callable[..., None]:
     return call if KNOWN else lambda *given, fresh=False: through_torch(given)
 
 
-def with_workspace(name: str, run: Any, workspace_bytes: Any) -> Any:
-    """`run`, whose last argument is allocated where it is None: here, where sizes are numbers."""
-    if workspace_bytes is None:
+def with_workspace(name: str, run: Any) -> Any:
+    """`run`, whose last argument is allocated where it is None and needed: here, where sizes are
+    numbers. `run` then tells the bytes."""
+    if not (role := _C.operators()[name][-1][2]).endswith("workspace"):
         return run
-    zero = _C.operators()[name][-1][2] == "zero_workspace"
 
     def allocating(*given: Any) -> Any:
-        if given[-1] is not None:
-            return run(*given)
-        *given_, _ = given
-        if not (bytes := workspace_bytes(*given_)):
-            return run(*given)
+        written = run(*given)
+        if not isinstance(written, int):
+            return written
         like = next(array for array in given if array is not None)
-        if not (is_torch(like) or isinstance(like, np.ndarray)):
-            raise ValueError(
-                f"[{name}] workspace must be {bytes} bytes, uint8, beside {type(like)}; got None"
-            )
-        return run(*given_, scratch(name, like, bytes, zero))
+        workspace = scratch(name, like, written, role == "zero_workspace")
+        return run(*given[:-1], workspace)
 
     return allocating
