@@ -88,6 +88,13 @@ CASES = [
         sizes(2, 7168, 2048, 64) | ATTENTION | {"norm_topk_prob": True},
         sgd,
     ),
+    Case(  # its router weights stay float32, in Qwen3-MoE they become bfloat16
+        "deepseek-v3-sizes-mixtral",
+        "two layers of DeepSeek-V3's sizes, 64 experts, in Mixtral",
+        "Mixtral",
+        sizes(2, 7168, 2048, 64) | ATTENTION | {"num_local_experts": 64},
+        sgd,
+    ),
     Case(
         "deepseek-v3",
         "two layers of DeepSeek-V3 with 64 experts",
