@@ -110,10 +110,12 @@ class Fp8Tensor:
         *,
         check: bool = True,
     ) -> None:
-        """check=False: the caller knows that the scales fit the data."""
-        own_format = _FORMATS.get(getattr(data, "dtype", None))
-        if own_format is None or fp8_dtype not in (own_format, None):
-            own_format = _format_of(data, fp8_dtype)
+        """check=False: the caller knows that the scales and fp8_dtype, if given, fit the data."""
+        own_format = fp8_dtype
+        if check or own_format is None:
+            own_format = _FORMATS.get(getattr(data, "dtype", None))
+            if own_format is None or fp8_dtype not in (own_format, None):
+                own_format = _format_of(data, fp8_dtype)
         if check:
             _check_scales(data, scale_inv, scale_layout)
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
