@@ -89,8 +89,7 @@ if [[ ${on[oracle]-} ]]; then
   { cmake --preset oracle -G Ninja && cmake --build --preset oracle; } >"$out/oracle.log" 2>&1 ||
     { tail -n 20 "$out/oracle.log"; status=1; }
 fi
-select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests/gpu
-  tests/test_integrations_te.py tests/test_integrations_megatron.py)
+select=(-m gpu -q -p no:cacheprovider -o "addopts=-ra --strict-markers" tests)
 [[ $only ]] && select+=(-k "$only")
 if [[ ${on[tests]-} ]]; then
   threads=$(nproc) workers=()  # the CPU backend, which CUDA is compared with, uses threads of its own

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8moe_cutlass import slow_path
+from on_device import ops
 
 
 def why_no_gpu() -> str | None:
@@ -21,11 +22,35 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thin", type=int, default=1, help="run every N-th case of each test")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = why_no_gpu()
+    # compute-sanitizer makes a case take up to a hundred times as long: a few of each test then,
+    # the first always. Every 5th, say, meets all values of parameters that have 2, 3 or 4.
+    seen: dict[str, int] = {}
+    kept, left_out = [], []
     for item in items:
-        if reason and item.get_closest_marker("gpu"):
+        gpu = item.get_closest_marker("gpu") is not None
+        if reason and gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+        test = f"{item.nodeid.split('[')[0]} {gpu}"
+        seen[test] = seen.get(test, -1) + 1
+        (left_out if seen[test] % config.getoption("--thin") else kept).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="session")
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of on_device.ops: a suite that uses this runs once on each."""
+    ops.device = torch.device(request.param)
+    yield ops.device
+    ops.device = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan
 from fp8moe_cutlass.ops.count_codes import COUNTS
+from on_device import ops
+
+pytestmark = pytest.mark.usefixtures("device")
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

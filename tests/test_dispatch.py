@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference_dispatch as ref
-from fp8moe_cutlass import RoutingPlan, ops
+from fp8moe_cutlass import RoutingPlan
+from on_device import CPU_ONLY, ops
+
+pytestmark = pytest.mark.usefixtures("device")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 POISON = 0xA5
@@ -234,6 +237,7 @@ def test_the_plan_serves_other_operators() -> None:
     assert torch.equal(ops.unpermute_unpad(y, plan), want)
 
 
+@CPU_ONLY
 def test_numpy() -> None:
     ids, x, probs = routing("random", 20, 2, 4), torch.randn(20, 144), torch.rand(20, 2)
     plan, counts = ops.dispatch_plan(ids.numpy(), 4, 2, segment=9)
@@ -272,6 +276,7 @@ PLAN, COUNTS = ops.dispatch_plan(IDS, 4, 2)
 X, PROBS = torch.randn(12, 144), torch.rand(12, 2)
 
 
+@CPU_ONLY
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("bad", [4, -2, 2**31 - 1])
 def test_bad_ids_write_nothing(bad: int, dtype: torch.dtype) -> None:
@@ -348,6 +353,7 @@ def test_pack_refusals(arguments: dict[str, Any], message: str) -> None:
     assert torch.equal(out, before)
 
 
+@CPU_ONLY
 def test_a_buffer_that_is_no_plan_is_refused() -> None:
     for section in ("row_of", "row_offsets"):
         plan = RoutingPlan(PLAN.buffer.clone(), *PLAN.sizes)

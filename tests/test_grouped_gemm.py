@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan
 from fp8moe_cutlass.tensor import scale_shape
+from on_device import ops
 from tolerance import assert_gemm, codes, gemm_truth, scales
+
+pytestmark = pytest.mark.usefixtures("device")
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Make = Callable[..., Fp8Tensor]

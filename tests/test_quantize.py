@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import reference_quantize as ref
-from fp8moe_cutlass import Fp8Tensor, ops
+from fp8moe_cutlass import Fp8Tensor
+from on_device import ops
+
+pytestmark = pytest.mark.usefixtures("device")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = ["e4m3", "e5m2"]

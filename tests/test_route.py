@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference_routing as ref
-from fp8moe_cutlass import RoutingPlan, ops
+from fp8moe_cutlass import RoutingPlan
+from on_device import CPU_ONLY, ops
+
+pytestmark = pytest.mark.usefixtures("device")
 
 ALIGNS = [1, 16, 32, 128]
 
@@ -120,6 +123,7 @@ def test_overflow_is_counted_and_reported() -> None:
         plan.check()
 
 
+@CPU_ONLY
 @pytest.mark.parametrize("bad", [4, -2, 2**31 - 1])
 def test_bad_id_is_an_error_and_writes_nothing(bad: int) -> None:
     out = ops.route(4, topk_idx=torch.zeros(5, 2, dtype=torch.int64))

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import router_topk
 from fp8moe_cutlass.nn import RoutingRule
+from on_device import CPU_ONLY, ops
 from reference import relative_error
 from reference_router import RULES, experts_of, scores_of, weights_of
+
+pytestmark = pytest.mark.usefixtures("device")
 
 EACH = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 LARGE = pytest.mark.parametrize(
@@ -182,6 +184,7 @@ def test_extreme_logits_have_finite_gradients(score: str, logit: float, normaliz
     assert logits.grad.isfinite().all()
 
 
+@CPU_ONLY
 def test_numpy_and_out() -> None:
     logits = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
     got = ops.router_topk(logits, 2)
@@ -194,6 +197,7 @@ def test_numpy_and_out() -> None:
         assert torch.equal(a, b)
 
 
+@CPU_ONLY
 def test_another_thread_count_changes_no_bit() -> None:
     logits = torch.randn(500, 60)
     before = torch.get_num_threads()

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference_quantize as ref
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan
+from on_device import ops
+
+pytestmark = pytest.mark.usefixtures("device")
 
 TILE = 128
 

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference_quantize as ref
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, RoutingPlan
+from on_device import CPU_ONLY, ops
+
+pytestmark = pytest.mark.usefixtures("device")
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 COLUMNS = ["block", "column"]
@@ -224,6 +227,7 @@ def test_requantize(layout: str, scale: str, columns: str) -> None:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
+@CPU_ONLY
 @pytest.mark.parametrize("bad", [3.0, -1.0, -0.0, float("inf"), float("nan"), 2.0**-140, 1e-10])
 def test_scales_that_are_no_powers_of_two(bad: float) -> None:
     codes, scale_inv = random_rows(11, 40, 256, spread=2)
@@ -263,6 +267,12 @@ def test_refusals() -> None:
         ops.transpose_fp8(ops.quantize(torch.randn(9, 128)), plan)
     with pytest.raises(ValueError, match="scale layout"):
         ops.transpose_fp8(Fp8Tensor(q.data, torch.ones(1, 1), "block"), plan)
+
+
+@CPU_ONLY
+def test_a_plan_that_is_not_filled() -> None:
+    q = ops.quantize(torch.randn(8, 128))
+    plan = RoutingPlan.from_counts(torch.tensor([8]), 8)
     unfilled = RoutingPlan(torch.full_like(plan.buffer, 1 << 20), *plan.sizes)
     with pytest.raises(ValueError, match="plan must be filled"):
         ops.transpose_fp8(q, unfilled)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from on_device import moved
 
 POISON = 0xA5
 
@@ -27,14 +28,6 @@ def poison(thing: Any) -> Any:
     elif isinstance(thing, Tensor) and thing.numel():
         thing.view(torch.uint8).fill_(POISON)
     return thing
-
-
-def moved(thing: Any, device: Any) -> Any:
-    """The same argument on another device."""
-    if isinstance(thing, (tuple, list)):
-        parts = [moved(part, device) for part in thing]
-        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
-    return thing.to(device) if hasattr(thing, "to") else thing
 
 
 def on_both(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import moved
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.ops.count_codes import COUNTS
+from on_device import moved
 from test_count_codes import FP8, routed, tokens_of
 
 pytestmark = pytest.mark.gpu

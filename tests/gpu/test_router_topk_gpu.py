@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from backends import moved, on_both, poison
+from backends import on_both, poison
 from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import router_topk
 from fp8moe_cutlass.nn import RoutingRule
+from on_device import moved
 from reference import relative_error
 from reference_router import RULES
 
