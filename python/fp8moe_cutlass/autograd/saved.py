@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -72,17 +70,6 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _fp8_tensor(codes: Iterable[Any], kind: Any) -> Any:
-    # Where a pass over the tree has put something else than tensors, there is nothing to check.
-    codes = tuple(codes)
-    if all(isinstance(t, Tensor) for t in codes):
-        return Fp8Tensor(*codes, *kind)
-    made = object.__new__(Fp8Tensor)
-    names = (field.name for field in fields(Fp8Tensor))
-    made.__dict__.update(zip(names, (*codes, *kind), strict=True))
-    return made
-
-
 def _kind(t: Fp8Tensor) -> tuple[Any, ...]:
     return t.scale_layout, t.pow2, t.fp8_dtype
 
@@ -90,7 +77,8 @@ def _kind(t: Fp8Tensor) -> tuple[Any, ...]:
 pytree.register_pytree_node(
     Fp8Tensor,
     lambda t: ([t.data, t.scale_inv], _kind(t)),
-    _fp8_tensor,
+    # Unchecked: a pass over the tree may put something else than tensors in their place.
+    lambda codes, kind: Fp8Tensor(*codes, *kind, check=False),
     serialized_type_name="fp8moe_cutlass.Fp8Tensor",
     to_dumpable_context=list,
     from_dumpable_context=tuple,
