@@ -53,11 +53,18 @@ class Wgrad(NamedTuple):
     left: Tensor
     right: Tensor
     groups: Groups
+    scale: float = 1.0
+
+    def scaled(self, by: float) -> Wgrad:
+        """`by` times this gradient."""
+        return self._replace(scale=self.scale * by)
 
     def run(self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor. of_fp8: what
         fp8.Wgrad takes besides."""
         dw = grouped_mm(self.left.t(), self.right, self.groups.offsets)
+        if self.scale != 1.0:
+            dw *= self.scale
         if out is None:
             return dw
         return out.add_(dw) if accumulate else out.copy_(dw)

@@ -9,6 +9,7 @@ expert already, in GEMM layout, with a plan of ops.plan_from_counts.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,14 @@ class Wgrad(NamedTuple):
     columns: Fp8Tensor  # of dz or h, transposed
     plan: RoutingPlan
     recipe: Fp8Recipe
+
+    def scaled(self, by: float) -> Wgrad:
+        """`by` times this gradient, by an operand's scales: exact where `by` is a power of two."""
+        c = self.columns
+        scale_inv, pow2 = c.scale_inv * by, c.pow2 and math.frexp(by)[0] == 0.5
+        return self._replace(
+            columns=Fp8Tensor(c.data, scale_inv, c.scale_layout, pow2, c.fp8_dtype, check=False)
+        )
 
     def run(
         self,

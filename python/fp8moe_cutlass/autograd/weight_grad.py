@@ -6,12 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.saved import tensors_of
+from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
 from fp8moe_cutlass.slow_path import slow_path
+
+
+@dataclass(frozen=True)
+class Average:
+    """What turns a gradient, which has summed over the tokens of several ranks, into the average
+    that data parallelism takes of the replicated weights' gradients."""
+
+    scale: float
+    replicas: Any = None  # the process group whose ranks hold the same weights; None: one rank
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Average:
+        return self
 
 
 @dataclass(frozen=True)
@@ -25,17 +39,25 @@ class Destination:
 
     weight: Any  # torch.nn.Parameter with Megatron's attributes, or any tensor
     dtype: torch.dtype  # of the gradient
+    shape: torch.Size  # of the gradient
     overwrite: bool = False
     writes: int = 0  # to main_grad, by backwards that had run at the forward
+    average: Average | None = None
 
     def deliver(
         self, wgrad: Any, counters: Counters | None, workspace: Tensor | None = None
     ) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
         main_grad = self.main_grad
+        if self.average is not None:
+            wgrad = wgrad.scaled(self.average.scale)
+        replicas = None if self.average is None else self.average.replicas
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            return cast(wgrad.run(None, False, exact, counters, workspace), self.dtype)
+            grad: Tensor = wgrad.run(None, False, exact, counters, workspace)
+            if replicas is not None:
+                dist.all_reduce(grad, group=replicas)
+            return cast(grad, self.dtype)
         eager = not torch.compiler.is_compiling()
         if eager and self.overwrite and _writes(self.weight) != self.writes:
             raise RuntimeError(
@@ -49,7 +71,12 @@ class Destination:
                 "[main_grad] begins at no multiple of 16 bytes: each gradient is added to a copy, "
                 "which is copied back; align each parameter's part of a flat gradient buffer",
             )
-        wgrad.run(into, not self.overwrite, "float32", counters, workspace)
+        if replicas is None:
+            wgrad.run(into, not self.overwrite, "float32", counters, workspace)
+        else:
+            grad = wgrad.run(None, False, "float32", counters, workspace)
+            dist.all_reduce(grad, group=replicas)
+            _ = into.copy_(grad) if self.overwrite else into.add_(grad)
         if into is not main_grad:
             main_grad.copy_(into)
         if eager:
@@ -63,9 +90,9 @@ class Destination:
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
         if main_grad is None:
             return None
-        if main_grad.shape != self.weight.shape or not main_grad.is_contiguous():
+        if main_grad.shape != self.shape or not main_grad.is_contiguous():
             raise ValueError(
-                f"[main_grad] must be contiguous, of the weight's shape {tuple(self.weight.shape)};"
+                f"[main_grad] must be contiguous, of the weight's shape {tuple(self.shape)};"
                 f" got {tuple(main_grad.shape)}, strides {main_grad.stride()}"
             )
         if main_grad.dtype not in (torch.float32, torch.bfloat16):
@@ -125,20 +152,26 @@ class WeightGrads:
             if grad is None:
                 in_place = True
                 if hasattr(to.weight, "grad_added_to_main_grad"):
-                    returned[n] = placeholder(to.weight, to.dtype)
+                    returned[n] = placeholder(to)
         if in_place:
             order_with_backward(self.gate_up.weight.device)
         return returned
 
 
 def weight_grads(
-    gate_up: Any, down: Any, overwrite: bool = False, pending: list[Pending] | None = None
+    gate_up: Any,
+    down: Any,
+    overwrite: bool = False,
+    pending: list[Pending] | None = None,
+    average: Average | None = None,
 ) -> WeightGrads:
     """Of a forward that runs now."""
-    return WeightGrads(_destination(gate_up, overwrite), _destination(down, overwrite), pending)
+    return WeightGrads(
+        _destination(gate_up, overwrite, average), _destination(down, overwrite, average), pending
+    )
 
 
-def _destination(weight: Any, overwrite: bool) -> Destination:
+def _destination(weight: Any, overwrite: bool, average: Average | None) -> Destination:
     dtype: torch.dtype = weight.dtype
     if isinstance(weight, torch.nn.Parameter) or not torch.compiler.is_compiling():
         dtype = _grad_dtype(weight)
@@ -147,7 +180,8 @@ def _destination(weight: Any, overwrite: bool) -> Destination:
             f"[MoEExperts] grad_dtype cannot be compiled; got {dtype} of a {weight.dtype} weight"
         )
     writes = 0 if torch.compiler.is_compiling() else _writes(weight)
-    return Destination(weight, dtype, overwrite, writes)
+    shape = weight.shape if average is None else held(weight).shape
+    return Destination(weight, dtype, shape, overwrite, writes, average)
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot read the attribute
@@ -164,14 +198,14 @@ def _writes(weight: Any) -> int:
 _placeholders: dict[Any, Tensor] = {}
 
 
-def placeholder(weight: Any, dtype: torch.dtype) -> Tensor:
+def placeholder(to: Destination) -> Tensor:
     """A gradient nobody reads (zeros if weight.zero_out_wgrad), one memory per shape. Detached:
     autograd takes that as it is, and copies a tensor that others refer to."""
-    key = (weight.shape, dtype, weight.device)
+    key = (to.shape, to.dtype, to.weight.device)
     if key not in _placeholders:
-        _placeholders[key] = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-    held = _placeholders[key]
-    return (held.zero_() if getattr(weight, "zero_out_wgrad", False) else held).detach()
+        _placeholders[key] = torch.zeros(to.shape, dtype=to.dtype, device=to.weight.device)
+    zeros = _placeholders[key]
+    return (zeros.zero_() if getattr(to.weight, "zero_out_wgrad", False) else zeros).detach()
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -43,9 +43,10 @@ class Fp8Weights:
         """Quantize the parameters of `layer`, a MoEExperts, into these codes, in place: for a CUDA
         graph, which reads fixed addresses. A backward that has yet to read the old codes raises
         torch's "modified by an inplace operation"."""
-        self.check(layer.gate_up_proj, layer.down_proj, layer.recipe)
-        _fill(self.gate_up, self.gate_up_t, layer.gate_up_proj, layer.recipe)
-        _fill(self.down, self.down_t, layer.down_proj, layer.recipe)
+        gate_up, down = layer.local_weights()
+        self.check(gate_up, down, layer.recipe)
+        _fill(self.gate_up, self.gate_up_t, gate_up, layer.recipe)
+        _fill(self.down, self.down_t, down, layer.recipe)
         if self.written is not None:
             self.written.record()
 

@@ -1,4 +1,5 @@
-"""Parameters that torch's fully_shard has split over ranks (DTensors); in a forward they are whole.
+"""Parameters that are DTensors: fully_shard has split them over ranks, and in a forward they are
+whole; or shard_experts has, and a rank multiplies its part (autograd/shards.py).
 
 Duck-typed: to import DTensor takes half a second, and most layers never meet one.
 """
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fp8moe_cutlass.autograd.shards import held
 
 
 def is_sharded(t: Any) -> bool:
@@ -36,3 +39,13 @@ def writable(t: Any) -> Iterator[Tensor]:
     values = torch.empty(t.shape, dtype=t.dtype, device=t.device)
     yield values
     t.copy_(distribute_tensor(values, t.device_mesh, t.placements))
+
+
+def take_share(state: dict[str, Any], name: str, weight: Any, experts: range) -> None:
+    """state[name], where it is a whole plain tensor [E, ...], as a DTensor like `weight`."""
+    whole = state.get(name)
+    if isinstance(whole, Tensor) and not is_sharded(whole) and whole.shape == weight.shape:
+        part = whole[experts.start : experts.stop].to(held(weight).device, copy=True)
+        state[name] = type(weight.data).from_local(
+            part, weight.device_mesh, weight.placements, run_check=False
+        )

@@ -20,8 +20,9 @@ from fp8moe_cutlass.autograd import (
     quantize_weights,
     weight_grads,
 )
+from fp8moe_cutlass.autograd.shards import held, local
 from fp8moe_cutlass.autograd.streams import in_backward
-from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads
+from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_mask, check_rows
@@ -39,6 +40,7 @@ class ExpertBlock:
 
     gate_up_proj: Any  # [E, 2I, H], a Parameter or computed
     down_proj: Any  # [E, H, I]
+    _average: Average | None = None  # of shard_experts: the two are DTensors over a group's ranks
     _options: Options
     _move: Move
     _delayed: list[Pending] | None = None  # a list with delay_wgrad
@@ -61,6 +63,14 @@ class ExpertBlock:
     @property
     def delay_wgrad(self) -> bool:
         return self._delayed is not None
+
+    def local_weights(self) -> tuple[Tensor, Tensor]:
+        """gate_up_proj and down_proj as this rank holds and multiplies them: the parameters, or,
+        after shard_experts, tensors whose gradients are theirs."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if self._average is None:
+            return gate_up, down
+        return local(gate_up), local(down)
 
     @property
     def _exchange(self) -> Exchange | None:
@@ -93,9 +103,10 @@ class ExpertBlock:
         was added is lost.
         """
         masked = topk_idx.dtype == torch.bool
-        check_inputs(self.gate_up_proj, x, topk_idx, topk_weights)
+        gate_up = self._held_gate_up()
+        check_inputs(gate_up, x, topk_idx, topk_weights)
         if masked or capacity is not None:
-            check_mask(self.gate_up_proj, topk_idx, capacity, self._exchange is not None)
+            check_mask(gate_up, topk_idx, capacity, self._exchange is not None)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
@@ -127,7 +138,7 @@ class ExpertBlock:
         probs [R]: multiply the activation, before it is quantized. None: the caller weights.
         weights, overwrite_main_grad: as of forward.
         """
-        check_rows(self.gate_up_proj, rows, counts, probs)
+        check_rows(self._held_gate_up(), rows, counts, probs)
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         probs = None if probs is None else probs.float().contiguous()
@@ -145,7 +156,7 @@ class ExpertBlock:
         **how: Any,
     ) -> Tensor:
         """The block over these parameters by any `move`, as autograd.experts, which takes `how`."""
-        gate_up, down = self.gate_up_proj, self.down_proj  # once: a look-up takes a microsecond
+        gate_up, down = self.local_weights()  # once: a look-up takes a microsecond
         if torch.compiler.is_compiling():
             self._check_compilable()
         weights, grads = self._prepare(gate_up, down, weights, overwrite_main_grad)
@@ -158,7 +169,8 @@ class ExpertBlock:
         if self.recipe is None:
             raise ValueError("[quantize_weights] the layer must have an FP8 recipe; got None")
         transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
-        gate_up, down = (whole(w.detach()) for w in (self.gate_up_proj, self.down_proj))
+        with torch.no_grad():
+            gate_up, down = (whole(w.detach()) for w in self.local_weights())
         return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
 
     def _prepare(
@@ -171,6 +183,9 @@ class ExpertBlock:
                 "[MoEExperts] overwrite_main_grad must be True or False; "
                 f"got {overwrite_main_grad!r}"
             )
+        own = (gate_up, down)  # whose attributes say where gradients go
+        if self._average is not None:
+            own = (self.gate_up_proj, self.down_proj)
         if self.delay_wgrad:
             self._check_delay(gate_up, down)
         if weights is not None:
@@ -179,9 +194,12 @@ class ExpertBlock:
             weights.check(gate_up, down, self.recipe)
         elif self._reused is not None:
             weights = self._reused.weights_of(self)
-        elif gate_up.is_leaf and gate_up.grad is not None and not torch.compiler.is_compiling():
+        elif own[0].is_leaf and own[0].grad is not None and not torch.compiler.is_compiling():
             _say_what_repeats(self.recipe)
-        return weights, weight_grads(gate_up, down, overwrite_main_grad, self._delayed)
+        return weights, weight_grads(*own, overwrite_main_grad, self._delayed, self._average)
+
+    def _held_gate_up(self) -> Any:
+        return self.gate_up_proj if self._average is None else held(self.gate_up_proj)
 
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first. One that raises

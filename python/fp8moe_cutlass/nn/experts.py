@@ -10,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass import build_info
-from fp8moe_cutlass.autograd import (
-    Local,
-    Options,
-)
+from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.nn._sharded import writable
+from fp8moe_cutlass.nn._sharded import take_share, writable
 from fp8moe_cutlass.nn._validate import check_options, check_sizes
 from fp8moe_cutlass.nn.block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -57,7 +55,8 @@ class MoEExperts(ExpertBlock, nn.Module):
       and the ids in topk_idx count the experts of all ranks, and a rank passes its own tokens, as
       many as it likes or none. Forward and backward are collective: every rank runs both.
       A weight's gradient sums over the tokens of all ranks, so a loss averaged over ranks wants
-      it divided by W, which a data-parallel average does to the replicated weights.
+      it divided by W, which a data-parallel average does to the replicated weights. shard_experts
+      does that, and makes the parameters such that state dicts and optimizers know the whole.
     capacity: None (exact) drops nothing; the host waits for the device once a forward, to learn
       how many rows arrive. An int, the rows a rank may send to a rank, or (rows, assignments a
       rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers of fixed
@@ -104,7 +103,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         random state draw the experts of all ranks and keep theirs: the layer of one process."""
         for weight in (self.gate_up_proj, self.down_proj):
             bound = 1.0 / math.sqrt(weight.shape[-1])
-            with writable(weight) as mine:
+            with writable(weight if self._average is None else held(weight)) as mine:
                 others = torch.empty_like(mine[0])
                 for e in range(self.num_experts):
                     here = e in self.local_experts
@@ -137,6 +136,12 @@ class MoEExperts(ExpertBlock, nn.Module):
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self._average is not None:
+            for name in ("gate_up_proj", "down_proj"):
+                take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.saved import tensors_of
+from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
 
@@ -23,7 +24,7 @@ class Reused:
         self.name, self.check = name, check
         self.weights: Fp8Weights | None = layer.quantize_weights()
         # An alias has its parameter's version counter, and keeps the address from being given away.
-        self.seen = [(p, p.detach(), _version(p)) for p in _parameters(layer)]
+        self.seen = [(p, held(p).detach(), _version(p)) for p in _parameters(layer)]
 
     def weights_of(self, layer: ExpertBlock) -> Fp8Weights | None:
         """Of a forward: these, after `compare`; None where it multiplies computed weights, and from
@@ -43,7 +44,7 @@ class Reused:
                 changed = "is another tensor"
             elif torch.compiler.is_compiling():  # which sees neither addresses nor versions
                 continue
-            elif now.data_ptr() != alias.data_ptr():
+            elif held(now).data_ptr() != alias.data_ptr():
                 changed = "is at another address"
             elif _version(now) != version:
                 changed = "has been written"
@@ -80,11 +81,11 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
 
     Under no_grad half is written, for inference alone. A parameter that is replaced, moved or
     written in place raises RuntimeError by its name, in the next eager forward or at the end. What
-    counts no version is not seen (a fused optimizer, a write through `.data` or by another
-    process), except with `check`, which quantizes again in every eager forward and at the end, and
-    compares all codes. Under fully_shard, which gathers the weights for each forward anyway, it
-    is refused. Computed weights (PEFT's target_parameters, parametrize, functional_call) are
-    quantized in every forward, as outside.
+    counts no version is not seen (a fused optimizer, one of DTensors, a write through `.data` or by
+    another process), except with `check`, which quantizes again in every eager forward and at the
+    end, and compares all codes. Under fully_shard, which gathers the weights for each forward
+    anyway, it is refused. Computed weights (PEFT's target_parameters, parametrize, functional_call)
+    are quantized in every forward, as outside.
     """
     named = blocks_of(module)
     if not named:
@@ -110,7 +111,7 @@ def _refuse(name: str, layer: ExpertBlock) -> None:
     got = None
     if layer._reused is not None:
         got = "one that is inside already"
-    elif any(is_sharded(p) for p in _parameters(layer)):
+    elif layer._average is None and any(is_sharded(p) for p in _parameters(layer)):
         got = "a DTensor (fully_shard)"
     if got is not None:
         raise RuntimeError(

@@ -1,0 +1,47 @@
+"""Weights that the ranks of a group hold in parts: DTensors, of which a rank multiplies its own.
+
+Duck-typed: to import DTensor takes half a second, and most layers never meet one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def held(weight: Any) -> Tensor:
+    """Of a DTensor what this rank holds, without gradient; another tensor itself."""
+    if not hasattr(weight, "to_local"):
+        tensor: Tensor = weight
+        return tensor
+    with torch.no_grad():
+        mine: Tensor = weight.to_local()
+    return mine
+
+
+def local(weight: Any) -> Tensor:
+    """What this rank holds of a DTensor. Its gradient is this rank's part of the DTensor's."""
+    mine: Tensor = _Local.apply(weight)  # type: ignore[no-untyped-call]
+    return mine
+
+
+class _Local(torch.autograd.Function):
+    """Not DTensor.to_local: its backward turns the None of a gradient in main_grad into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.shape, ctx.stride = type(weight.data), weight.shape, weight.stride()
+        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
+        mine: Tensor = weight.to_local()
+        return mine.view_as(mine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None
+        return ctx.kind.from_local(
+            grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )

@@ -1,0 +1,145 @@
+"""shard_experts: the ranks of a group share the experts of a model, beside fully_shard or DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8moe_cutlass.autograd.weight_grad import Average
+from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.nn.experts import MoEExperts
+
+_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+def shard_experts(
+    model: nn.Module, group: Any, *, capacity: int | tuple[int, int] | None = None
+) -> set[nn.Parameter]:
+    """Turns every MoEExperts of `model` into this rank's share, in place; returns their parameters,
+    which fully_shard must be told to ignore:
+
+        experts = nn.shard_experts(model, dist.group.WORLD)
+        fully_shard(model, ignored_params=experts)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    group: the process group, or the one-dimensional DeviceMesh, whose ranks share the experts; or a
+      DeviceMesh of two dimensions, whose second one shares them and whose first one has replicas,
+      as fully_shard has with this mesh.
+    capacity: as of MoEExperts.
+
+    The parameters become DTensors [E, ...], sharded over the experts: state dicts, optimizers,
+    torch.distributed.checkpoint and clip_grad_norm_ take them as they take those of fully_shard.
+    From whole parameters a rank keeps its part. On the meta device nothing is allocated before
+    to_empty(). A state dict to load may have whole tensors [E, ...], of which each rank takes its
+    part. A layer made with group= has its part already.
+    Gradients, in .grad or main_grad, are averages over all ranks of the mesh: what data parallelism
+    makes of the other parameters', for a loss that is a mean over the rank's tokens.
+    DistributedDataParallel ignores the parameters by itself. An optimizer takes them in a parameter
+    group apart from plain tensors.
+    """
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoEExperts)]
+    if not layers:
+        raise ValueError(
+            f"[shard_experts] model must contain a MoEExperts; got {type(model).__name__}"
+        )
+    mesh = _mesh(group)
+    ignored: set[nn.Parameter] = set()
+    names: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, layer in layers:
+        _refuse(name, layer)
+        _shard(layer, mesh, capacity)
+        for weight in _WEIGHTS:
+            ignored.add(getattr(layer, weight))
+            names.append(f"{name}.{weight}")
+    model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+    return ignored
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ for parameters of any kind at once: plain tensors, which every
+    rank holds, and DTensors of any meshes. Returns the norm of the whole model's gradient, the same
+    on every rank. Collective.
+
+    Where all parameters are DTensors of one mesh, torch's own function does the same.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = []
+    for of_a_kind in kinds.values():
+        norm: Any = nn.utils.get_total_norm([p.grad for p in of_a_kind], norm_type)  # type: ignore[misc]
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
+    for of_a_kind in kinds.values():
+        nn.utils.clip_grads_with_norm_(of_a_kind, max_norm, total)
+    return total
+
+
+def _mesh(group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2:
+            raise ValueError(
+                f"[shard_experts] a mesh must have one or two dimensions; got {group.ndim}"
+            )
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"[shard_experts] group must be a ProcessGroup or a DeviceMesh; got {group!r}"
+        )
+    # Equal to the mesh of fully_shard's default, where the group is the world.
+    cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
+    return DeviceMesh.from_group(group, "cuda" if cuda else "cpu")
+
+
+def _refuse(name: str, layer: MoEExperts) -> None:
+    got = None
+    if layer._average is not None:
+        got = "one that is shared already"
+    elif layer.delay_wgrad:
+        got = "delay_wgrad=True"
+    elif layer._reused is not None:
+        got = "one inside reuse_fp8_weights"
+    elif any(hasattr(getattr(layer, w), "full_tensor") for w in _WEIGHTS):
+        got = "a DTensor (fully_shard): shard the experts first"
+    if got is not None:
+        raise RuntimeError(
+            f"[shard_experts] a layer must have plain parameters and no delay_wgrad; got {got}, in "
+            f"{name or type(layer).__name__}"
+        )
+
+
+def _shard(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | None) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    group = mesh.get_group(mesh.ndim - 1)
+    replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+    exchange = Exchange(group, layer.num_experts, capacity)
+    mine = exchange.local_experts
+    if layer.group is not None and layer.local_experts != mine:
+        raise RuntimeError(
+            f"[shard_experts] a layer with a group must hold experts {mine}; got "
+            f"{layer.local_experts}"
+        )
+    for name in _WEIGHTS:
+        w = getattr(layer, name)
+        part = w.detach()
+        if layer.group is None:
+            part = part[mine.start : mine.stop].clone()
+        sharded = DTensor.from_local(part, mesh, placements, run_check=False)
+        setattr(layer, name, nn.Parameter(sharded, requires_grad=w.requires_grad))
+    layer._move = GroupMove(exchange)
+    layer._average = Average(1 / mesh.size(), replicas)
