@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from fp8moe_cutlass.autograd import Local, Options
-from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights, shard_experts
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_options
 from fp8moe_cutlass.nn.block import ExpertBlock, finders
@@ -90,13 +90,20 @@ def register(
     _registered[name] = options
 
 
-def swap(model: nn.Module, **options: Any) -> list[str]:
+def swap(
+    model: nn.Module,
+    *,
+    group: Any = None,
+    capacity: int | tuple[int, int] | None = None,
+    **options: Any,
+) -> list[str]:
     """Replaces the experts modules of `model` by nn.MoEExperts over the same Parameters: nothing is
     allocated, state_dict keys stay. Returns the modules' names.
 
     options: MoEExperts', such as recipe. NotImplementedError if an experts module cannot run, or
     none is there; then nothing is changed. Sharded experts (DTensor) are refused, and quantized
     models: swap before parallelizing or quantizing, or use `register`.
+    group, capacity: as of nn.shard_experts, which then makes this rank's share of them.
     """
     found = check(model)
     swappable = [e for e in found if e.runs not in ("MoEExperts", "its own forward")]
@@ -120,6 +127,8 @@ def swap(model: nn.Module, **options: Any) -> list[str]:
             setattr(layer, weight, getattr(module, weight))
         layer.train(module.training)
         model.set_submodule(name, layer)
+    if group is not None:
+        shard_experts(model, group, capacity=capacity)
     return [e.name for e in swappable]
 
 
