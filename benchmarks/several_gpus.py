@@ -134,7 +134,8 @@ class Qwen3:
         config = transformers.Qwen3MoeConfig(**self.config)
         config._experts_implementation = "grouped_mm"
         with torch.device(self.device):
-            model: Any = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+            of: Any = transformers.Qwen3MoeForCausalLM
+            model = of._from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
@@ -157,7 +158,8 @@ def sharded(model: nn.Module, blocks: list[Any]) -> nn.Module:
     ignored: Any = {p for p in model.parameters() if hasattr(p, "full_tensor")}
     for block in blocks:
         fully_shard(block, ignored_params=ignored)
-    return fully_shard(model, ignored_params=ignored)
+    fully_shard(model, ignored_params=ignored)
+    return model
 
 
 class Bench:
@@ -191,8 +193,8 @@ class Bench:
         return [float(loss) / dist.get_world_size() for loss in losses]
 
     def step(self, batch: Batch) -> Tensor:
-        loss = self.of.loss(self.model, batch)
-        loss.backward()
+        loss: Tensor = self.of.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -283,7 +285,7 @@ def run(given: argparse.Namespace, device: torch.device, models: list[Any]) -> N
     record["environment"] |= {
         "transformers": transformers.__version__,
         "ranks": dist.get_world_size(),
-        "nccl": torch.cuda.nccl.version() if device.type == "cuda" else None,
+        "nccl": _nccl() if device.type == "cuda" else None,
     }
 
     def done(row: dict[str, Any]) -> None:
@@ -303,6 +305,12 @@ def run(given: argparse.Namespace, device: torch.device, models: list[Any]) -> N
     if first:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {given.json} in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _nccl() -> str:
+    from torch.cuda import nccl
+
+    return ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,12 @@ def ranks_of(ids: Ids, experts_a_rank: int) -> list[int]:
 
 
 def dispatch(
-    ids: Ids, num_experts: int, ranks: int, segment: int = 0, capacity: int | None = None
+    ids: Ids,
+    num_experts: int,
+    ranks: int,
+    segment: int = 0,
+    capacity: int | None = None,
+    spare: int = 0,
 ) -> Dispatch:
     """ids [T, S], -1: none."""
     each = num_experts // ranks
@@ -38,7 +43,7 @@ def dispatch(
     left = ids.size * ranks if capacity is None else capacity
     rows, first_row = [], []
     for r, tokens in enumerate(wanted):
-        first_row.append(r * segment if segment else sum(len(kept) for kept in rows))
+        first_row.append(r * (segment + spare) if segment else sum(len(kept) for kept in rows))
         room = segment if segment else max(0, left - first_row[-1])
         rows.append(tokens[:room])
     row_of = np.full((len(ids), ranks), -1, np.int32)

@@ -28,7 +28,7 @@ def poisoned_plan(tokens: int, ranks: int, capacity: int) -> RoutingPlan:
 
 
 def assert_plan(plan: RoutingPlan, counts: Tensor, d: ref.Dispatch, segment: int) -> None:
-    """Every section of the buffer, and the counts."""
+    """Every section of the buffer, and the counts. segment: the rows of a rank; 0: any number."""
     ranks = len(d.rows)
     assert (plan.slots, plan.experts, plan.align) == (ranks, ranks, 1)
     kept = [len(tokens) for tokens in d.rows]
@@ -56,15 +56,15 @@ def assert_plan(plan: RoutingPlan, counts: Tensor, d: ref.Dispatch, segment: int
 
 
 def planned(
-    ids: Tensor, experts: int, ranks: int, segment: int = 0
+    ids: Tensor, experts: int, ranks: int, segment: int = 0, spare: int = 0
 ) -> tuple[RoutingPlan, Tensor, ref.Dispatch]:
     """The plan, written over poison, compared with the reference."""
     tokens, slots = ids.shape
-    capacity = segment * ranks if segment else tokens * min(slots, ranks)
+    capacity = (segment + spare) * ranks if segment else tokens * min(slots, ranks)
     out = poisoned_plan(tokens, ranks, capacity), torch.full((ranks, 2), -7, dtype=torch.int32)
-    plan, counts = ops.dispatch_plan(ids, experts, ranks, segment=segment, out=out)
-    d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, segment)
-    assert_plan(plan, counts, d, segment)
+    plan, counts = ops.dispatch_plan(ids, experts, ranks, segment=segment, spare=spare, out=out)
+    d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, segment, spare=spare)
+    assert_plan(plan, counts, d, segment and segment + spare)
     return plan, counts, d
 
 
@@ -120,6 +120,8 @@ def test_plans(kind: str, ranks: int) -> None:
             planned(given_ids, ranks * each, ranks)
             planned(given_ids, ranks * each, ranks, segment=16)  # overflows, but for few tokens
         planned(ids, ranks * each, ranks, segment=tokens + 5)
+        planned(ids, ranks * each, ranks, segment=16, spare=3)
+        planned(ids, ranks * each, ranks, segment=tokens + 5, spare=1)
 
 
 def test_overflow_of_the_exact_plan() -> None:
@@ -312,8 +314,9 @@ def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
         ),
         (lambda: flat_plan(IDS, 4, 0, 12, 3, 2, 1, 24), "slots == experts"),
         (lambda: flat_plan(IDS, 4, 0, 12, 2, 2, 16, 24), "slots == experts"),
-        (lambda: flat_plan(IDS, 4, 5, 12, 2, 2, 1, 24), "segment must be 0 or plan.capacity"),
-        (lambda: flat_plan(IDS, 4, -1, 12, 2, 2, 1, 24), "segment must be 0 or plan.capacity"),
+        (lambda: flat_plan(IDS, 4, 13, 12, 2, 2, 1, 24), "segment must be 0 or at most"),
+        (lambda: flat_plan(IDS, 4, -1, 12, 2, 2, 1, 24), "segment must be 0 or at most"),
+        (lambda: flat_plan(IDS, 4, 5, 12, 2, 2, 1, 25), "segment must be 0 or at most"),
         (lambda: flat_plan(IDS, 3, 0, 12, 2, 2, 1, 24), "num_experts must be a positive multiple"),
         (lambda: flat_plan(IDS, 0, 0, 12, 2, 2, 1, 24), "num_experts must be a positive multiple"),
     ],

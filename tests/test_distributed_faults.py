@@ -99,7 +99,7 @@ def test_ranks_that_disagree_all_raise(pool: Pool, name: str, capacity: Any) -> 
     for error, widths in results(pool.run(3, disagree, wrong, capacity)):
         assert error.startswith("[MoEExperts] ")
         assert re.search(message, error), error
-        assert widths == [4 * (2 + 8)]  # the sizes and the words alone: no row has travelled
+        assert widths == [4 * (2 + 8 + 1)]  # the sizes and the words alone: no row has travelled
     found = results(pool.run(3, disagree, {}, capacity))  # and the group is as good as before
     assert [error for error, _ in found] == [""] * 3
 
@@ -282,3 +282,62 @@ def test_refusals(pool: Pool) -> None:
     results(pool.run(2, refusals))
     with pytest.raises(ValueError, match="capacity is of a group"):
         MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, capacity=3)
+
+
+# ---- ranks out of step, with a capacity ---------------------------------------------------------
+
+
+def out_of_step(group: Any, how: str, recipe: Any) -> list[str]:
+    """What check() says, and the next first forward of a kind, after both ranks have agreed upon
+    every kind that they run."""
+    second = dist.get_rank(group) == 1
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, capacity=30)
+    slots = (2, 3) if how == "slots" else (1,)  # whose rows have as many bytes: gloo checks that
+    batches = {s: inputs(slots=s) for s in slots}
+    batches = {s: (x, idx, probs.detach()) for s, (x, idx, probs) in batches.items()}
+    for batch in batches.values():
+        layer(*batch).sum().backward()
+        with torch.no_grad():
+            layer(*batch)
+    layer.check()
+    if how == "slots":
+        layer(*batches[3 if second else 2])
+    elif second:  # evaluates twice while the other trains
+        with torch.no_grad():
+            for _ in range(2):
+                layer(*batches[1])
+    else:
+        layer(*batches[1]).sum().backward()
+    said = []
+    for run in (layer.check, lambda: layer(*inputs(slots=4))):
+        try:
+            run()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("how", ["slots", "evaluates"])
+def test_ranks_out_of_step_are_noticed(pool: Pool, how: str) -> None:
+    for rank, said in zip((1, 3), results(pool.run(2, out_of_step, how, Fp8Recipe())), strict=True):
+        other = 4 - rank
+        assert len(said) == 2
+        for error in said:
+            assert error.startswith("[MoEExperts] ranks with a capacity must be in step")
+            times = 1 if how == "slots" else 2
+            assert f"rank {other} in {times} exchanges of rank {rank}" in error
+
+
+def in_step(group: Any, recipe: Any) -> None:
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, capacity=30)
+    for slots in (1, 2, 1):
+        for _ in range(2):
+            layer(*inputs(slots=slots)).sum().backward()
+            with torch.no_grad():
+                layer(*inputs(slots=slots))
+    layer.check()
+
+
+@FP8_AND_BF16
+def test_ranks_in_step_are_not_accused(pool: Pool, recipe: Any) -> None:
+    results(pool.run(3, in_step, recipe))

@@ -310,8 +310,8 @@ FP8MOE_API void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream
 // token IS rank r, and a token has one row for a rank however many of its experts live there. Rows
 // are rank-major, within a rank in token order.
 // segment 0: rank r's rows follow those of r - 1; those not below plan.capacity are dropped.
-// segment > 0: rank r owns rows [r segment, (r+1) segment), plan.capacity == ranks segment; what
-// a segment has no row for is dropped. Dropped: row_of -1, counted in status[kOverflow].
+// segment > 0: rank r owns plan.capacity / ranks rows, a whole number of at least `segment`; tokens
+// past the first `segment` are dropped. Dropped: row_of -1, counted in status[kOverflow].
 // topk_idx [T, S] i32/i64, -1: none. counts [ranks, 2] i32: rows that carry a token, and entries of
 // topk_idx that travel on them.
 // Of other ops, permute_pad, unpermute_unpad and their backward without probs take such a plan; a

@@ -56,25 +56,26 @@ inline void lay_out(const std::vector<int64_t>& counts, const RoutingPlan& plan)
   plan.status()[kOverflow] = static_cast<int32_t>(std::min(rank - kept, kMaxInt));
 }
 
-// The same of a plan whose expert e owns rows [e segment, (e+1) segment): it keeps the first
-// `segment` of its assignments.
+// The same of a plan whose experts own capacity / experts rows each: an expert keeps the first
+// `segment` of its assignments, and rows past these are padding.
 inline void lay_out_segments(const std::vector<int64_t>& counts, int64_t segment,
                              const RoutingPlan& plan) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
+  const int64_t stride = plan.capacity / plan.experts;
   int64_t dropped = 0;
   int32_t column = 0;
   for (int64_t e = 0; e < plan.experts; ++e) {
     const auto tokens = static_cast<int32_t>(std::min(counts[e], segment));
-    const int64_t row = e * segment;
+    const int64_t row = e * stride;
     plan.tokens_per_expert()[e] = tokens;
     plan.row_offsets()[e] = static_cast<int32_t>(row);
     plan.col_offsets()[e] = column;
-    std::fill_n(plan.token_of_row() + row + tokens, segment - tokens, -1);
-    std::fill_n(plan.slot_of_row() + row + tokens, segment - tokens, -1);
+    std::fill_n(plan.token_of_row() + row + tokens, stride - tokens, -1);
+    std::fill_n(plan.slot_of_row() + row + tokens, stride - tokens, -1);
     column += static_cast<int32_t>(round_up(tokens, kTile));
     dropped += counts[e] - tokens;
   }
-  plan.row_offsets()[plan.experts] = static_cast<int32_t>(plan.experts * segment);
+  plan.row_offsets()[plan.experts] = static_cast<int32_t>(plan.experts * stride);
   plan.col_offsets()[plan.experts] = column;
   lay_out_blocks(plan);
   std::fill_n(plan.status(), RoutingPlan::kStatusWords, 0);

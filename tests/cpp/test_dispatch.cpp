@@ -236,7 +236,7 @@ void refusals() {
                                                         .workspace = none}));
   CHECK_INVALID("segment must be", dispatch_plan({.topk_idx = ids,
                                                   .num_experts = 6,
-                                                  .segment = 3,
+                                                  .segment = 5,
                                                   .plan = plan,
                                                   .counts = d.counts,
                                                   .workspace = none}));

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 
 Planned = tuple[RoutingPlan, Tensor]
+SPARE = 3  # rows of a segment that no token takes
 
 
 def assert_same_plan(expected: Planned, got: Planned) -> None:
@@ -29,7 +30,7 @@ def assert_same_plan(expected: Planned, got: Planned) -> None:
 def on_gpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> Planned:
     """dispatch_plan on CUDA over a poisoned buffer; sizes: (tokens, capacity), or what follows."""
     tokens, slots = ids.shape
-    capacity = segment * ranks if segment else tokens * min(slots, ranks)
+    capacity = (segment + SPARE) * ranks if segment else tokens * min(slots, ranks)
     whole = (tokens, ranks, ranks, 1, sizes[0] if sizes else capacity)
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(poison(torch.empty(words, dtype=torch.int32, device="cuda")), *whole)
@@ -40,7 +41,7 @@ def on_gpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
 
 def on_cpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> Planned:
     tokens, slots = ids.shape
-    capacity = segment * ranks if segment else tokens * min(slots, ranks)
+    capacity = (segment + SPARE) * ranks if segment else tokens * min(slots, ranks)
     whole = (tokens, ranks, ranks, 1, sizes[0] if sizes else capacity)
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(torch.empty(words, dtype=torch.int32), *whole)

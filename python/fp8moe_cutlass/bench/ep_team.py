@@ -73,12 +73,7 @@ class Legs:
             recipe_word(layer.recipe),
             *(False,) * 3,
         )
-        self.plan, counts = ops.dispatch_plan(
-            self.topk_idx,
-            self.exchange.num_experts,
-            self.exchange.ranks,
-            segment=self.exchange.segment,
-        )
+        self.plan, counts = self.exchange.plan(self.topk_idx)
         self.sizes = self.exchange.start_sizes(counts, terms)()
         self.partial = torch.randn(self.sizes.rows, self.hidden, device=self.x.device).bfloat16()
 
@@ -110,7 +105,8 @@ class Legs:
         return lambda: self.exchange.combine(rows, self.plan.rows, self.sizes)
 
     def rows_to_others(self) -> int:
-        """Rows this rank sends to other ranks; with a capacity, the fixed number."""
+        """Rows this rank sends to other ranks; with a capacity, the fixed number, but
+        for those of the terms."""
         if self.sizes.sent is None:
             return self.exchange.segment * (self.exchange.ranks - 1)
         return int(sum(self.sizes.sent) - self.sizes.sent[dist.get_rank(self.exchange.group)])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms
 
 _DROPPED = (
@@ -25,6 +26,7 @@ _DROPPED = (
 class Sizes:
     """What one dispatch moves. Its gradient moves the same way; both return in mirror image."""
 
+    terms: Terms  # this rank's
     sent: list[int] | None  # rows to each rank; None: as many to every rank
     received: list[int] | None  # rows from each rank
     rows_sent: int
@@ -56,7 +58,8 @@ class Exchange:
     What is announced, dispatched and given back is collective: all ranks of the group call these
     methods, in the same order.
     capacity None: sizes are exchanged before the rows, which takes one read by the host. rows, or
-    (rows, assignments): fixed sizes, which no host reads; see MoEExperts.
+    (rows, assignments): fixed sizes, which no host reads; see MoEExperts. The last row of a segment
+    then has the sender's terms, which are compared on the device.
     `dropped` [3] i64 counts, on the device and since the beginning, what this rank had no place
     for, as `check` names it.
     """
@@ -66,6 +69,7 @@ class Exchange:
         group: dist.ProcessGroup,
         num_experts: int,
         capacity: int | tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         rank = dist.get_rank(group)
         if rank < 0:
@@ -88,12 +92,14 @@ class Exchange:
         self.capacity = capacity
         self.ranks = len(ranks)
         self.segment: int = limits[0]  # rows of a (source, destination) pair; 0: exact
-        self.dropped: Tensor | None = None
+        self.dropped = torch.zeros(len(_DROPPED), dtype=torch.int64, device=device)
+        # [ranks, 1]: in how many exchanges each rank's terms were not this rank's.
+        self._differed = torch.zeros(self.ranks, 1, dtype=torch.int32, device=device)
         self._names = ranks
         self._rank = rank
         self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
-        self._words: dict[Any, Tensor] = {}
+        self._words: dict[Any, Tensor] = {}  # on the device
 
     @property
     def local_experts(self) -> range:
@@ -101,12 +107,19 @@ class Exchange:
         share = self.num_experts // self.ranks
         return range(self._rank * share, (self._rank + 1) * share)
 
+    def plan(self, topk_idx: Tensor) -> ops.Dispatch:
+        """A row for each (token, rank), and counts [ranks, 2] of rows and assignments."""
+        spare = 1 if self.segment else 0  # of the terms
+        return ops.dispatch_plan(
+            topk_idx, self.num_experts, self.ranks, segment=self.segment, spare=spare
+        )
+
     def start_sizes(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
 
         Returns how to learn the sizes: there the host waits for the device. Raises ValueError
-        on every rank if the ranks' terms differ. With a capacity nothing is exchanged but the
-        terms, and they only until they have been agreed upon.
+        on every rank if the ranks' terms differ, or have differed. With a capacity nothing is
+        exchanged here but the terms, and they only until they have been agreed upon.
         """
         if self.segment and terms in self._agreed:
             return functools.partial(self._fixed, terms)
@@ -115,27 +128,49 @@ class Exchange:
                 "[MoEExperts] a captured forward needs capacity=, and one forward like it before "
                 f"the capture; got capacity={self.capacity}"
             )
-        message = counts.new_empty(2, self.ranks, 2 + len(terms))
-        torch.cat([counts, self._words_of(terms, counts.device)], dim=1, out=message[0])
+        self._follow(counts.device)
+        message = counts.new_empty(2, self.ranks, 3 + len(terms))
+        words = self._words_of(terms, counts.device)
+        torch.cat([counts, words, self._differed], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
 
         def sizes() -> Sizes:
             sent, received = _read(message, work)
-            terms.check([words[2:] for words in received], self._names)
+            terms.check([words[2:-1] for words in received], self._names)
+            self._check_in_step([words[-1] for words in sent])
             if self.segment:
                 self._agreed.add(terms)
+                for backward in (False, True):  # before a capture, which can copy nothing
+                    self._words_of(terms.mark(backward), counts.device)
                 return self._fixed(terms)
             to, of = ([words[0] for words in side] for side in (sent, received))
-            return Sizes(to, of, sum(to), sum(of), sum(words[1] for words in received))
+            return Sizes(terms, to, of, sum(to), sum(of), sum(words[1] for words in received))
 
         return sizes
 
-    def dispatch(self, rows: Tensor, sizes: Sizes) -> Tensor:
+    def dispatch(self, rows: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor:
         """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
         got = rows.new_empty(sizes.rows, rows.shape[1])
         sent = rows[: sizes.rows_sent]
+        if self.segment:
+            self._marks(sent).copy_(self._words_of(sizes.terms.mark(backward), rows.device))
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got
+
+    def compare(self, got: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor | None:
+        """With a capacity, of what `dispatch` has returned: which ranks' terms differ from this
+        one's, [ranks, 1] bool. They are counted, for `check`."""
+        if not self.segment:
+            return None
+        mine = self._words_of(sizes.terms.mark(backward), got.device)
+        differ = torch.any(self._marks(got) != mine, dim=1, keepdim=True)
+        self._differed += differ
+        return differ
+
+    def _marks(self, rows: Tensor) -> Tensor:
+        """[ranks, 4] i32: the first bytes of the last row of each segment."""
+        last = rows.view(self.ranks, self.segment + 1, -1)[:, -1]
+        return last.view(torch.uint8)[:, :16].view(torch.int32)
 
     def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
         """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
@@ -163,24 +198,43 @@ class Exchange:
     def count(self, *dropped: Tensor) -> None:
         """Add what a forward dropped: integers, in the order of `dropped`."""
         found = torch.cat([t.reshape(-1) for t in dropped])
-        if self.dropped is None or self.dropped.device != found.device:
-            with torch.inference_mode(False):
-                self.dropped = torch.zeros(len(_DROPPED), dtype=torch.int64, device=found.device)
+        self._follow(found.device)
         self.dropped += found
 
     def check(self) -> None:
-        """Waits for the device and raises ValueError if this rank has dropped anything."""
-        counts = [] if self.dropped is None else self.dropped.tolist()
-        found = [f"{n} {what}" for n, what in zip(counts, _DROPPED, strict=False) if n]
+        """Waits for the device and raises ValueError if this rank has dropped anything, or the
+        ranks' terms have differed."""
+        self._check_in_step(self._differed.flatten().tolist())
+        found = [
+            f"{n} {what}" for n, what in zip(self.dropped.tolist(), _DROPPED, strict=True) if n
+        ]
         if found:
             raise ValueError(f"[MoEExperts] no assignment may be dropped; got {'; '.join(found)}")
 
-    def _fixed(self, terms: Terms) -> Sizes:
-        rows = self.ranks * self.segment
-        most = min(terms.slots, len(self.local_experts))
-        return Sizes(None, None, rows, rows, self._assignments or most * rows)
+    def _check_in_step(self, differed: list[int]) -> None:
+        others = [f"rank {r} in {n}" for r, n in zip(self._names, differed, strict=True) if n]
+        if others:
+            raise ValueError(
+                "[MoEExperts] ranks with a capacity must be in step: the same slots, what requires "
+                "gradients, forward or backward, in every exchange; got others from "
+                f"{', '.join(others)} exchanges of rank {self._names[self._rank]}"
+            )
 
-    def _words_of(self, terms: Terms, device: torch.device) -> Tensor:
+    def _follow(self, device: torch.device) -> None:
+        """The counts go with the layer to another device."""
+        if self.dropped.device != device:
+            with torch.inference_mode(False):
+                self.dropped, self._differed = (
+                    torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
+                    for t in (self.dropped, self._differed)
+                )
+
+    def _fixed(self, terms: Terms) -> Sizes:
+        rows, taken = self.ranks * (self.segment + 1), self.ranks * self.segment
+        most = min(terms.slots, len(self.local_experts))
+        return Sizes(terms, None, None, rows, rows, self._assignments or most * taken)
+
+    def _words_of(self, terms: tuple[int, ...], device: torch.device) -> Tensor:
         if (terms, device) not in self._words:
             with torch.inference_mode(False):
                 words = torch.tensor(terms, dtype=torch.int32, device=device)
@@ -188,7 +242,7 @@ class Exchange:
         return self._words[terms, device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
-        return Exchange(self.group, self.num_experts, self.capacity)
+        return Exchange(self.group, self.num_experts, self.capacity, self.dropped.device)
 
     def __reduce__(self) -> Any:
         return Exchange, (Shared(self.group), self.num_experts, self.capacity)  # which refuses

@@ -49,9 +49,7 @@ class GroupMove:
             wanted.probs,
             wanted.gate_up or wanted.down,
         )
-        plan, counts = ops.dispatch_plan(
-            topk_idx, exchange.num_experts, exchange.ranks, segment=exchange.segment
-        )
+        plan, counts = exchange.plan(topk_idx)
         learn = exchange.start_sizes(counts, terms)
         # Into as many rows as there can be: the sizes are on their way meanwhile.
         packed = wire.pack(x, topk_idx, probs, plan, recipe, exchange.num_experts)
@@ -60,6 +58,9 @@ class GroupMove:
             sizes, mine = learn(), exchange.local_experts
             came = exchange.dispatch(packed, sizes)
             rows, ids, row_probs = wire.unpack(came, hidden, slots, recipe, mine)
+            differ = exchange.compare(came, sizes)
+            if differ is not None:  # what would be misread is left out
+                ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
             body = body_of(recipe)
             local = body.group(ids, len(mine), sizes.assignments)
             exchange.count(plan.status[:2], body.dropped(ids, local))
@@ -72,7 +73,8 @@ class GroupMove:
 
     def dispatch_grad(self, dout: Tensor, route: Route, recipe: Any) -> Any:
         packed = wire.pack_grad(dout, route.plan, recipe)
-        rows = self.exchange.dispatch(packed, route.sizes)
+        rows = self.exchange.dispatch(packed, route.sizes, backward=True)
+        self.exchange.compare(rows, route.sizes, backward=True)
         return wire.unpack_grad(rows, dout.shape[1], recipe)
 
     def combine_grads(

@@ -22,6 +22,12 @@ class Terms(NamedTuple):
     probs_grad: bool
     weights_grad: bool
 
+    def mark(self, backward: bool) -> tuple[int, int, int, int]:
+        """The same in 16 bytes, and which of a step's exchanges it is."""
+        flags = self.x_grad | self.probs_grad << 1 | self.weights_grad << 2 | backward << 3
+        sizes = self.num_experts << 16 | self.slots
+        return self.hidden_size, self.capacity, sizes, self.recipe << 4 | flags
+
     def check(self, words: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
         """Raises ValueError, naming the ranks, if their words [ranks, len(self)] differ."""
         if all(of_rank == words[0] for of_rank in words):

@@ -63,7 +63,8 @@ class MoEExperts(ExpertBlock, nn.Module):
       size, capturable in a CUDA graph after one forward like it. What finds no place is dropped
       (its output and gradients are 0) and counted: `dropped`, `check()`.
     Ranks that disagree (sizes, slots, recipe, capacity, what requires grad) all raise, naming
-    who passed what; with a capacity, in the first forward of its kind. docs/how-to/several-gpus.md.
+    who passed what; with a capacity, in the first forward of its kind. Afterwards `check()` raises,
+    and so does the next first forward of a kind. docs/how-to/several-gpus.md.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.intermediate_size = intermediate_size
         self._options = Options(recipe, preactivation, transposed_weights)
         self._delayed = [] if delay_wgrad else None
-        self._move = _move(group, num_experts, capacity)
+        self._move = _move(group, num_experts, capacity, device)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
@@ -123,13 +124,13 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     @property
     def dropped(self) -> Tensor | None:
-        """[3] i64 on the device, or None before the first forward with a group: what this rank had
-        no place for since then. Rows it did not send, ids out of range, assignments it did not
-        take."""
+        """[3] i64 on the device, or None without a group: what this rank has had no place for. Rows
+        it did not send, ids out of range, assignments it did not take."""
         return None if self._exchange is None else self._exchange.dropped
 
     def check(self) -> None:
-        """Waits for the device and raises ValueError if this rank has `dropped` anything."""
+        """Waits for the device and raises ValueError if this rank has `dropped` anything, or ranks
+        with a capacity have run different kinds of forwards or backwards at once."""
         if self._exchange is not None:
             self._exchange.check()
 
@@ -154,10 +155,13 @@ class MoEExperts(ExpertBlock, nn.Module):
 
 
 def _move(
-    group: dist.ProcessGroup | None, num_experts: int, capacity: int | tuple[int, int] | None
+    group: dist.ProcessGroup | None,
+    num_experts: int,
+    capacity: int | tuple[int, int] | None,
+    device: torch.device | str | None,
 ) -> Local | GroupMove:
     if group is not None:
-        return GroupMove(Exchange(group, num_experts, capacity))
+        return GroupMove(Exchange(group, num_experts, capacity, device))
     if capacity is not None:
         raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
     return Local(num_experts)

@@ -127,7 +127,7 @@ def _shard(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | None)
     group = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
-    exchange = Exchange(group, layer.num_experts, capacity)
+    exchange = Exchange(group, layer.num_experts, capacity, layer.down_proj.device)
     mine = exchange.local_experts
     if layer.group is not None and layer.local_experts != mine:
         raise RuntimeError(

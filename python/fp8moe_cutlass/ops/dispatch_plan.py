@@ -26,6 +26,7 @@ def dispatch_plan(
     ranks: int,
     *,
     segment: int = 0,
+    spare: int = 0,
     out: tuple[RoutingPlan, Array] | None = None,
     workspace: Array | None = None,
 ) -> Dispatch:
@@ -34,11 +35,13 @@ def dispatch_plan(
     Slot r of the plan is rank r (slots == experts == ranks): a token has one row for a rank however
     many of its experts live there; row_of [T, ranks], -1 where none does. Rows are rank-major, in
     token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
-    rows [r segment, (r+1) segment), padding (-1) after its tokens; tokens past it are dropped and
-    counted in plan.status. Ids outside [-1, num_experts): ValueError on the CPU; dropped and
-    counted on CUDA. workspace: scratch in uint8, as for `route`.
+    rows [r n, (r+1) n), n = segment + spare; tokens past the first `segment` are dropped and
+    counted in plan.status, and rows after its tokens are padding (-1). Ids outside
+    [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA. workspace: scratch in
+    uint8, as for `route`.
     """
-    for name, value in (("num_experts", num_experts), ("ranks", ranks), ("segment", segment)):
+    given = {"num_experts": num_experts, "ranks": ranks, "segment": segment, "spare": spare}
+    for name, value in given.items():
         count("dispatch_plan", name, value)
     fresh = out is None
     if ranks < 1 or num_experts % ranks != 0:
@@ -47,7 +50,7 @@ def dispatch_plan(
             f"got {num_experts} and {ranks}"
         )
     tokens, slots = shape_of("dispatch_plan", "topk_idx", topk_idx, 2)
-    capacity = segment * ranks if segment else tokens * min(slots, ranks)
+    capacity = (segment + spare) * ranks if segment else tokens * min(slots, ranks)
     sizes = (tokens, ranks, ranks, 1, capacity)
     if out is None:
         plan = new_plan("dispatch_plan", topk_idx, sizes)

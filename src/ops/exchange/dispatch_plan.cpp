@@ -34,10 +34,10 @@ void dispatch_plan(const DispatchPlan& p, Stream stream) {
       p.num_experts >= 1 && p.num_experts <= kMaxInt && p.num_experts % p.plan.experts == 0,
       "[dispatch_plan] num_experts must be a positive multiple of the ranks (", p.plan.experts,
       "); got ", p.num_experts);
-  FP8MOE_CHECK(p.segment == 0 || (p.segment > 0 && p.segment <= p.plan.capacity &&
-                                  p.segment * p.plan.experts == p.plan.capacity),
-               "[dispatch_plan] segment must be 0 or plan.capacity / ranks (", p.plan.capacity,
-               " / ", p.plan.experts, "); got ", p.segment);
+  FP8MOE_CHECK(p.segment == 0 || (p.segment > 0 && p.plan.capacity % p.plan.experts == 0 &&
+                                  p.segment <= p.plan.capacity / p.plan.experts),
+               "[dispatch_plan] segment must be 0 or at most plan.capacity / ranks (",
+               p.plan.capacity, " / ", p.plan.experts, ", a whole number); got ", p.segment);
   check.tensor(p.counts, "counts", {p.plan.experts, 2});
   check.dtype(p.counts, "counts", {DType::i32});
   check.workspace(p.workspace, workspace_bytes(p));

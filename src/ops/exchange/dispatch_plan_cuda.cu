@@ -38,7 +38,8 @@ struct Params {
   int slots;
   int num_experts;
   int experts_a_rank;
-  int segment;            // 0: rank after rank
+  int segment;            // tokens that a rank may get; 0: rank after rank
+  int stride;             // with segments: the rows of a rank
   bool fits;              // whatever is routed, there is a row for it
   int32_t* chunk_counts;  // [chunks, ranks + 1]: tokens of each rank, ids of no expert
   int32_t* counts;        // [ranks, 2]
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(kThreads) count_tokens(const __grid_constant__
 
 // The place of rank threadIdx.x in a plan of segments, as place_expert has it in one without.
 __device__ __forceinline__ ExpertPlace place_segment(const PlanOut& plan, int64_t count,
-                                                     int64_t bad, int segment, bool write) {
+                                                     int64_t bad, int segment, int stride,
+                                                     bool write) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
   const int r = threadIdx.x;
   const int tokens = static_cast<int>(count < segment ? count : segment);
@@ -122,11 +124,11 @@ __device__ __forceinline__ ExpertPlace place_segment(const PlanOut& plan, int64_
   exclusive_sum(count - tokens, &dropped);
   if (write && r < plan.experts) {
     plan.tokens_per_expert[r] = tokens;
-    plan.row_offsets[r] = r * segment;
+    plan.row_offsets[r] = r * stride;
     plan.col_offsets[r] = static_cast<int>(column);
   }
   if (write && r == 0) {
-    plan.row_offsets[plan.experts] = plan.experts * segment;
+    plan.row_offsets[plan.experts] = plan.experts * stride;
     plan.col_offsets[plan.experts] = static_cast<int>(columns);
   }
   if (write && r < RoutingPlan::kStatusWords) {
@@ -135,7 +137,7 @@ __device__ __forceinline__ ExpertPlace place_segment(const PlanOut& plan, int64_
   }
   return {.first_rank = 0,
           .tokens = tokens,
-          .first_row = r < plan.experts ? r * segment : 0,
+          .first_row = r < plan.experts ? r * stride : 0,
           .first_column = static_cast<int>(column)};
 }
 
@@ -168,9 +170,9 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
   const int r = threadIdx.x;
   const int64_t count = r < ranks ? total[r] : 0;
   const bool write = blockIdx.x == 0;
-  const ExpertPlace place = p.segment > 0
-                                ? place_segment(p.plan, count, total[ranks], p.segment, write)
-                                : place_expert(p.plan, count, total[ranks], p.fits, write);
+  const ExpertPlace place =
+      p.segment > 0 ? place_segment(p.plan, count, total[ranks], p.segment, p.stride, write)
+                    : place_expert(p.plan, count, total[ranks], p.fits, write);
   if (r < ranks) {
     tokens_a_rank[r] = place.tokens;
     first_row[r] = place.first_row;
@@ -178,14 +180,14 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
     if (write) p.counts[2 * r] = place.tokens;
   }
   __syncthreads();
-  write_blocks(p.plan, p.segment, tokens_a_rank, first_row, first_column);
+  write_blocks(p.plan, p.stride, tokens_a_rank, first_row, first_column);
 
   // The rows of a segment that no token has.
-  const int64_t padded = int64_t{p.segment} * ranks, all_threads = int64_t{gridDim.x} * kThreads;
+  const int64_t padded = int64_t{p.stride} * ranks, all_threads = int64_t{gridDim.x} * kThreads;
   for (int64_t row = blockIdx.x * int64_t{kThreads} + threadIdx.x; row < padded;
        row += all_threads) {
-    const int rank = static_cast<int>(row / p.segment);
-    if (row - int64_t{rank} * p.segment < tokens_a_rank[rank]) continue;
+    const int rank = static_cast<int>(row / p.stride);
+    if (row - int64_t{rank} * p.stride < tokens_a_rank[rank]) continue;
     p.plan.token_of_row[row] = -1;
     p.plan.slot_of_row[row] = -1;
   }
@@ -243,6 +245,7 @@ void run(const DispatchPlan& p, Stream stream) {
                       .num_experts = static_cast<int>(p.num_experts),
                       .experts_a_rank = static_cast<int>(p.num_experts / ranks),
                       .segment = static_cast<int>(p.segment),
+                      .stride = static_cast<int>(p.segment > 0 ? p.plan.capacity / ranks : 0),
                       .fits = p.plan.tokens * std::min(slots, ranks) <= p.plan.capacity,
                       .chunk_counts = p.workspace.as<int32_t>(),
                       .counts = p.counts.as<int32_t>(),
