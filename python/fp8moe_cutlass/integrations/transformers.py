@@ -23,13 +23,29 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.integrations.transformers_group import (
+    GroupMixin,
+    GroupTrainer,
+    from_pretrained,
+    save_pretrained,
+)
 from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights, shard_experts
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_options
 from fp8moe_cutlass.nn.block import ExpertBlock, finders
 from fp8moe_cutlass.recipe import Fp8Recipe
 
-__all__ = ["Experts", "ReuseCallback", "check", "register", "swap"]
+__all__ = [
+    "Experts",
+    "GroupMixin",
+    "GroupTrainer",
+    "ReuseCallback",
+    "check",
+    "from_pretrained",
+    "register",
+    "save_pretrained",
+    "swap",
+]
 
 
 class _Experts(nn.Module):
@@ -105,11 +121,27 @@ def swap(
     models: swap before parallelizing or quantizing, or use `register`.
     group, capacity: as of nn.shard_experts, which then makes this rank's share of them.
     """
+    names = _swap(model, **options)
+    if group is not None:
+        shard_experts(model, group, capacity=capacity)
+    return names
+
+
+def swap_on_meta(model: nn.Module, **options: Any) -> list[str]:
+    """The same for a model on the meta device, with new parameters; group: a process group, of
+    whose share alone there are parameters."""
+    return _swap(model, meta=True, **options)
+
+
+def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
     found = check(model)
     swappable = [e for e in found if e.runs not in ("MoEExperts", "its own forward")]
-    bad = [e for e in swappable if e.reason is not None] or (
-        [] if swappable else [e for e in found if e.reason is not None]
-    )
+    if meta:
+        bad = [e for e in swappable if _refused(model.get_submodule(e.name)) is not None]
+    else:
+        bad = [e for e in swappable if e.reason is not None]
+    if not swappable:
+        bad = [e for e in found if e.reason is not None]
     if bad:
         raise NotImplementedError(
             "[transformers] swap: " + "; ".join(f"{e.name} ({e.kind}): {e.reason}" for e in bad)
@@ -123,12 +155,11 @@ def swap(
         experts, hidden, intermediate = module.down_proj.shape
         dtype = module.down_proj.dtype
         layer = MoEExperts(experts, hidden, intermediate, dtype=dtype, device="meta", **options)
-        for weight in _WEIGHTS:
-            setattr(layer, weight, getattr(module, weight))
+        if not meta:
+            for weight in _WEIGHTS:
+                setattr(layer, weight, getattr(module, weight))
         layer.train(module.training)
         model.set_submodule(name, layer)
-    if group is not None:
-        shard_experts(model, group, capacity=capacity)
     return [e.name for e in swappable]
 
 

@@ -1,0 +1,346 @@
+"""transformers models whose experts ranks share, against one process: their files, fully_shard by
+torch and by accelerate, Trainer with DistributedDataParallel. Trainer with FSDP2 needs GPUs:
+tests/gpu/test_transformers_group_gpu.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("accelerate", reason="the extra `transformers` is not installed: no accelerate")
+
+import accelerate
+import safetensors.torch
+import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
+
+from fp8moe_cutlass.integrations import transformers as fp8moe
+from fp8moe_cutlass.nn import clip_grad_norm_
+from ranks import Pool, results
+from transformers_models import E, error, experts_of, model_of, tokens
+
+BOUND = 0.03  # of what training changed: roundings of partial sums, and FP8 codes next to them
+KINDS = ["Qwen3Moe", "Mixtral", "DeepseekV3", "GraniteMoe"]  # three layouts of experts in files
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    made = Pool(request.param, {request.param: list(range(request.param))})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    made = Pool(2, {2: [0, 1]})
+    yield made
+    made.close()
+
+
+def run(pool: Pool, function: Any, *args: Any) -> list[Any]:
+    (size,) = pool.members
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return results(pool.run(size, as_torchrun, port, function, *args))
+
+
+def as_torchrun(group: Any, port: int, function: Any, *args: Any) -> Any:
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return function(*args)
+
+
+def whole(t: Any) -> Tensor:
+    found: Tensor = t.full_tensor() if isinstance(t, DTensor) else t
+    return found.detach().clone()
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def read_and_written(folder: str, kind: str) -> tuple[int, dict[str, Tensor]]:
+    """How many experts' numbers have been read, and the whole weights."""
+    read = []
+    original = safetensors.safe_open
+
+    class Counting:
+        def __init__(self, *args: Any) -> None:
+            self.opened = original(*args)
+
+        def __enter__(self) -> Any:
+            self.file = self.opened.__enter__()
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self.opened.__exit__(*args)
+
+        def keys(self) -> Any:
+            return self.file.keys()
+
+        def get_tensor(self, name: str) -> Tensor:
+            found: Tensor = self.file.get_tensor(name)
+            if ".experts." in name:
+                read.append(found.numel())
+            return found
+
+        def get_slice(self, name: str) -> Any:
+            part = self.file.get_slice(name)
+
+            class Slice:
+                def get_shape(self) -> Any:
+                    return part.get_shape()
+
+                def __getitem__(self, at: Any) -> Tensor:
+                    found: Tensor = part[at]
+                    read.append(found.numel())
+                    return found
+
+            return Slice()
+
+    safetensors.safe_open = Counting
+    try:
+        model = fp8moe.from_pretrained(
+            transformers.AutoModelForCausalLM,
+            folder,
+            group=dist.group.WORLD,
+            options={"preactivation": "recompute"},
+            dtype=torch.float32,
+        )
+    finally:
+        safetensors.safe_open = original
+    assert type(model).__name__ == f"{kind}ForCausalLM"
+    assert type(model).__module__.startswith("transformers.")
+    for m in experts_of(model).values():
+        assert m.preactivation == "recompute"
+        assert isinstance(m.down_proj, DTensor)
+        assert m.down_proj.to_local().shape[0] == E // dist.get_world_size()
+    fp8moe.save_pretrained(model, f"{folder}-again")
+    ids = tokens()
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    return sum(read), whole_weights(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_reads_its_own_experts_and_whole_files_are_written(
+    two: Pool, kind: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "model")
+    model = model_of(kind)
+    model.save_pretrained(folder)
+    numbers = sum(p.numel() for m in experts_of(model).values() for p in m.parameters())
+    again = None
+    for read, weights in run(two, read_and_written, folder, kind):
+        assert read == numbers // 2
+        again = again or transformers.AutoModelForCausalLM.from_pretrained(f"{folder}-again")
+        for (name, its), back in zip(model.named_parameters(), again.parameters(), strict=True):
+            assert torch.equal(weights[name], its), name
+            assert torch.equal(back, its), name
+    files = [
+        {p.name: p.stat().st_size for p in Path(f).glob("*.safe*")}
+        for f in (folder, folder + "-again")
+    ]
+    assert files[0] == files[1]
+
+
+# ---- fully_shard --------------------------------------------------------------------------------
+
+
+def prepared_by_accelerate(model: nn.Module, names: list[str], mixed: str) -> None:
+    """As by accelerate's FSDP2 on GPUs; on CPUs Accelerator itself turns to DDP."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
+    )
+    plugin.ignored_modules = [model.get_submodule(name) for name in names]
+    if mixed == "bf16":
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    stand_in = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        device=torch.device("cpu"),
+        mixed_precision=mixed,
+        is_main_process=dist.get_rank() == 0,
+    )
+    accelerate.PartialState(cpu=True)
+    fsdp2_prepare_model(stand_in, model)
+
+
+def step_of_fully_shard(by: str) -> tuple[float, dict[str, Tensor]]:
+    """A clipped SGD step of rate 1 on this rank's rows."""
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    names = fp8moe.swap(model, group=dist.group.WORLD)
+    experts = {p for name in names for p in model.get_submodule(name).parameters()}
+    if by == "torch":
+        fully_shard(model, ignored_params=experts)
+    else:
+        prepared_by_accelerate(model, names, by.removeprefix("accelerate "))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert all(p.to_local().shape[0] == E // dist.get_world_size() for p in experts)
+    ids = tokens(4).chunk(dist.get_world_size())[dist.get_rank()]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    torch.optim.SGD(model.parameters(), lr=1.0, foreach=True).step()
+    return float(whole(norm)), whole_weights(model)
+
+
+@pytest.mark.parametrize("by", ["torch", "accelerate no", "accelerate bf16"])
+def test_swap_beside_fully_shard(pool: Pool, by: str) -> None:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    fp8moe.swap(model)
+    start, ids = whole_weights(model), tokens(4)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    bound = 0.15 if "bf16" in by else BOUND  # the others compute in float32 outside the experts
+    for got, weights in run(pool, step_of_fully_shard, by):
+        assert abs(got - norm) < bound * norm
+        for name, w in model.named_parameters():
+            assert error(weights[name] - start[name], w.detach() - start[name]) < bound, name
+
+
+# ---- Trainer and DistributedDataParallel --------------------------------------------------------
+
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": 3,
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 0.1,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "seed": 3,
+}
+BATCH = 8
+
+
+def train(
+    folder: str, arguments: dict[str, Any], resume: str | None = None, adapters: bool = False
+) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
+    """Losses, norms and weights after Trainer's run, on the same batches by any number of ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    fp8moe.swap(model, group=dist.group.WORLD if ranks > 1 else None)
+    if adapters:
+        import peft
+
+        torch.manual_seed(1)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+        model = peft.get_peft_model(model, config)
+    options = ARGUMENTS | arguments
+    options["per_device_train_batch_size"] = (
+        BATCH // ranks // options.get("gradient_accumulation_steps", 1)
+    )
+    of = fp8moe.GroupTrainer if ranks > 1 else transformers.Trainer
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(32)]
+    callbacks = [fp8moe.ReuseCallback()] if "gradient_accumulation_steps" in options else []
+    trainer = of(
+        model, TrainingArguments(folder, **options), train_dataset=data, callbacks=callbacks
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    if ranks > 1:
+        assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    found = [[float(row[key]) for row in rows] for key in ("loss", "grad_norm")]
+    return found[0], found[1], whole_weights(model), trainer
+
+
+def trained(*args: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    return train(*args)[:3]
+
+
+TRAINER: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_trainer_equals_one_process(pool: Pool, name: str, tmp_path: Path) -> None:
+    start = whole_weights(model_of("Qwen3Moe", num_hidden_layers=1))
+    losses, norms, want, _ = train(str(tmp_path / "one"), TRAINER[name])
+    for got in run(pool, trained, str(tmp_path / "ranks"), TRAINER[name]):
+        torch.testing.assert_close(got[0], losses, rtol=2e-3, atol=0)
+        torch.testing.assert_close(got[1], norms, rtol=BOUND, atol=0)
+        for weight, w in want.items():
+            assert error(got[2][weight] - start[weight], w - start[weight]) < BOUND, weight
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch"}
+SAVING |= {"learning_rate": 1e-3}
+
+
+def test_resume_on_any_number_of_ranks(two: Pool, tmp_path: Path) -> None:
+    """The same number: the same bits. Another: as near as another number of ranks is anyway. And
+    the folder has the weights of one process."""
+    folder = str(tmp_path / "run")
+    through = run(two, trained, folder, SAVING)[0]
+    checkpoint = f"{folder}/checkpoint-2"
+    again = run(two, trained, str(tmp_path / "again"), SAVING, checkpoint)[0]
+    for name, w in through[2].items():
+        assert torch.equal(again[2][name], w), name
+    four = Pool(4, {4: [0, 1, 2, 3]})
+    try:
+        on_four = run(four, trained, str(tmp_path / "four"), SAVING, checkpoint)[0]
+    finally:
+        four.close()
+    torch.testing.assert_close(on_four[0][2:], through[0][2:], rtol=2e-3, atol=0)
+    start = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for name, w in start.named_parameters():
+        made, want = on_four[2][name] - w, through[2][name] - w
+        assert error(made, want) < 0.2, name  # AdamW divides small gradients by themselves
+        assert want.any()
+    last = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint-4")
+    for name, w in last.named_parameters():
+        assert torch.equal(w, through[2][name]), name
+
+
+def test_adapters_on_attention_with_frozen_experts(two: Pool, tmp_path: Path) -> None:
+    arguments = {**SAVING, "optim": "sgd", "learning_rate": 1.0, "max_steps": 2}
+    folder = str(tmp_path / "ranks")
+    losses, norms, want, _ = train(str(tmp_path / "one"), arguments, None, True)
+    for got in run(two, trained, folder, arguments, None, True):
+        torch.testing.assert_close(got[0], losses, rtol=2e-3, atol=0)
+        torch.testing.assert_close(got[1], norms, rtol=BOUND, atol=0)
+        for name, w in want.items():
+            if "lora_B" in name:
+                assert w.any()
+                assert error(got[2][name], w) < BOUND, name
+    saved = safetensors.torch.load_file(f"{folder}/checkpoint-2/adapter_model.safetensors")
+    assert saved
+    assert all("lora" in name for name in saved)
+
+
+def refused() -> None:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="must have experts with a group; got none"):
+        fp8moe.GroupTrainer(model, TrainingArguments("unused", use_cpu=True, report_to="none"))
+
+
+def test_a_model_without_a_group_is_refused(two: Pool) -> None:
+    run(two, refused)
