@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from fp8moe_cutlass import SlowPathWarning, slow_path
 from fp8moe_cutlass.autograd import experts
-from fp8moe_cutlass.nn import reuse_fp8_weights
+from fp8moe_cutlass.nn import reuse_fp8_weights, shard_experts
 from moe_problem import Problem, problem
 from ranks import Pool, results
 
@@ -264,3 +265,21 @@ def refused(_: Any) -> None:
 
 def test_what_is_refused(pool: Pool) -> None:
     results(pool.run(2, refused))
+
+
+def told(group: Any) -> None:
+    """Once where fully_shard gathers experts of two layers, not where it ignores them."""
+    slow_path._said.clear()
+    p = of_rank()
+    nets = [nn.Sequential(Net(p), Net(p)) for _ in range(2)]
+    fully_shard(nets[1], ignored_params=shard_experts(nets[1], group))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowPathWarning)
+        nets[1][0](p).sum().backward()
+    with pytest.warns(SlowPathWarning, match="fully_shard gathers all experts") as said:
+        fully_shard(nets[0])
+    assert len([w for w in said if w.category is SlowPathWarning]) == 1
+
+
+def test_gathered_experts_are_a_slow_path(pool: Pool) -> None:
+    results(pool.run(2, told))

@@ -13,7 +13,7 @@ from fp8moe_cutlass import build_info
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.nn._sharded import take_share, writable
+from fp8moe_cutlass.nn._sharded import is_sharded, take_share, writable
 from fp8moe_cutlass.nn._validate import check_options, check_sizes
 from fp8moe_cutlass.nn.block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -110,6 +110,16 @@ class MoEExperts(ExpertBlock, nn.Module):
                     here = e in self.local_experts
                     expert = mine[e - self.local_experts.start] if here else others
                     nn.init.uniform_(expert, -bound, bound)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_sharded(value) and self._average is None and value.device_mesh.size() > 1:
+            slow_path(
+                "experts under fully_shard",
+                "[MoEExperts] fully_shard gathers all experts for each forward and each backward, "
+                "which takes longer than to multiply them; nn.shard_experts(model, group) leaves "
+                "them where they are: tell fully_shard to ignore what it returns",
+            )
+        super().__setattr__(name, value)
 
     @property
     def local_experts(self) -> range:

@@ -134,12 +134,13 @@ def _shard(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | None)
             f"[shard_experts] a layer with a group must hold experts {mine}; got "
             f"{layer.local_experts}"
         )
+    whole = layer.group is None
+    layer._move = GroupMove(exchange)
+    layer._average = Average(1 / mesh.size(), replicas)
     for name in _WEIGHTS:
         w = getattr(layer, name)
         part = w.detach()
-        if layer.group is None:
+        if whole:
             part = part[mine.start : mine.stop].clone()
         sharded = DTensor.from_local(part, mesh, placements, run_check=False)
         setattr(layer, name, nn.Parameter(sharded, requires_grad=w.requires_grad))
-    layer._move = GroupMove(exchange)
-    layer._average = Average(1 / mesh.size(), replicas)
