@@ -2,6 +2,10 @@
 
     python examples/transformers_finetune.py --data *.txt --model PATH --out runs/finetune
     python examples/transformers_finetune.py --data *.md --out runs/tiny      # from scratch, small
+    torchrun --nproc-per-node 8 examples/transformers_finetune.py --share-experts --data *.txt ...
+
+On several GPUs --share-experts leaves each expert on one of them, and shards the rest by FSDP2.
+Without the flag every rank has the whole model (DistributedDataParallel, as on CPUs).
 
 Writes a checkpoint every --save-every steps to OUT/fp8moe/checkpoint-N, the losses of both runs to
 OUT/loss.json, and a plot to OUT/loss.png. `--resume` goes on from each run's last checkpoint.
@@ -11,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import (
     AutoModelForCausalLM,
@@ -59,6 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--fp8-only", action="store_true", help="no run in bf16 beside it")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--share-experts", action="store_true", help="among torchrun's processes")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     return parser.parse_args(arguments)
 
@@ -79,13 +86,27 @@ def blocks(given: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
 def load(given: argparse.Namespace, implementation: str, checkpoint: str | None) -> Any:
     """The model: of the checkpoint, of --model, or new.
 
-    Trainer's own resume leaves experts as they are built. So the checkpoint is loaded here.
+    Trainer's own resume leaves experts as they are built. So the checkpoint is loaded here; that of
+    shared experts is GroupTrainer's to load.
     """
+    if shared(given, implementation):
+        if given.model:
+            auto = AutoModelForCausalLM
+            group = dist.group.WORLD
+            return fp8moe.from_pretrained(auto, given.model, group=group, dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(BYTES, dtype=torch.bfloat16)
+        fp8moe.swap(model, group=dist.group.WORLD)
+        return model
     options: Any = {"experts_implementation": implementation, "dtype": torch.bfloat16}
     if checkpoint or given.model:
         return AutoModelForCausalLM.from_pretrained(checkpoint or given.model, **options)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(BYTES, **options)
+
+
+def shared(given: argparse.Namespace, implementation: str) -> bool:
+    return bool(given.share_experts) and implementation != BF16
 
 
 class Bar(TrainerCallback):
@@ -125,6 +146,10 @@ def train(given: argparse.Namespace, implementation: str, data: Any) -> list[tup
     folder = given.out / implementation
     checkpoint = get_last_checkpoint(str(folder)) if given.resume and folder.exists() else None
     model = load(given, implementation, checkpoint)
+    sharding: dict[str, Any] = {}
+    if given.share_experts and not given.cpu:  # accelerate has no FSDP2 on CPUs
+        layers = {"transformer_layer_cls_to_wrap": list(model._no_split_modules)}
+        sharding = {"fsdp": True, "fsdp_config": layers}
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=given.steps,
@@ -137,13 +162,16 @@ def train(given: argparse.Namespace, implementation: str, data: Any) -> list[tup
         use_cpu=given.cpu,
         report_to="none",
         seed=0,
+        **sharding,
     )
-    callbacks: list[TrainerCallback] = [
-        Bar(implementation, given.batch * given.accumulate * given.length)
-    ]
+    tokens = given.batch * given.accumulate * given.length * arguments.world_size
+    callbacks: list[TrainerCallback] = []
+    if arguments.process_index == 0:
+        callbacks.append(Bar(implementation, tokens))
     if implementation != BF16:
         callbacks.append(fp8moe.ReuseCallback())  # quantizes once per step, not per microbatch
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+    of = fp8moe.GroupTrainer if shared(given, implementation) else Trainer
+    trainer: Any = of(model, arguments, train_dataset=data, callbacks=callbacks)
     for printing in [c for c in trainer.callback_handler.callbacks if "Printer" in str(type(c))]:
         trainer.remove_callback(printing)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -166,15 +194,26 @@ def plot(losses: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
+    if given.share_experts:
+        if "RANK" not in os.environ:
+            raise SystemExit("--share-experts: start the script by torchrun")
+        if not given.cpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo" if given.cpu else "cpu:gloo,cuda:nccl")
+    first = os.environ.get("RANK", "0") == "0"
     fp8moe.register()
     given.out.mkdir(parents=True, exist_ok=True)
     data = blocks(given)
     losses: dict[str, list[tuple[int, float]]] = {}
     for implementation in ["fp8moe"] if given.fp8_only else ["fp8moe", BF16]:
         losses[implementation] = train(given, implementation, data)
-        (given.out / "loss.json").write_text(json.dumps(losses, indent=1) + "\n")
-        plot(losses, given.out / "loss.png")
-    print(f"wrote {given.out / 'loss.json'} and {given.out / 'loss.png'}")
+        if first:
+            (given.out / "loss.json").write_text(json.dumps(losses, indent=1) + "\n")
+            plot(losses, given.out / "loss.png")
+    if first:
+        print(f"wrote {given.out / 'loss.json'} and {given.out / 'loss.png'}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@ tests/gpu/test_transformers_group_gpu.py."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,3 +348,31 @@ def refused() -> None:
 
 def test_a_model_without_a_group_is_refused(two: Pool) -> None:
     run(two, refused)
+
+
+def test_the_example_shares_experts_under_torchrun(tmp_path: Path) -> None:
+    """Losses of a run that stopped and went on are those of one that did not."""
+    root = Path(__file__).parent.parent
+
+    def run(*more: str) -> Any:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        example = ["examples/transformers_finetune.py", "--share-experts", "--cpu"]
+        sizes = ["--batch", "1", "--length", "32", "--save-every", "2"]
+        command = [*torchrun, *example, *sizes, "--data", "CHANGELOG.md", "--out", str(tmp_path)]
+        done = subprocess.run(
+            [sys.executable, *command, *more],
+            cwd=root,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "loss.json").read_text())
+
+    losses = run("--steps", "4")
+    bf16 = [loss for _, loss in losses["grouped_mm"]]
+    assert [step for step, _ in losses["fp8moe"]] == [1, 2, 3, 4]
+    assert [loss for _, loss in losses["fp8moe"]] == pytest.approx(bf16, abs=0.02)
+    shutil.rmtree(tmp_path / "fp8moe/checkpoint-4")
+    again = run("--steps", "4", "--resume", "--fp8-only")
+    assert again["fp8moe"] == losses["fp8moe"]
