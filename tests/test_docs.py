@@ -55,6 +55,16 @@ def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
+    code = tmp_path / "page.py"
+    code.write_text("\n".join(blocks("docs/how-to/several-gpus.md", "python")))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, code], cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/several-gpus/checkpoint-2/model.safetensors").exists()
+
+
 def test_tutorial_commands_run(tmp_path: Path) -> None:
     [*commands] = re.findall(
         r"^fp8moe-cutlass (.*)$", (ROOT / "docs/tutorial/first-layer.md").read_text(), re.MULTILINE
