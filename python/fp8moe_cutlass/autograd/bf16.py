@@ -6,6 +6,7 @@ this library's kernels. On a GPU torch.compile fuses SwiGLU and the sums over sl
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,21 +49,26 @@ class Saved(NamedTuple):
 
 
 class Wgrad(NamedTuple):
-    """The gradient of one weight, still to be computed."""
+    """The gradient of one weight, still to be computed: left^T right over the rows of each
+    expert."""
 
-    left: Tensor
-    right: Tensor
+    left: Tensor  # [R, N]
+    right: Tensor  # [R, K], or [T, K] with `gather`
     groups: Groups
-    scale: float = 1.0
+    gather: bool = False
+    scale: float = 1.0  # of the result
 
     def scaled(self, by: float) -> Wgrad:
-        """`by` times this gradient."""
+        """`by` times this gradient; a power of two goes into the smaller operand, exactly."""
+        if math.frexp(by)[0] == 0.5:
+            return self._replace(right=self.right * by)
         return self._replace(scale=self.scale * by)
 
     def run(self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor. of_fp8: what
         fp8.Wgrad takes besides."""
-        dw = grouped_mm(self.left.t(), self.right, self.groups.offsets)
+        right = self.groups.rows_of(self.right) if self.gather else self.right
+        dw = grouped_mm(self.left.t(), right, self.groups.offsets)
         if self.scale != 1.0:
             dw *= self.scale
         if out is None:
@@ -142,9 +148,8 @@ def backward(
     groups = Groups(*saved[:3])
     x, z, probs, gate_up, down = saved[3:]
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
-    x_rows = groups.rows_of(x)
     if z is None:
-        z = rows_times(x_rows, gate_up.mT, groups)
+        z = rows_times(groups.rows_of(x), gate_up.mT, groups)
     dy = groups.rows_of(dout)
     dh = rows_times(dy, down, groups)
     dz, row_dprobs, h = swiglu_backward(dh, z, _row_probs(probs, z, groups))
@@ -154,7 +159,7 @@ def backward(
     return Gradients(
         groups.sums_of(rows_times(dz, gate_up, groups)) if need.x else None,
         dprobs,
-        Wgrad(dz, x_rows, groups) if need.gate_up else None,
+        Wgrad(dz, x, groups, gather=True) if need.gate_up else None,
         Wgrad(dy, h, groups) if need.down else None,
     )
 

@@ -49,7 +49,7 @@ class Destination:
     ) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
         main_grad = self.main_grad
-        if self.average is not None:
+        if self.average is not None and self.average.scale != 1.0:
             wgrad = wgrad.scaled(self.average.scale)
         replicas = None if self.average is None else self.average.replicas
         if main_grad is None:

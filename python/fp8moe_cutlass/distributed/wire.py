@@ -35,7 +35,7 @@ def pack(
     rows, ids, weights = _parts(packed, hidden, slots)
     rows[:tokens], ids[:tokens], weights[:tokens] = x, topk_idx, probs
     rows[tokens], ids[tokens], weights[tokens] = 0, -1, 0
-    return packed[_tokens_of(plan)]
+    return packed.view(torch.int64)[_tokens_of(plan)].view(torch.uint8)  # not byte by byte
 
 
 def unpack(
