@@ -530,8 +530,10 @@ def refused(group: Any) -> None:
         shard_experts(Net(), 2)
     with pytest.raises(RuntimeError, match=r"got delay_wgrad=True, in experts\.0"):
         shard_experts(Net(delay_wgrad=True), group)
+    odd = nn.Sequential(MoEExperts(4, H, I), MoEExperts(7, H, I))
     with pytest.raises(ValueError, match="7 experts, 2 ranks"):
-        shard_experts(MoEExperts(7, H, I), group)
+        shard_experts(odd, group)
+    assert not any(isinstance(p, DTensor) for p in odd.parameters())  # nothing has changed
     net = Net()
     shard_experts(net, group)
     with pytest.raises(RuntimeError, match=r"got one that is shared already, in experts\.0"):

@@ -162,6 +162,7 @@ class Exchange:
         one's, [ranks, 1] bool. They are counted, for `check`."""
         if not self.segment:
             return None
+        self._follow(got.device)
         mine = self._words_of(sizes.terms.mark(backward), got.device)
         differ = torch.any(self._marks(got) != mine, dim=1, keepdim=True)
         self._differed += differ

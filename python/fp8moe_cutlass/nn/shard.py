@@ -47,11 +47,13 @@ def shard_experts(
             f"[shard_experts] model must contain a MoEExperts; got {type(model).__name__}"
         )
     mesh = _mesh(group)
-    ignored: set[nn.Parameter] = set()
-    names: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, layer in layers:
         _refuse(name, layer)
-        _shard(layer, mesh, capacity)
+    exchanges = [_exchange(layer, mesh, capacity) for _, layer in layers]  # which may refuse, too
+    ignored: set[nn.Parameter] = set()
+    names: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for (name, layer), exchange in zip(layers, exchanges, strict=True):
+        _shard(layer, mesh, exchange)
         for weight in _WEIGHTS:
             ignored.add(getattr(layer, weight))
             names.append(f"{name}.{weight}")
@@ -121,22 +123,24 @@ def _refuse(name: str, layer: MoEExperts) -> None:
         )
 
 
-def _shard(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | None) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
+def _exchange(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | None) -> Exchange:
     group = mesh.get_group(mesh.ndim - 1)
-    replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
-    exchange = Exchange(group, layer.num_experts, capacity, layer.down_proj.device)
-    mine = exchange.local_experts
-    if layer.group is not None and layer.local_experts != mine:
+    made = Exchange(group, layer.num_experts, capacity, layer.down_proj.device)
+    if layer.group is not None and layer.local_experts != made.local_experts:
         raise RuntimeError(
-            f"[shard_experts] a layer with a group must hold experts {mine}; got "
+            f"[shard_experts] a layer with a group must hold experts {made.local_experts}; got "
             f"{layer.local_experts}"
         )
-    whole = layer.group is None
+    return made
+
+
+def _shard(layer: MoEExperts, mesh: Any, exchange: Exchange) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+    mine, whole = exchange.local_experts, layer.group is None
     layer._move = GroupMove(exchange)
-    layer._average = Average(1 / mesh.size(), replicas)
+    layer._average = Average(1 / mesh.size(), mesh.get_group(0) if mesh.ndim == 2 else None)
     for name in _WEIGHTS:
         w = getattr(layer, name)
         part = w.detach()
