@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/several_gpus.py --json FILE [--model NAME]
 
 Two models: eight blocks of Qwen3-30B's experts with Linears between, and six layers of Qwen3-30B in
-transformers. Four ways each, one after the other, from the same weights: torch's bf16 experts under
+transformers. Five ways each, one after the other, from the same weights: torch's bf16 experts under
 fully_shard, FP8 experts under fully_shard, and both with the experts shared by group= and the rest
-under fully_shard. Measured: 20 losses of the whole batch, a step (the slowest rank's median), and
+under fully_shard; "remade" is transposed_weights="recompute". Measured: 20 losses of the whole batch, a step (the slowest rank's median), and
 the peak of memory on rank 0.
 """
 
@@ -33,12 +33,13 @@ from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 
 BASE = "bf16, fully_shard"
-# Variant: the recipe, and whether group= shares the experts.
-VARIANTS: dict[str, tuple[Fp8Recipe | None, bool]] = {
-    BASE: (None, False),
-    "FP8, fully_shard": (Fp8Recipe(), False),
-    "FP8, group": (Fp8Recipe(), True),
-    "bf16, group": (None, True),
+# Variant: MoEExperts' options, and whether group= shares the experts.
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    BASE: ({"recipe": None}, False),
+    "FP8, fully_shard": ({"recipe": Fp8Recipe()}, False),
+    "FP8, group": ({"recipe": Fp8Recipe()}, True),
+    "FP8, group, remade": ({"recipe": Fp8Recipe(), "transposed_weights": "recompute"}, True),
+    "bf16, group": ({"recipe": None}, True),
 }
 STEPS = 20  # of losses
 QWEN = {"E": 128, "S": 8, "H": 2048, "I": 768}
@@ -79,13 +80,13 @@ class EightBlocks:
         self.shape, self.device = TINY if quick else QWEN, device
         self.layers = 2 if quick else 8
 
-    def build(self, recipe: Fp8Recipe | None, group: bool) -> nn.Module:
+    def build(self, options: dict[str, Any], group: bool) -> nn.Module:
         """The whole model on every rank, sharded then."""
         e, s, h, i = (self.shape[letter] for letter in "ESHI")
         blocks = []
         for _ in range(self.layers):
-            experts: nn.Module = MoEExperts(e, h, i, recipe=recipe, device=self.device)
-            if recipe is None and not group:
+            experts: nn.Module = MoEExperts(e, h, i, device=self.device, **options)
+            if options["recipe"] is None and not group:
                 experts = TorchExperts(experts, s)  # type: ignore[arg-type]
             blocks.append(Block(self.shape, experts, self.device))
             if group:  # block by block: the whole model's experts need not fit
@@ -126,7 +127,7 @@ class Qwen3:
             "norm_topk_prob": True,
         }
 
-    def build(self, recipe: Fp8Recipe | None, group: bool) -> nn.Module:
+    def build(self, options: dict[str, Any], group: bool) -> nn.Module:
         import transformers
 
         from fp8moe_cutlass.integrations import transformers as fp8moe
@@ -139,8 +140,8 @@ class Qwen3:
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
-        if recipe is not None or group:
-            fp8moe.swap(model, recipe=recipe, group=dist.group.WORLD if group else None)
+        if options["recipe"] is not None or group:
+            fp8moe.swap(model, group=dist.group.WORLD if group else None, **options)
         return sharded(model.train(), list(model.model.layers))
 
     def batch(self, tokens: int) -> Batch:
@@ -163,7 +164,7 @@ def sharded(model: nn.Module, blocks: list[Any]) -> nn.Module:
 
 
 class Bench:
-    """One model's four variants."""
+    """One model's variants."""
 
     def __init__(self, of: Any, tokens: list[int], done: Callable[[dict[str, Any]], None]) -> None:
         self.of, self.tokens, self.done, self.device = of, tokens, done, of.device
