@@ -5,8 +5,8 @@
 Two models: eight blocks of Qwen3-30B's experts with Linears between, and six layers of Qwen3-30B in
 transformers. Five ways each, one after the other, from the same weights: torch's bf16 experts under
 fully_shard, FP8 experts under fully_shard, and both with the experts shared by group= and the rest
-under fully_shard; "remade" is transposed_weights="recompute". Measured: 20 losses of the whole batch, a step (the slowest rank's median), and
-the peak of memory on rank 0.
+under fully_shard; "remade" is transposed_weights="recompute". Measured: 20 losses of the whole
+batch, a step (the slowest rank's median), and the peak of memory on rank 0.
 """
 
 from __future__ import annotations
