@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8moe_cutlass import SlowPathWarning, slow_path
 from fp8moe_cutlass.autograd import experts
@@ -265,6 +265,24 @@ def refused(_: Any) -> None:
 
 def test_what_is_refused(pool: Pool) -> None:
     results(pool.run(2, refused))
+
+
+def mixed_precision(_: Any) -> None:
+    """What is gathered is quantized: bfloat16 values of float32 shards."""
+    p = of_rank()
+    net = Net(p)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    fully_shard(net, mp_policy=policy, reshard_after_forward=True)
+    with torch.no_grad():
+        got = net(p)
+    low = [w.bfloat16() for w in whole(net)]
+    assert all(w.dtype == torch.float32 for w in net.parameters())
+    assert torch.equal(got, alone(p, low))
+    assert not torch.equal(got, alone(p, whole(net)))
+
+
+def test_a_mixed_precision_policy_casts_before_quantization(pool: Pool) -> None:
+    results(pool.run(2, mixed_precision))
 
 
 def told(group: Any) -> None:
