@@ -28,6 +28,11 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 # that is let pass.
 C_CPU = 0.0086
 
+# The largest c met on an H200 (docs/notes/grouped-gemm.md): products are truncated to 2^-13 of the
+# largest of their K-block. Half as much again is let pass.
+C_MET = 14.5
+C_CUDA = 1.5 * C_MET
+
 
 @dataclass(frozen=True)
 class GemmTruth:
@@ -81,9 +86,3 @@ def gemm_error(d: Tensor, truth: GemmTruth) -> float:
     needed = over[at].clamp_min(0) / (UNIT * truth.peak[at])
     # 0 / 0: nothing lost where there is nothing to hold.
     return float(needed.nan_to_num(0.0).max()) if needed.numel() else 0.0
-
-
-def assert_gemm(d: Tensor, truth: GemmTruth, c: float = C_CPU) -> None:
-    """D is within the policy of its truth."""
-    error = gemm_error(d, truth)
-    assert error <= c, f"needs c = {error:.4f}, allowed {c}"
