@@ -29,7 +29,7 @@ class Failure(Exception):
 
 class Pool:
     """`size` processes in one group; members: {key: ranks} of its further groups. backend: "gloo",
-    or "nccl" with a GPU a rank."""
+    or "nccl" with a GPU a rank. preload: modules that the processes share."""
 
     def __init__(
         self,
@@ -37,10 +37,11 @@ class Pool:
         members: dict[int, list[int]],
         timeout: float = 60.0,
         backend: str = "gloo",
+        preload: tuple[str, ...] = ("moe_problem",),
     ) -> None:
         # One server that has imported everything, from which every process is forked.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fp8moe_cutlass.nn", "moe_problem", "torch.distributed"])
+        context.set_forkserver_preload(["fp8moe_cutlass.nn", "torch.distributed", *preload])
         store = Path(tempfile.mkdtemp()) / "store"
         self.members = members
         self.pipes: list[Connection] = []

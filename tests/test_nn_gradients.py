@@ -99,15 +99,19 @@ def test_no_grad_writes_one_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [False, False]
 
 
-def test_placeholders_are_one_memory_per_shape() -> None:
+@pytest.mark.parametrize("delay", [False, True])
+def test_placeholders_are_one_memory_per_shape(delay: bool) -> None:
+    """Megatron's hooks want a .grad where main_grad has the gradient; also after backward_dw."""
     addresses = set()
     for _ in range(2):
-        p, layer = small()
+        p, layer = small(delay_wgrad=delay)
         main_grads(layer)
         for w in layer.parameters():
             w.grad_added_to_main_grad = False
         for _ in range(2):
             p.run(layer)
+            assert (layer.down_proj.grad is None) == delay
+            layer.backward_dw()
             addresses.add(layer.down_proj.grad.data_ptr())
             assert all(w.grad_added_to_main_grad for w in layer.parameters())
             layer.zero_grad()

@@ -117,6 +117,8 @@ class Pending:
         weight, grad = self.to.weight, self.to.deliver(self.wgrad, self.counters)
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        elif weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad = placeholder(weight, self.to.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,46 @@
+"""Megatron-Core: experts and MoE layer in FP8, and the functions of its token dispatcher.
+
+    from fp8moe_cutlass.integrations import megatron
+
+    spec = megatron.swap(spec)              # the experts, on Megatron's own dispatchers
+    spec = megatron.swap(spec, layer=True)  # the whole layer: tokens travel in FP8, too
+
+`swap` takes the spec of a model and returns another one. `Experts` and `MoELayer` are what it puts
+in. They need megatron-core, written against 0.19.2, and are loaded when first asked for; the
+functions of moe_utils.py need only this library. docs/how-to/megatron-core.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fp8moe_cutlass.integrations.megatron.moe_utils import (
+    permute,
+    sort_chunks_by_idxs,
+    topk_routing_with_score_function,
+    unpermute,
+)
+
+if TYPE_CHECKING:
+    from fp8moe_cutlass.integrations.megatron.experts import Experts
+    from fp8moe_cutlass.integrations.megatron.layer import MoELayer
+    from fp8moe_cutlass.integrations.megatron.spec import swap
+
+__all__ = [
+    "Experts",
+    "MoELayer",
+    "permute",
+    "sort_chunks_by_idxs",
+    "swap",
+    "topk_routing_with_score_function",
+    "unpermute",
+]
+
+_ROOMS = {"Experts": "experts", "MoELayer": "layer", "swap": "spec"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

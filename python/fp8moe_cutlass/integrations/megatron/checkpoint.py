@@ -1,0 +1,127 @@
+"""Checkpoints of FP8 experts by the keys of Megatron's own.
+
+In megatron.core.dist_checkpointing SequentialMLP and TEGroupedMLP share their keys, one weight of
+two dimensions per expert, gate and up apart: each of our parameters is a factory of those. Its
+build takes the key it is given, which the transformer block and the optimizer change.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from torch import Tensor
+
+_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+
+
+class Place(NamedTuple):
+    """Of the experts that a rank holds."""
+
+    rank: int  # in the expert-parallel group
+    ranks: int  # of it
+    replica: int  # the rank in the expert-data-parallel group
+
+
+def sharded_state_dict(
+    experts: Any, prefix: str, sharded_offsets: Any, metadata: Any
+) -> dict[str, Any]:
+    """What Megatron saves and loads of `experts`. metadata: of it singleton_local_shards is read,
+    which puts the expert's number into the key."""
+    single = bool((metadata or {}).get("singleton_local_shards", False))
+    place, local = experts.place, experts.num_local_experts
+    found: dict[str, Any] = {}
+    for name, linear in _LINEARS.items():
+        shards = [
+            _Shard(place.rank * local + e, place.ranks * local, single, tuple(sharded_offsets))
+            for e in range(local)
+        ]
+        found[f"{prefix}{name}"] = _factory(
+            f"{prefix}experts.{linear}.weight",
+            getattr(experts, name),
+            shards,
+            halves=name == "gate_up_proj",
+            replica=place.replica,
+        )
+        # Theirs have one per linear, of nothing without FP8; strict loads look for it.
+        for e, shard in enumerate(shards):
+            found[f"{prefix}{linear}._extra_state{e}"] = make_sharded_object_for_checkpoint(
+                None,
+                shard.key(f"{prefix}experts.{linear}._extra_state", linear),
+                shard.offsets,
+                replica_id=(0, 0, place.replica),
+            )
+    return found
+
+
+def translate(state_dict: dict[str, Any], prefix: str, experts: int) -> None:
+    """Of what load_state_dict was given: their extra states are dropped; the weights of
+    SequentialMLP (local_experts.0.linear_fc1.weight) or TEGroupedMLP (linear_fc1.weight0), by
+    local expert, become ours."""
+    for name, linear in _LINEARS.items():
+        for form in ("local_experts.{}." + linear + ".weight", linear + ".weight{}"):
+            keys = [prefix + form.format(e) for e in range(experts)]
+            if all(key in state_dict for key in keys):
+                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+    for key in [k for k in state_dict if k.startswith(prefix) and "._extra_state" in k]:
+        del state_dict[key]
+
+
+class _Shard(NamedTuple):
+    """Where one expert stands among all."""
+
+    expert: int
+    experts: int
+    single: bool
+    outer: tuple[tuple[int, int, int], ...]  # offsets of the modules around
+
+    @property
+    def offsets(self) -> tuple[tuple[int, int, int], ...]:
+        axis = (len(self.outer), self.expert, self.experts)
+        return self.outer if self.single else (*self.outer, axis)
+
+    def key(self, key: str, linear: str) -> str:
+        """key, with the expert's number before `linear` where keys are single."""
+        if not self.single:
+            return key
+        before, after = key.rsplit(linear, 1)
+        return f"{before}{self.expert}.{linear}{after}"
+
+
+def _factory(
+    key: str, weight: Tensor, shards: list[_Shard], *, halves: bool, replica: int
+) -> ShardedTensorFactory:
+    """Of weight [E, N, K]; halves: [gate | up] along N, which Megatron saves apart. weight is the
+    Parameter itself: the optimizer finds its states by it."""
+    linear = "linear_fc1" if halves else "linear_fc2"
+
+    @torch.no_grad()
+    def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        assert flattened_range is None
+        return [
+            ShardedTensor.from_rank_offsets(
+                name, part, *offsets, replica_id=replica_id, prepend_axis_num=len(shard.offsets)
+            )
+            for matrix, shard in zip(t, shards, strict=True)
+            for name, part, offsets in _parts(shard.key(key, linear), matrix, shard)
+        ]
+
+    def _parts(key: str, matrix: Tensor, shard: _Shard) -> list[tuple[str, Tensor, Any]]:
+        if not halves:
+            return [(key, matrix, shard.offsets)]
+        gate, up = matrix.chunk(2)
+        if shard.single:
+            return [(f"{key}_w", gate, shard.offsets), (f"{key}_v", up, shard.offsets)]
+        axis = len(shard.offsets)
+        return [(key, t, (*shard.offsets, (axis, n, 2))) for n, t in enumerate((gate, up))]
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        matrices = parts
+        if halves:
+            matrices = [torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return torch.stack(list(matrices))
+
+    return ShardedTensorFactory(key, weight, build, merge, (0, 0, replica))

@@ -1,0 +1,359 @@
+"""integrations.megatron: options refused and honoured, specs, and the module by itself.
+
+Skipped without megatron-core; .ci/run has a step for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+import megatron_cpu as mc
+import ranks
+from fp8moe_cutlass.integrations import megatron
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ranks.Pool]:
+    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
+    yield made
+    made.close()
+
+
+def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
+    return ranks.results(pool.run(2, _called, function, args))
+
+
+def _called(group: Any, function: Any, args: Any) -> Any:
+    mc.on_cpu()
+    mc.parallel(2)
+    return function(*args)
+
+
+def _moe(kind: str, config: Any, **swapped: Any) -> Any:
+    """One MoE layer."""
+    return mc.layer_spec(kind, config, **swapped).submodules.mlp(config=config, name="mlp")
+
+
+class _Graph(enum.Enum):
+    attn = 1
+    moe_router = 4
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "gated_linear_unit": {"gated_linear_unit": False},
+    "activation_func=gelu": {"activation_func": F.gelu},
+    "activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
+    "glu_linear_offset": {"glu_linear_offset": 1.0},
+    "add_bias_linear": {"add_bias_linear": True},
+    "moe_mlp_glu_interleave_size": {"moe_mlp_glu_interleave_size": 32},
+    "use_te_activation_func": {"use_te_activation_func": True},
+    "expert_tensor_parallel_size": {"expert_tensor_parallel_size": 2},
+    "gtp_weight_remat_size": {"gtp_weight_remat_size": 2},
+    "expert_gtp_weight_remat_size": {"expert_gtp_weight_remat_size": 2},
+    "fp8_param": {"fp8_param": True},
+    "fp4": {"fp4": "e2m1"},
+    "first_last_layers_bf16": {"first_last_layers_bf16": True},
+    "moe_single_grouped_weight": {"moe_single_grouped_weight": True},
+    "moe_single_grouped_bias": {"moe_single_grouped_bias": True},
+    "use_transformer_engine_op_fuser": {"use_transformer_engine_op_fuser": True},
+    "offload_modules with expert_fc1": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "expert_fc1"],
+    },
+    "offload_modules with moe_act": {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["moe_act"],
+    },
+    "moe_paged_stash": {"moe_paged_stash": True},
+    "moe_ncclep_zero_copy": {"moe_ncclep_zero_copy": True},
+    "transformer_impl": {"transformer_impl": "inference_optimized"},
+}
+LAYER: dict[str, dict[str, Any]] = {
+    "moe_token_dispatcher_type='allgather'": {"moe_token_dispatcher_type": "allgather"},
+    "moe_token_dispatcher_type='flex'": {"moe_token_dispatcher_type": "flex"},
+    "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
+    "overlap_dispatch_backward_with_experts_wgrad": {
+        "overlap_dispatch_backward_with_experts_wgrad": True
+    },
+    "cuda_graph_impl='local'": {"cuda_graph_impl": "local", "cuda_graph_modules": []},
+    "cuda_graph_impl='transformer_engine'": {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_modules": [_Graph.attn, _Graph.moe_router],
+    },
+    "moe_latent_size": {"moe_latent_size": 64},
+    "moe_apply_probs_on_input": {"moe_apply_probs_on_input": True},
+    "without sequence_parallel": {"tensor_model_parallel_size": 2},
+}
+
+
+def _refusal(kind: str, changed: dict[str, Any]) -> str:
+    config = mc.config()
+    for name, value in changed.items():  # after its own checks, some of which want other packages
+        setattr(config, name, value)
+    with pytest.raises(NotImplementedError) as refused:
+        _moe(kind, config)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("option", EXPERTS)
+def test_refused(pool: ranks.Pool, option: str) -> None:
+    """By name, in both forms, before anything is built."""
+    for kind, what in (("experts", "Experts"), ("layer", "MoELayer")):
+        for message in on_two(pool, _refusal, kind, EXPERTS[option]):
+            assert message.startswith(f"[megatron.{what}] cannot honour: ")
+            assert option in message
+            assert ";" not in message
+
+
+@pytest.mark.parametrize("option", LAYER)
+def test_refused_by_the_layer(pool: ranks.Pool, option: str) -> None:
+    for message in on_two(pool, _refusal, "layer", LAYER[option]):
+        assert option in message
+        assert ";" not in message
+
+
+def _recipe_of_experts() -> str:
+    from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
+
+    config = mc.config()
+    config.quant_recipe = RecipeConfig([GlobMatcher("*mlp.experts.linear_fc1", "a")], {"a": {}})
+    with pytest.raises(NotImplementedError) as refused:
+        _moe("experts", config)
+    config.quant_recipe = RecipeConfig([GlobMatcher("*self_attention*", "a")], {"a": {}})
+    _moe("experts", config)
+    return str(refused.value)
+
+
+def test_quant_recipe(pool: ranks.Pool) -> None:
+    """A recipe per module is refused where it names these experts."""
+    assert "quant_recipe" in on_two(pool, _recipe_of_experts)[0]
+
+
+def _options(changed: dict[str, Any], swapped: dict[str, Any]) -> Any:
+    config = mc.config()
+    for name, value in changed.items():
+        setattr(config, name, value)
+    experts = _moe("experts", config, **swapped).experts
+    skipped = {p.skip_backward_post_hook for p in experts.parameters()}
+    assert skipped == {experts.delay_wgrad}
+    return experts.preactivation, experts.transposed_weights, experts.delay_wgrad
+
+
+ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+FULL, STAGED = {**ACT, "recompute_granularity": "full"}, {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "swapped", "wanted"),
+    [
+        ({}, {}, ("save", "save", False)),
+        (ACT, {}, ("recompute", "recompute", False)),
+        (FULL, {}, ("save", "save", False)),
+        ({"activation_func_fp8_input_store": True}, {}, ("save_fp8", "save", False)),
+        (STAGED, {}, ("save", "recompute", False)),
+        (STAGED, {"transposed_weights": "save"}, ("save", "save", False)),
+        ({"overlap_moe_expert_parallel_comm": True}, {}, ("save", "recompute", False)),
+        ({"delay_wgrad_compute": True}, {}, ("save", "save", True)),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, {}, ("save", "save", True)),
+        (ACT, {"preactivation": "save"}, ("save", "recompute", False)),
+    ],
+)  # fmt: skip
+def test_honoured(
+    pool: ranks.Pool, changed: dict[str, Any], swapped: dict[str, Any], wanted: Any
+) -> None:
+    """Options that decide what is saved and when weight gradients run."""
+    assert on_two(pool, _options, changed, swapped) == [wanted, wanted]
+
+
+def _probs_on_input() -> float:
+    config = mc.config(
+        moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True
+    )
+    experts = _moe("experts", config, recipe=None).experts
+    rows, probs = torch.randn(12, 128), torch.rand(12, requires_grad=True)
+    counts = torch.tensor([3, 0, 4, 5])
+    out, bias = experts(rows, counts, probs)
+    assert bias is None
+    out.sum().backward()
+    theirs = _moe("sequential", config).experts
+    theirs.load_state_dict(
+        {
+            f"local_experts.{e}.linear_fc{n}.weight": weight[e]
+            for n, weight in ((1, experts.gate_up_proj), (2, experts.down_proj))
+            for e in range(4)
+        },
+        strict=False,
+    )
+    again = probs.detach().requires_grad_()
+    wanted = theirs(rows, counts, again)[0]
+    wanted.sum().backward()
+    return max(
+        float((a - b).norm() / b.norm()) for a, b in ((out, wanted), (probs.grad, again.grad))
+    )
+
+
+def test_probs_on_input(pool: ranks.Pool) -> None:
+    """moe_apply_probs_on_input: the experts scale rows."""
+    assert max(on_two(pool, _probs_on_input)) < 0.01
+
+
+def _parameters() -> Any:
+    mc.forks.clear()
+    config = mc.config()
+    experts = _moe("experts", config).experts
+    torch.manual_seed(3)
+    experts.reset_parameters()
+    mine = experts.gate_up_proj.detach().clone(), experts.down_proj.detach().clone()
+    mc.parallel(1)
+    torch.manual_seed(3)
+    everything = _moe("sequential", mc.config()).experts.local_experts
+    first = 4 * torch.distributed.get_rank()
+    # After the router's weight, which this layer draws before.
+    torch.manual_seed(3)
+    for expert in everything:
+        config.init_method(expert.linear_fc1.weight.data)
+        config.output_layer_init_method(expert.linear_fc2.weight.data)
+    for e in range(4):
+        assert torch.equal(mine[0][e], everything[first + e].linear_fc1.weight)
+        assert torch.equal(mine[1][e], everything[first + e].linear_fc2.weight)
+    attributes = [
+        (p.allreduce, p.tensor_model_parallel, p.partition_dim) for p in experts.parameters()
+    ]
+    assert not mc.forks
+    # Megatron's CPU initialization draws from the default state; on a GPU its tracker decides.
+    config.use_cpu_initialization = False
+    experts.reset_parameters()
+    return attributes, list(mc.forks)
+
+
+def test_parameters(pool: ranks.Pool) -> None:
+    """Every rank draws its own experts of one sequence, or from the experts' random state; Megatron
+    sees parameters of experts."""
+    for attributes, forks in on_two(pool, _parameters):
+        assert attributes == [(False, True, 1), (False, True, 2)]
+        assert forks == ["expert-parallel-rng"]
+
+
+def _rows(counts: list[int], more: int) -> Any:
+    experts = _moe("experts", mc.config()).experts
+    rows = torch.randn(sum(counts) + more, 128, requires_grad=True)
+    probs = torch.rand(len(rows))
+    with torch.no_grad():
+        rows[sum(counts) :] = float("nan")
+    found = []
+    for dtype in (torch.int64, torch.int32):
+        rows.grad = None
+        experts.zero_grad()
+        out = experts(rows, torch.tensor(counts, dtype=dtype), probs)[0]
+        out[: sum(counts)].sum().backward()
+        found.append((out[: sum(counts)].detach(), *(p.grad for p in experts.parameters())))
+    assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(*found, strict=True))
+    with pytest.raises(ValueError, match="sum at most"):
+        experts(rows, torch.tensor([*counts[:-1], len(rows) + 1]), probs)
+    return [bool(g[e].any()) for g in found[0][1:] for e in range(4)]
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 7, 33], [0, 0, 0, 0], [0, 41, 0, 0]])
+@pytest.mark.parametrize("more", [0, 6])
+def test_rows(pool: ranks.Pool, counts: list[int], more: int) -> None:
+    """As dispatchers call it: empty experts, no rows at all, rows past the counts, either dtype;
+    two runs are bit-equal; counts beyond the rows are refused."""
+    for used in on_two(pool, _rows, counts, more):
+        assert used == [n > 0 for n in counts] * 2
+
+
+def _kept() -> None:
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+    config = mc.config(quant_recipe=RecipeConfig([], {}))
+    experts = _moe("experts", config).experts
+    given = (torch.randn(8, 128), torch.tensor([2, 2, 2, 2]), torch.rand(8))
+
+    def run(of: Any = experts) -> torch.Tensor:
+        return of(*given)[0].detach()  # type: ignore[no-any-return]
+
+    def write(value: float) -> None:
+        experts.down_proj.data.mul_(value)  # as an optimizer of Megatron's, which counts no version
+
+    assert experts.is_first_microbatch is True
+    before = run()
+    assert experts.is_first_microbatch is False
+    assert any(m is experts for m in _listed(experts))
+    write(2.0)
+    assert torch.equal(run(), before)  # a later microbatch of the same step
+    assert not torch.equal(run(copy.deepcopy(experts)), before)
+    experts.load_state_dict(experts.state_dict())
+    assert not torch.equal(run(), before)
+    write(2.0)
+    experts.to(torch.float32)
+    assert torch.equal(run(), 4 * before)
+    write(0.25)
+    experts.is_first_microbatch = True
+    assert torch.equal(run(), before)
+    write(2.0)
+    config.disable_parameter_transpose_cache = True
+    assert torch.equal(run(), 2 * before)
+    config.disable_parameter_transpose_cache, config.quant_recipe = False, None
+    write(2.0)
+    assert torch.equal(run(), 4 * before)
+
+
+def _listed(experts: Any) -> list[Any]:
+    from megatron.core.transformer.module import MegatronModule
+
+    outer = MegatronModule(experts.config)
+    outer.experts = experts
+    outer.set_is_first_microbatch()
+    experts.is_first_microbatch = False
+    return outer.modules_with_is_first_microbatch
+
+
+def test_kept(pool: ranks.Pool) -> None:
+    """FP8 weights serve a whole step where Megatron sets is_first_microbatch, and there alone;
+    deepcopy, loading and `.to` drop them."""
+    on_two(pool, _kept)
+
+
+def _specs() -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    mc.parallel(1)
+    config = mc.config(num_layers=3, moe_layer_freq=[0, 1, 1], mtp_num_layers=1)
+    theirs = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    spec = megatron.swap(theirs)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    model = GPTModel(config, spec, mc.VOCABULARY, mc.SEQUENCE, mtp_block_spec=mtp)
+    model(**mc.batch(0)).mean().backward()
+    found = [type(m).__name__ for m in model.modules() if hasattr(m, "is_first_microbatch")]
+    assert all(p.grad is not None for p in model.parameters())
+    # The spec that was given makes what it made before.
+    assert isinstance(theirs.layer_specs[1].submodules.mlp(config=config).experts, SequentialMLP)
+    dense = get_gpt_layer_local_spec()
+    with pytest.raises(ValueError, match="must have a MoE layer"):
+        megatron.swap(dense)
+    layer = get_gpt_layer_local_spec(num_experts=8)
+    for forms, form in (((False, True), "TokenExperts"), ((True, False), "Experts")):
+        once, twice = forms
+        spec = megatron.swap(megatron.swap(layer, layer=once), layer=twice)
+        assert type(spec.submodules.mlp(config=config).experts).__name__ == form
+    return found
+
+
+def test_specs(pool: ranks.Pool) -> None:
+    """A block with a dense layer, and multi-token prediction after it; no spec is changed."""
+    assert on_two(pool, _specs)[0] == ["Experts"] * 3
