@@ -257,7 +257,7 @@ class Bench:
         layers = [m for m in self.model.modules() if isinstance(m, MoEExperts) and m.group]
         count = torch.zeros(1, dtype=torch.int64, device=self.device)
         for layer in layers:
-            count += layer.dropped.sum()
+            count += torch.as_tensor(layer.dropped).sum()
         dist.all_reduce(count)
         return int(count)
 
