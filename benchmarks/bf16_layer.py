@@ -19,6 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,20 +273,24 @@ def group(given: argparse.Namespace, device: Any) -> list[dict[str, Any]]:
     for tokens in given.tokens:
         x, topk_idx, probs, dout = inputs(tokens, experts, slots, hidden, device)
         results: dict[str, dict[str, Any]] = {}
-        # One after the other: both models with their optimizers do not fit at once.
-        for name, build in ((OURS, ours), (MOVED, moved), (BEST, best)):
-            blocks, optimizer = build()
+        # The two with one exchange take turns; the third with its optimizer does not fit beside.
+        for builds in ({OURS: ours, MOVED: moved}, {BEST: best}):
+            made = {name: build() for name, build in builds.items()}
 
-            def step(blocks: Blocks = blocks, optimizer: Any = optimizer) -> None:
+            def step(name: str, made: Any = made) -> None:
+                blocks, optimizer = made[name]
                 blocks(x, topk_idx, probs).backward(dout)  # noqa: B023
                 optimizer.step()
                 optimizer.zero_grad()
 
-            ms = measure({name: step}, 4, 5, device)[name]
-            slowest = torch.tensor(ms, device=device)
+            runs: dict[str, Run] = {name: partial(step, name) for name in made}
+            ms = measure(runs, 4, 5, device)
+            slowest = torch.tensor([ms[name] for name in runs], device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            results[name] = {"ms": float(slowest), "peak_gib": peak(step, device)}
-            del blocks, optimizer, step
+            for name, time_of in zip(runs, slowest.tolist(), strict=True):
+                # Of both that take turns the peak has both models.
+                results[name] = {"ms": time_of, "peak_gib": peak(runs[name], device)}
+            del made, step, runs
             gc.collect()
         ratio = {n: results[OURS]["ms"] / results[n]["ms"] for n in (MOVED, BEST)}
         variant = f"eight blocks, {dist.get_world_size()} ranks, T {tokens} per rank"

@@ -5,8 +5,8 @@
 Two models: eight blocks of Qwen3-30B's experts with Linears between, and six layers of Qwen3-30B in
 transformers. Five ways each, one after the other, from the same weights: torch's bf16 experts under
 fully_shard, FP8 experts under fully_shard, and both with the experts shared by group= and the rest
-under fully_shard; "remade" is transposed_weights="recompute". Measured: 20 losses of the whole
-batch, a step (the slowest rank's median), and the peak of memory on rank 0.
+under fully_shard; and FP8 with a capacity, too. Measured: 20 losses of the whole batch, a step (the
+slowest rank's median), and the peak of memory on rank 0.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 
 BASE = "bf16, fully_shard"
-# Variant: MoEExperts' options, and whether group= shares the experts.
-VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
-    BASE: ({"recipe": None}, False),
-    "FP8, fully_shard": ({"recipe": Fp8Recipe()}, False),
-    "FP8, group": ({"recipe": Fp8Recipe()}, True),
-    "FP8, group, remade": ({"recipe": Fp8Recipe(), "transposed_weights": "recompute"}, True),
-    "bf16, group": ({"recipe": None}, True),
+# Variant: the recipe, whether group= shares the experts, and a capacity of so many times the
+# assignments of balanced routing (0: exact sizes, for which the host waits in each forward).
+VARIANTS: dict[str, tuple[Fp8Recipe | None, bool, float]] = {
+    BASE: (None, False, 0.0),
+    "FP8, fully_shard": (Fp8Recipe(), False, 0.0),
+    "FP8, group": (Fp8Recipe(), True, 0.0),
+    "FP8, group, capacity": (Fp8Recipe(), True, 1.5),
+    "bf16, group": (None, True, 0.0),
 }
 STEPS = 20  # of losses
 QWEN = {"E": 128, "S": 8, "H": 2048, "I": 768}
 TINY = {"E": 8, "S": 2, "H": 128, "I": 64}
 Batch = tuple[Tensor, ...]
+Capacity = tuple[int, int] | None
 
 
 class Block(nn.Module):
@@ -80,17 +82,17 @@ class EightBlocks:
         self.shape, self.device = TINY if quick else QWEN, device
         self.layers = 2 if quick else 8
 
-    def build(self, options: dict[str, Any], group: bool) -> nn.Module:
+    def build(self, recipe: Fp8Recipe | None, group: bool, capacity: Capacity) -> nn.Module:
         """The whole model on every rank, sharded then."""
         e, s, h, i = (self.shape[letter] for letter in "ESHI")
         blocks = []
         for _ in range(self.layers):
-            experts: nn.Module = MoEExperts(e, h, i, device=self.device, **options)
-            if options["recipe"] is None and not group:
+            experts: nn.Module = MoEExperts(e, h, i, recipe=recipe, device=self.device)
+            if recipe is None and not group:
                 experts = TorchExperts(experts, s)  # type: ignore[arg-type]
             blocks.append(Block(self.shape, experts, self.device))
             if group:  # block by block: the whole model's experts need not fit
-                shard_experts(blocks[-1], dist.group.WORLD)
+                shard_experts(blocks[-1], dist.group.WORLD, capacity=capacity)
         return sharded(Blocks(blocks), blocks)
 
     def batch(self, tokens: int) -> Batch:
@@ -127,7 +129,7 @@ class Qwen3:
             "norm_topk_prob": True,
         }
 
-    def build(self, options: dict[str, Any], group: bool) -> nn.Module:
+    def build(self, recipe: Fp8Recipe | None, group: bool, capacity: Capacity) -> nn.Module:
         import transformers
 
         from fp8moe_cutlass.integrations import transformers as fp8moe
@@ -140,8 +142,9 @@ class Qwen3:
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
-        if options["recipe"] is not None or group:
-            fp8moe.swap(model, group=dist.group.WORLD if group else None, **options)
+        if recipe is not None or group:
+            world = dist.group.WORLD if group else None
+            fp8moe.swap(model, recipe=recipe, group=world, capacity=capacity)
         return sharded(model.train(), list(model.model.layers))
 
     def batch(self, tokens: int) -> Batch:
@@ -170,21 +173,29 @@ class Bench:
         self.of, self.tokens, self.done, self.device = of, tokens, done, of.device
         self.base: dict[int, float] = {}
         self.losses: dict[str, list[float]] = {}
+        self.model: Any = None
+        self.optimizer: Any = None
 
     def run(self, variant: str) -> None:
         began = time.monotonic()
-        self.tidy()
-        torch.manual_seed(0)  # the same on all ranks: whole weights, before they are sharded
-        self.model = self.of.build(*VARIANTS[variant])
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.losses[variant] = self.train()
-        for tokens in self.tokens:
+        recipe, group, spare = VARIANTS[variant]
+        for n, tokens in enumerate(self.tokens):
+            if n == 0 or spare:
+                self.model = self.optimizer = None
+                self.tidy()
+                torch.manual_seed(0)  # the same on all ranks: whole weights, before they are shared
+                assignments = int(spare * tokens * self.of.shape["S"])
+                capacity = (tokens, assignments) if spare else None
+                self.model = self.of.build(recipe, group, capacity)
+                self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+            if n == 0:
+                self.losses[variant] = self.train()
             self.measure(variant, tokens)
         self.say(
             f"losses {self.losses[variant][0]:.4f} to {self.losses[variant][-1]:.4f}; "
             f"{time.monotonic() - began:.0f} s for {variant}"
         )
-        del self.model, self.optimizer
+        self.model = self.optimizer = None
 
     def train(self) -> list[float]:
         """Of STEPS batches, the same in every variant; averages over the ranks."""
@@ -237,8 +248,18 @@ class Bench:
                 "ratio": self.base[tokens] / ms,
                 "peak_gib": peak,
                 "repeat": {"min": min(times), "max": max(times)},
+                "dropped": self.dropped(),
             }
         )
+
+    def dropped(self) -> int:
+        """Assignments and rows that found no place, of all steps so far, on all ranks."""
+        layers = [m for m in self.model.modules() if isinstance(m, MoEExperts) and m.group]
+        count = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for layer in layers:
+            count += torch.as_tensor(layer.dropped).sum()
+        dist.all_reduce(count)
+        return int(count)
 
     def wait(self) -> None:
         """Until this device is idle and every rank is here."""
@@ -292,7 +313,10 @@ def run(given: argparse.Namespace, device: torch.device, models: list[Any]) -> N
     def done(row: dict[str, Any]) -> None:
         if first:
             common.show(row)
-            print(f"   {row['ratio']:.3f} times, {row['peak_gib']:.2f} GiB", flush=True)
+            print(
+                f"   {row['ratio']:.3f} times, {row['peak_gib']:.2f} GiB, {row['dropped']} dropped",
+                flush=True,
+            )
             record["results"].append(row)
             given.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("accelerate")
 
 import transformers
+from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -59,6 +61,9 @@ def pool() -> Iterator[Pool]:
 
 def train(folder: str, arguments: dict[str, Any], resume: str | None = None) -> Any:
     """Losses, norms and whole weights."""
+    AcceleratorState._reset_state(True)  # which a test before has made, with its variables
+    for name in [n for n in os.environ if n.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     fp8moe.swap(model, group=dist.group.WORLD if ranks > 1 else None)

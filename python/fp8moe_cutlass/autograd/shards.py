@@ -33,7 +33,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.shape, ctx.stride = type(weight.data), weight.shape, weight.stride()
+        ctx.shape, ctx.stride = weight.shape, weight.stride()
         ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
         mine: Tensor = weight.to_local()
         return mine.view_as(mine)
@@ -42,6 +42,8 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return None
-        return ctx.kind.from_local(
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
