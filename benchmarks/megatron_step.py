@@ -81,6 +81,7 @@ class Bench:
             "bf16": True,
             "params_dtype": torch.bfloat16,
             "normalization": "RMSNorm" if self.gpu else "LayerNorm",
+            "qk_layernorm": self.gpu,
             "gated_linear_unit": True,
             "activation_func": F.silu,
             "add_bias_linear": False,

@@ -118,7 +118,7 @@ class Pending:
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
         elif weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad = placeholder(weight, self.to.dtype)
+            weight.grad = placeholder(self.to)
 
 
 @dataclass(frozen=True)
