@@ -1,0 +1,215 @@
+"""integrations.megatron in Megatron's distributed checkpoints, from and to SequentialMLP.
+
+Skipped without megatron-core; .ci/run has a step for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("megatron.core")
+
+import megatron_cpu as mc
+import megatron_train as mt
+import ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ranks.Pool]:
+    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
+    yield made
+    made.close()
+
+
+def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
+    return ranks.results(pool.run(2, _called, function, args))
+
+
+def _called(group: Any, function: Any, args: Any) -> Any:
+    from torch.distributed.checkpoint import CheckpointException
+
+    mc.on_cpu()
+    try:
+        return function(*args)
+    except CheckpointException as error:  # no Exception: it would end the process
+        raise RuntimeError(str(error)) from error
+
+
+# ---- the model ----------------------------------------------------------------------------------
+
+Weights = dict[str, Tensor]
+
+
+def _save(kind: str, ep: int, metadata: dict[str, Any], folder: str) -> Weights:
+    """Other weights than a new model has; those of this rank's experts."""
+    from megatron.core import dist_checkpointing
+
+    mc.parallel(ep)
+    model = mc.gpt(kind, mc.config())
+    torch.manual_seed(7 + (torch.distributed.get_rank() if ep > 1 else 0))
+    for name, p in model.named_parameters():
+        if ".experts." in name:
+            torch.nn.init.normal_(p.data)
+    Path(folder).mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(model.sharded_state_dict(metadata=metadata), folder)
+    return mt.of_experts({n: p.detach() for n, p in model.named_parameters()})
+
+
+def _load(kind: str, ep: int, metadata: dict[str, Any], folder: str, strict: str) -> Weights:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    mc.parallel(ep)
+    model = mc.gpt(kind, mc.config())
+    how = {} if strict == "default" else {"strict": StrictHandling(strict)}
+    loaded = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata), folder, **how)
+    loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+    model.load_state_dict(loaded, strict=True)
+    return mt.of_experts({n: p.detach() for n, p in model.named_parameters()})
+
+
+def _everyone(weights: list[Weights], ep: int) -> Weights:
+    """All experts."""
+    if ep == 1:
+        assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+        return weights[0]
+    return {k: torch.cat([w[k] for w in weights]) for k in weights[0]}
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("ep", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "kinds", [("sequential", "experts"), ("experts", "sequential"), ("layer", "experts")]
+)
+def test_model(
+    pool: ranks.Pool, tmp_path: Path, kinds: tuple[str, str], ep: tuple[int, int], single: bool
+) -> None:
+    """Every expert's weights, whole, from any expert parallelism to any, under the default
+    strictness and the strictest."""
+    metadata = {"singleton_local_shards": single}
+    saved = on_two(pool, _save, kinds[0], ep[0], metadata, str(tmp_path))
+    wanted = _everyone(saved, ep[0])
+    for strict in ("default", "raise_all"):
+        loaded = on_two(pool, _load, kinds[1], ep[1], metadata, str(tmp_path), strict)
+        found = _everyone(loaded, ep[1])
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+def _keys(kind: str, metadata: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """What a model's checkpoint holds: keys, shapes of all ranks, and this rank's part."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+
+    mc.parallel(2)
+    state = mc.gpt(kind, mc.config()).sharded_state_dict(metadata=metadata)
+    apply_factories(state)
+    return {
+        (s.key, s.global_shape, s.global_offset, s.replica_id)
+        + (() if isinstance(s, ShardedObject) else (s.dtype, s.prepend_axis_num))
+        for s in nested_values(state)
+    }
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("kind", ["experts", "layer"])
+def test_keys(pool: ranks.Pool, kind: str, single: bool) -> None:
+    """Key by key what SequentialMLP has, which TEGroupedMLP's are, too."""
+    metadata = {"singleton_local_shards": single}
+    assert on_two(pool, _keys, kind, metadata) == on_two(pool, _keys, "sequential", metadata)
+    if single:
+        keys = {key for key, *_ in on_two(pool, _keys, kind, metadata)[1]}
+        assert "decoder.layers.1.mlp.experts.experts.7.linear_fc1.weight_v" in keys
+
+
+def _state_dicts() -> None:
+    mc.parallel(1)
+    config = mc.config()
+    spec = mc.layer_spec("experts", config)
+    experts = spec.submodules.mlp(config=config).experts
+    wanted = {k: v.clone() for k, v in experts.state_dict().items()}
+    both = (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2"))
+    for form in ("local_experts.{}.{}.weight", "{1}.weight{0}"):
+        state: dict[str, Any] = {
+            form.format(e, linear): wanted[name][e] for name, linear in both for e in range(8)
+        }
+        state |= {"linear_fc1._extra_state": None, "local_experts.3.linear_fc2._extra_state": None}
+        for p in experts.parameters():
+            torch.nn.init.zeros_(p.data)
+        assert not any(experts.load_state_dict(state))
+        assert all(torch.equal(v, wanted[k]) for k, v in experts.state_dict().items())
+    del state["linear_fc2.weight7"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*down_proj"):
+        experts.load_state_dict(state)
+
+
+def test_state_dicts(pool: ranks.Pool) -> None:
+    """load_state_dict takes both of Megatron's kinds, by local expert; never a part of one."""
+    on_two(pool, _state_dicts)
+
+
+# ---- the optimizer ------------------------------------------------------------------------------
+
+
+def _resumed(kinds: tuple[str, str], ep: int, ddp: dict[str, Any], how: str, folder: str) -> Any:
+    """(what a step does to the weights, uninterrupted; the same, resumed by the other kind)."""
+    from megatron.core import dist_checkpointing
+
+    metadata = {"distrib_optim_sharding_type": how} if ddp else {}
+    mc.parallel(ep)
+
+    def build(kind: str) -> mt.Setup:
+        config = mc.config(num_layers=1, expert_model_parallel_size=ep)
+        return mt.build(kind, config, ddp=ddp)
+
+    def state(setup: mt.Setup, loading: bool) -> Any:
+        model = setup.chunks[0].module.sharded_state_dict()
+        sharded = setup.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        return {"model": model, "optimizer": sharded}
+
+    setup = build(kinds[0])
+    before = mt.steps(setup, 3).weights
+    Path(folder).mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state(setup, False), folder)
+    wanted = _moved(before, mt.steps(setup, 1, first=3).weights)
+
+    setup = build(kinds[1])
+    mt.steps(setup, 1)  # torch's Adam has states only then, which Megatron asks for
+    loaded = dist_checkpointing.load(state(setup, True), folder)
+    loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+    setup.chunks[0].module.load_state_dict(loaded["model"])
+    setup.optimizer.load_state_dict(loaded["optimizer"])
+    start = {k: p.detach().float().clone() for k, p in setup.parameters().items()}
+    assert mt.apart(mt.of_experts(start), mt.of_experts(before)) == 0
+    return wanted, _moved(start, mt.steps(setup, 1, first=3).weights)
+
+
+def _moved(before: Weights, after: Weights) -> Weights:
+    return mt.of_experts({k: after[k] - w for k, w in before.items()})
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(
+    ("ddp", "how"), [({}, ""), ({"use_distributed_optimizer": True}, "fully_reshardable")]
+)
+@pytest.mark.parametrize("kinds", [("sequential", "experts"), ("layer", "sequential")])
+def test_optimizer(
+    pool: ranks.Pool,
+    tmp_path: Path,
+    kinds: tuple[str, str],
+    ddp: dict[str, Any],
+    how: str,
+    ep: int,
+) -> None:
+    """Adam and Megatron's distributed optimizer at the same expert parallelism: the next step moves
+    the experts as it would have, but for FP8's error."""
+    for wanted, found in on_two(pool, _resumed, kinds, ep, ddp, how, str(tmp_path)):
+        assert mt.apart(found, wanted) < 0.08
