@@ -195,3 +195,17 @@ def test_router_table_equals_its_record() -> None:
         launches = str(of["router"]["launches"])
         want.append([f"{model}, {tokens:,}", *times, launches, f"{experts:,.0f}", share])
     assert table("docs/reference/routers.md", "router-h100.json") == want
+
+
+def test_several_gpus_table_equals_its_record() -> None:
+    rows: dict[tuple[str, int], dict[str, dict]] = {}
+    for r in results("several-gpus-h100.json"):
+        rows.setdefault((r["model"], r["shape"]["T"]), {})[r["variant"]] = r
+    first, *of_fp8 = "bf16, fully_shard", "FP8, fully_shard", "FP8, group", "FP8, group, remade"
+    ways = (first, *of_fp8, "bf16, group")
+    want = []
+    for (model, tokens), of in rows.items():
+        of_ways = [of[way] for way in ways]
+        cells = [f"{r['ms']:.1f} ({r['ratio']:.2f}), {r['peak_gib']:.1f}" for r in of_ways]
+        want.append([f"{model}, {tokens:,} tokens per rank", *cells])
+    assert table("docs/how-to/several-gpus.md", "several-gpus-h100.json") == want
