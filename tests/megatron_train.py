@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import megatron_cpu as mc
 from fp8moe_cutlass.autograd import weights
+from fp8moe_cutlass.nn import reuse_fp8_weights
 
 
 class Trained(NamedTuple):
@@ -90,8 +92,11 @@ def build(
     return Setup(chunks, made, config)
 
 
-def steps(setup: Setup, number: int, microbatches: int = 2, first: int = 0) -> Trained:
-    """`number` steps from step `first` on; each data-parallel rank has batches of its own."""
+def steps(
+    setup: Setup, number: int, microbatches: int = 2, first: int = 0, reuse: bool = False
+) -> Trained:
+    """`number` steps from step `first` on; each data-parallel rank has batches of its own. reuse:
+    FP8 weights, by reuse_fp8_weights."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -113,15 +118,16 @@ def steps(setup: Setup, number: int, microbatches: int = 2, first: int = 0) -> T
             optimizer.zero_grad()
             rank, ranks = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
             seeds = [(step * microbatches + m) * ranks + rank for m in range(microbatches)]
-            reports = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=[_batches(seeds) for _ in chunks],
-                model=chunks,
-                num_microbatches=microbatches,
-                seq_length=mc.SEQUENCE,
-                micro_batch_size=mc.BATCH,
-                forward_only=False,
-            )
+            with reuse_fp8_weights(chunks[0]) if reuse else contextlib.nullcontext():
+                reports = get_forward_backward_func()(
+                    forward_step_func=_forward_step,
+                    data_iterator=[_batches(seeds) for _ in chunks],
+                    model=chunks,
+                    num_microbatches=microbatches,
+                    seq_length=mc.SEQUENCE,
+                    micro_batch_size=mc.BATCH,
+                    forward_only=False,
+                )
             losses += [sum(reports) / len(reports)] if reports else []
             if step == first:
                 grads = {k: p.main_grad.clone() for k, p in setup.parameters().items()}

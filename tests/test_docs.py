@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 )
+MEGATRON = "docs/how-to/megatron-core.md"  # tests/test_megatron_core_docs.py runs it
 CXX = shutil.which("c++") or shutil.which("g++")
 
 
@@ -38,16 +39,21 @@ def prose():
     return module
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")])
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p != MEGATRON])
 def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
-    """All Python of a page, one block after the other, as a user who copies it would run it."""
+    run_python(page, tmp_path)
+
+
+def run_python(page: str, tmp_path: Path, *before: str) -> None:
+    """All Python of a page, one block after the other, as a user who copies it would run it.
+    before: lines that run first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torchrun = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
     ranks = {k: str(v) for k, v in torchrun.items()} | {"MASTER_PORT": str(port)}
     code = tmp_path / "page.py"
-    code.write_text("\n".join(blocks(page, "python")))
+    code.write_text("\n".join([*before, *blocks(page, "python")]))
     command = [sys.executable, code]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **ranks}

@@ -124,3 +124,38 @@ def test_without_a_recipe(pool: ranks.Pool, options: str) -> None:
             assert loss < 1e-3
             assert experts < 0.02
             assert rest < 0.02
+
+
+def _permuted(options: dict[str, Any]) -> float:
+    """The largest difference that this library's permutation makes to a model of Megatron's."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    import megatron_train as mt
+    from fp8moe_cutlass.integrations import megatron
+
+    mc.parallel(2)
+    config = mc.config(num_layers=1, **options)
+    state = mc.gpt("sequential", config).state_dict()
+    wanted, right = _gradients("sequential", config, state)
+    modules = (transformer_engine, moe_utils, token_dispatcher)
+    before = [dict(vars(module)) for module in modules]
+    try:
+        megatron.replace_permutation()
+        worst = 0.0
+        for fused in (False, True):
+            config = mc.config(num_layers=1, moe_permute_fusion=fused, **options)
+            loss, grads = _gradients("sequential", config, state)
+            found = [mt.apart(grads[k], right[k]) for k in right]
+            worst = max(worst, abs(loss - wanted), *found)
+    finally:
+        for module, names in zip(modules, before, strict=True):
+            vars(module).update(names)
+    return worst
+
+
+@pytest.mark.parametrize("options", ["plain", "dropped", "padded"])
+def test_replace_permutation(pool: ranks.Pool, options: str) -> None:
+    """An unmodified model, its tokens moved by this library, with moe_permute_fusion and without;
+    Megatron alone refuses the former where there is no TransformerEngine."""
+    assert max(on_two(pool, _permuted, ROUTERS[options])) < 1e-5

@@ -62,8 +62,9 @@ def _trained(group: Any, jobs: list[dict[str, Any]]) -> list[mt.Trained]:
             options["quant_recipe"] = RecipeConfig([], {})
         config = mc.config(expert_model_parallel_size=ep, **options)
         number, microbatches = job.pop("steps", 2), job.pop("microbatches", 2)
+        reuse = job.pop("reuse", False)
         setup = mt.build(job.pop("kind"), config, vpp=vpp, **job)
-        found.append(mt.steps(setup, number, microbatches))
+        found.append(mt.steps(setup, number, microbatches, reuse=reuse))
     return found
 
 
@@ -84,17 +85,21 @@ def near(found: mt.Trained, wanted: mt.Trained, tolerance: float = 6e-3) -> bool
 @pytest.mark.parametrize("ep", [1, 2])
 def test_beside_sequential(pool: ranks.Pool, ep: int) -> None:
     """Gradients, averaged over data-parallel ranks, and losses; and FP8 weights kept for a step's
-    microbatches where Megatron says when it begins: the same bits, fewer quantizations."""
+    microbatches where Megatron says when it begins, or by reuse_fp8_weights: the same bits, fewer
+    quantizations."""
     jobs = [Job(kind="sequential")]
-    jobs += [Job(kind=k, flag=f) for k in ("experts", "layer") for f in (False, True)]
+    for kind in ("experts", "layer"):
+        jobs += [Job(kind=kind), Job(kind=kind, flag=True), Job(kind=kind, flag=True, reuse=True)]
     for sequential, *ours in on_two(pool, jobs, ep=ep, steps=3):
         for trained in ours:
             assert near(trained, sequential)
             apart = mt.apart(mt.of_experts(trained.first), mt.of_experts(sequential.first))
             assert 0.02 < apart < 0.17
-        for every, kept in (ours[:2], ours[2:]):
-            assert same(every, kept)
-            assert (every.quantized, kept.quantized) == (3 * 2 * 2 * 2, 3 * 2 * 2)
+        for every, *kept in (ours[:3], ours[3:]):
+            assert every.quantized == 3 * 2 * 2 * 2
+            for once in kept:
+                assert same(every, once)
+                assert once.quantized == 3 * 2 * 2
 
 
 def test_without_a_recipe(pool: ranks.Pool) -> None:

@@ -6,8 +6,9 @@
     spec = megatron.swap(spec, layer=True)  # the whole layer: tokens travel in FP8, too
 
 `swap` takes the spec of a model and returns another one. `Experts` and `MoELayer` are what it puts
-in. They need megatron-core, written against 0.19.2, and are loaded when first asked for; the
-functions of moe_utils.py need only this library. docs/how-to/megatron-core.md.
+in. `replace_permutation()` leaves the model as it is and moves its tokens. These need
+megatron-core, written against 0.19.2, and are loaded when first asked for; the functions of
+moe_utils.py need only this library. docs/how-to/megatron-core.md.
 """
 
 from __future__ import annotations
@@ -25,19 +26,26 @@ from fp8moe_cutlass.integrations.megatron.moe_utils import (
 if TYPE_CHECKING:
     from fp8moe_cutlass.integrations.megatron.experts import Experts
     from fp8moe_cutlass.integrations.megatron.layer import MoELayer
+    from fp8moe_cutlass.integrations.megatron.permutation import replace_permutation
     from fp8moe_cutlass.integrations.megatron.spec import swap
 
 __all__ = [
     "Experts",
     "MoELayer",
     "permute",
+    "replace_permutation",
     "sort_chunks_by_idxs",
     "swap",
     "topk_routing_with_score_function",
     "unpermute",
 ]
 
-_ROOMS = {"Experts": "experts", "MoELayer": "layer", "swap": "spec"}
+_ROOMS = {
+    "Experts": "experts",
+    "MoELayer": "layer",
+    "replace_permutation": "permutation",
+    "swap": "spec",
+}
 
 
 def __getattr__(name: str) -> Any:
