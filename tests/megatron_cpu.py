@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 from typing import Any
 
@@ -109,20 +110,36 @@ def _resume_torch_adam(optimizer: Any) -> None:
     optimizer._set_main_param_and_optimizer_states = with_step
 
 
+_layouts: dict[tuple[int, int, int | None], dict[str, Any]] = {}  # parallel_state's variables
+
+
 def parallel(ep: int = 1, pp: int = 1, vpp: int | None = None) -> None:
-    """Megatron's process groups over the whole world, and empty loss trackers."""
+    """Megatron's process groups over the whole world, and empty loss trackers.
+
+    The groups of a layout are made once per process: gloo's threads stay when groups go.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_logging
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        1,
-        pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-    )
+    held = vars(parallel_state)
+    empty = _layouts.setdefault((0, 0, None), _variables(held))  # at the first call
+    held.update(_layouts.get((ep, pp, vpp), empty))
+    if (ep, pp, vpp) not in _layouts:
+        parallel_state.initialize_model_parallel(
+            1,
+            pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+        )
+        _layouts[ep, pp, vpp] = _variables(held)
     moe_logging.destroy_moe_metrics_tracker()  # it has a size for the layers it has seen
+
+
+def _variables(held: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: copy.copy(v) if isinstance(v, dict | list) else v for k, v in held.items() if k.isupper()
+    }
 
 
 def config(**options: Any) -> Any:
