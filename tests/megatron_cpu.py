@@ -208,6 +208,48 @@ def gpt(kind: str, config: Any, **options: Any) -> Any:
     )
 
 
+def hybrid(kind: str, config: Any) -> Any:
+    """A HybridModel of attention and MoE layers in turn ("*E*E"), of the GPT's modules: its own
+    want TransformerEngine."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    from fp8moe_cutlass.integrations.megatron import swap
+
+    parts = layer_spec("sequential", config).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=parts.input_layernorm,
+        self_attention=parts.self_attention,
+        self_attn_bda=parts.self_attn_bda,
+    )
+    moe = TransformerLayerSubmodules(
+        pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
+    )
+    stack = ModuleSpec(
+        module=hybrid_block.HybridStack,
+        submodules=hybrid_block.HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe),
+        ),
+    )
+    hybrid_block.TENorm = WrappedTorchNorm
+    torch.manual_seed(1)
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=stack if kind == "sequential" else swap(stack, layer=kind == "layer"),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern="*E*E",
+    )
+
+
 def batch(seed: int) -> dict[str, Tensor]:
     """Arguments of GPTModel: what follows a token is a function of it."""
     ids = torch.randint(
