@@ -56,6 +56,55 @@ def directions(patch: pytest.MonkeyPatch) -> list[bool | str]:
     return made
 
 
+@pytest.mark.parametrize("probs", [True, False], ids=["tokens", "rows"])
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_a_backward_for_some_inputs_leaves_the_others_alone(
+    recipe: Fp8Recipe | None, probs: bool
+) -> None:
+    """autograd.grad(out, x), backward(inputs=): no weight's gradient is computed, written to
+    main_grad, or deferred; one weight's alone is that of the whole backward."""
+    p = problem(*SMALL)
+    layer, delayed = p.experts(recipe=recipe), p.experts(recipe=recipe, delay_wgrad=True)
+    grads = main_grads(layer)
+    counts = torch.tensor([len(p.x) - 3, 3])
+
+    def forward(layer: MoEExperts) -> tuple[Tensor, Tensor]:
+        x = p.x.clone().requires_grad_()
+        if probs:
+            return x, layer(x, p.topk_idx, p.probs)
+        return x, layer.forward_rows(x, counts)
+
+    x, out = forward(layer)
+    out.backward(p.dout, retain_graph=True)
+    whole = [x.grad.clone(), *(g.clone() for g in grads)]
+    for g in grads:
+        g.zero_()
+    for weight in layer.parameters():
+        weight._main_grad_writes = 7
+    (dx,) = torch.autograd.grad(out, x, p.dout, retain_graph=True)
+    assert torch.equal(dx, whole[0])
+    x.grad = None
+    out.backward(p.dout, inputs=[x], retain_graph=True)
+    assert torch.equal(x.grad, whole[0])
+    assert not any(g.any() for g in grads)
+    assert [w._main_grad_writes for w in layer.parameters()] == [7, 7]
+    out.backward(p.dout, inputs=[layer.down_proj], retain_graph=True)
+    assert not grads[0].any()
+    assert torch.equal(grads[1], whole[2])
+
+    for w in layer.parameters():
+        del w.main_grad
+    x, out = forward(layer)
+    (down,) = torch.autograd.grad(out, [layer.down_proj], p.dout)
+    assert torch.equal(down, whole[2].to(down.dtype))
+
+    delayed.load_state_dict(layer.state_dict())
+    x, out = forward(delayed)
+    torch.autograd.grad(out, x, p.dout)
+    delayed.backward_dw()
+    assert all(w.grad is None for w in delayed.parameters())
+
+
 @pytest.mark.parametrize("name", WANTED)
 @pytest.mark.parametrize("options", [{}, {"transposed_weights": "recompute"}], ids=str)
 def test_nothing_is_made_or_saved_for_a_gradient_nobody_takes(

@@ -222,6 +222,22 @@ def _backward(
     return *arrive(), weights
 
 
+# Private: no public function tells a backward which of its inputs' gradients this run is for, and
+# autograd.grad(out, x) must not write main_grad.
+_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def _runs(node: Any) -> bool:
+    """Whether the backward that runs goes on to `node`, an input's."""
+    if node is None or _will_run is None:
+        return node is not None
+    try:
+        found: bool = _will_run(node)
+    except RuntimeError:  # a leaf that autograd.grad was asked for
+        return True
+    return found
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -244,6 +260,7 @@ class _Experts(torch.autograd.Function):
         save(ctx, saved, route)
         ctx.options, ctx.move, ctx.grads, ctx.counters = options, move, grads, counters
         ctx.dtype, ctx.need = x.dtype, need
+        ctx.at = 1 if probs is None else 2  # of gate_up among the tensors, which have edges
         return out
 
     @staticmethod
@@ -251,6 +268,9 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         options, move, counters = ctx.options, ctx.move, ctx.counters
         need = Need(*ctx.needs_input_grad[:4])
+        if not torch.compiler.is_compiling():
+            gate_up, down = ctx.next_functions[ctx.at : ctx.at + 2]
+            need = need._replace(gate_up=_runs(gate_up[0]), down=_runs(down[0]))
         if move.collective:
             need = need._replace(x=ctx.need.x, probs=ctx.need.probs)
         dx, dprobs, weights = _backward(dout, *load(ctx), options, move, ctx.grads, counters, need)
