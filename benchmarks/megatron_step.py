@@ -1,6 +1,7 @@
 """Megatron-Core's GPT on two GPUs: TEGroupedMLP beside our experts and our layer.
 
     python benchmarks/megatron_step.py --json FILE [--model NAME] [--part together|alone]
+        [--variant NAME]
 
 megatron-core and TransformerEngine's layer spec, expert parallelism of the two, DDP with fp32
 main_grad. "together": every variant in one process, taking turns; forward and backward of the
@@ -327,6 +328,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--part", choices=("together", "alone"), help="this one alone")
+    parser.add_argument("--variant", choices=VARIANTS, help="this one alone, of part alone")
     given = parser.parse_args()
     began = time.monotonic()
     names = ["tiny"] if given.quick else [m for m in MODELS if given.model in (None, m)]
@@ -355,7 +357,7 @@ def main() -> None:
         if given.part != "alone":
             step(lambda name=name: together(name))  # type: ignore[misc]
         if given.part != "together":
-            for variant in VARIANTS:
+            for variant in VARIANTS if given.variant is None else (given.variant,):
                 if given.device == "cuda" or variant != FP8:
                     step(lambda name=name, v=variant: alone(name, v))  # type: ignore[misc]
     print(f"wrote {given.json} in {time.monotonic() - began:.0f} s", flush=True)

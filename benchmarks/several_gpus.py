@@ -6,12 +6,14 @@ Two models: eight blocks of Qwen3-30B's experts with Linears between, and six la
 transformers. Five ways each, one after the other, from the same weights: torch's bf16 experts under
 fully_shard, FP8 experts under fully_shard, and both with the experts shared by group= and the rest
 under fully_shard; and FP8 with a capacity, too. Measured: 20 losses of the whole batch, a step (the
-slowest rank's median), and the peak of memory on rank 0.
+slowest rank's median), and the peak of memory on rank 0. --profile prints where three more steps of
+rank 0 spend their time: how long its GPU is busy, and the calls that take most of its host.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -169,8 +171,15 @@ def sharded(model: nn.Module, blocks: list[Any]) -> nn.Module:
 class Bench:
     """One model's variants."""
 
-    def __init__(self, of: Any, tokens: list[int], done: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        of: Any,
+        tokens: list[int],
+        done: Callable[[dict[str, Any]], None],
+        profiled: bool = False,
+    ) -> None:
         self.of, self.tokens, self.done, self.device = of, tokens, done, of.device
+        self.profiled = profiled
         self.base: dict[int, float] = {}
         self.losses: dict[str, list[float]] = {}
         self.model: Any = None
@@ -190,7 +199,9 @@ class Bench:
                 self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
             if n == 0:
                 self.losses[variant] = self.train()
-            self.measure(variant, tokens)
+            batch = self.measure(variant, tokens)
+            if self.profiled:
+                self.profile(batch)
         self.say(
             f"losses {self.losses[variant][0]:.4f} to {self.losses[variant][-1]:.4f}; "
             f"{time.monotonic() - began:.0f} s for {variant}"
@@ -211,10 +222,40 @@ class Bench:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def measure(self, variant: str, tokens: int) -> None:
+    def profile(self, batch: Batch) -> None:
+        """Three steps as the profiler sees them; it lengthens the host's share."""
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        first = dist.get_rank() == 0
+        self.wait()
+        start = time.perf_counter()
+        with (
+            profile(activities=[ProfilerActivity.CPU, *cuda])
+            if first
+            else contextlib.nullcontext() as seen
+        ):
+            for _ in range(3):
+                self.step(batch)
+            self.wait()
+        if seen is None:
+            return
+        wall = 1e3 * (time.perf_counter() - start) / 3
+        busy, end = 0.0, 0.0  # of any stream
+        spans = [e.time_range for e in seen.events() if e.device_type.name == "CUDA"]
+        for span in sorted(spans, key=lambda span: span.start):
+            busy += max(0.0, span.end - max(span.start, end))
+            end = max(end, span.end)
+        self.say(
+            f"   a step under the profiler: {wall:.1f} ms, its GPU busy for {busy / 3e3:.1f} ms"
+        )
+        names = seen.key_averages()
+        self.say(names.table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=50))
+
+    def measure(self, variant: str, tokens: int) -> Batch:
         """A row: the median of five rounds of three steps, after two steps to warm up."""
         torch.manual_seed(100 + dist.get_rank())
-        batch = self.of.batch(tokens)
+        batch: Batch = self.of.batch(tokens)
         for _ in range(2):
             self.step(batch)
         if self.device.type == "cuda":
@@ -251,6 +292,7 @@ class Bench:
                 "dropped": self.dropped(),
             }
         )
+        return batch
 
     def dropped(self) -> int:
         """Assignments and rows that found no place, of all steps so far, on all ranks."""
@@ -282,6 +324,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", choices=models, help="this one alone")
     parser.add_argument("--variant", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument("--profile", action="store_true", help="where the time goes, to the log")
     given = parser.parse_args()
     # One host without NVLink multicast, whatever the machine has.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -323,7 +366,7 @@ def run(given: argparse.Namespace, device: torch.device, models: list[Any]) -> N
     began = time.monotonic()
     for model in models:
         tokens = [64, 128] if given.quick else [4096, 16384]
-        bench = Bench(model(given.quick, device), tokens, done)
+        bench = Bench(model(given.quick, device), tokens, done, given.profile)
         record["losses"][bench.of.name] = bench.losses
         for variant in given.variant:
             bench.run(variant)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 from typing import Any
 
@@ -109,20 +110,36 @@ def _resume_torch_adam(optimizer: Any) -> None:
     optimizer._set_main_param_and_optimizer_states = with_step
 
 
+_layouts: dict[tuple[int, int, int | None], dict[str, Any]] = {}  # parallel_state's variables
+
+
 def parallel(ep: int = 1, pp: int = 1, vpp: int | None = None) -> None:
-    """Megatron's process groups over the whole world, and empty loss trackers."""
+    """Megatron's process groups over the whole world, and empty loss trackers.
+
+    The groups of a layout are made once per process: gloo's threads stay when groups go.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_logging
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        1,
-        pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-    )
+    held = vars(parallel_state)
+    empty = _layouts.setdefault((0, 0, None), _variables(held))  # at the first call
+    held.update(_layouts.get((ep, pp, vpp), empty))
+    if (ep, pp, vpp) not in _layouts:
+        parallel_state.initialize_model_parallel(
+            1,
+            pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=1,
+        )
+        _layouts[ep, pp, vpp] = _variables(held)
     moe_logging.destroy_moe_metrics_tracker()  # it has a size for the layers it has seen
+
+
+def _variables(held: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: copy.copy(v) if isinstance(v, dict | list) else v for k, v in held.items() if k.isupper()
+    }
 
 
 def config(**options: Any) -> Any:
@@ -188,6 +205,48 @@ def gpt(kind: str, config: Any, **options: Any) -> Any:
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         **options,
+    )
+
+
+def hybrid(kind: str, config: Any) -> Any:
+    """A HybridModel of attention and MoE layers in turn ("*E*E"), of the GPT's modules: its own
+    want TransformerEngine."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    from fp8moe_cutlass.integrations.megatron import swap
+
+    parts = layer_spec("sequential", config).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=parts.input_layernorm,
+        self_attention=parts.self_attention,
+        self_attn_bda=parts.self_attn_bda,
+    )
+    moe = TransformerLayerSubmodules(
+        pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
+    )
+    stack = ModuleSpec(
+        module=hybrid_block.HybridStack,
+        submodules=hybrid_block.HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=moe),
+        ),
+    )
+    hybrid_block.TENorm = WrappedTorchNorm
+    torch.manual_seed(1)
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=stack if kind == "sequential" else swap(stack, layer=kind == "layer"),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern="*E*E",
     )
 
 

@@ -215,3 +215,16 @@ def test_several_gpus_table_equals_its_record() -> None:
         cells = [f"{r['ms']:.1f} ({r['ratio']:.2f}), {r['peak_gib']:.1f}" for r in of_ways]
         want.append([f"{model}, {tokens:,} tokens per rank", *cells])
     assert table("docs/how-to/several-gpus.md", "several-gpus-h100.json") == want
+
+
+def test_megatron_table_equals_its_record() -> None:
+    want = [
+        [
+            f"{r['model']}: {r['variant']}",
+            f"{r['ms']:.1f}",
+            f"{r['tokens_per_s']:,.0f}",
+            f"{r['ratio']:.2f}",
+        ]
+        for r in results("megatron-h100.json")
+    ]
+    assert table(MEGATRON, "megatron-h100.json") == want

@@ -98,12 +98,20 @@ def test_no_driver(folder: Path) -> None:
 
 
 @needs_toolkit
-def test_a_gpu_that_is_not_hopper(folder: Path) -> None:
-    out = run(folder / "pretended", FAKE_CAPABILITY="80")
+@pytest.mark.parametrize(("name", "capability"), [("NVIDIA A100", "8.0"), ("NVIDIA B200", "10.0")])
+def test_a_gpu_that_is_not_hopper(folder: Path, name: str, capability: str) -> None:
+    fake = {"FAKE_GPU": name, "FAKE_CAPABILITY": capability.replace(".", "")}
+    out = run(folder / "pretended", **fake)
     assert (
-        "built for compute capability 9.0 (Hopper); got NVIDIA A100, compute capability 8.0" in out
+        f"built for compute capability 9.0 (Hopper); got {name}, compute capability {capability}; "
+        "pass CPU tensors" in out
     )
-    assert run(folder / "pretended", FAKE_CAPABILITY="90") == "runs"
+
+
+@needs_toolkit
+def test_hopper(folder: Path) -> None:
+    fake = {"FAKE_GPU": "NVIDIA H100", "FAKE_CAPABILITY": "90"}
+    assert run(folder / "pretended", **fake) == "runs"
 
 
 # ---- doctor -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ PACKAGE = Path(fp8moe_cutlass.__file__).parent
 
 # Each room and what it may know of: integrations -> nn -> distributed -> autograd -> ops -> _C.
 # What is not listed (the command line, bench, train, verify) uses the library from outside.
-VOCABULARY = {"recipe", "routing", "slow_path", "stream", "tensor", "typing"}
+VOCABULARY = {"recipe", "routing", "slow_path", "stream", "tensor", "typing", "version"}
 RANK = {
     "_C": 0,
     **dict.fromkeys(VOCABULARY, 1),
@@ -61,6 +61,30 @@ want = 2 * f.ops.quantize(x).dequantize("float32").sum(1, keepdims=True, dtype=n
 assert np.allclose(out, want, rtol=1e-4, atol=1e-2), np.abs(out - want).max()
 print(type(out).__name__, out.dtype, rows.data.dtype, h.shape)
 """
+
+
+OLD_EXTENSION = """
+import fp8moe_cutlass as f
+from fp8moe_cutlass import _C
+info = _C.build_info()
+_C.build_info = lambda: {**info, "version": "0.0.9"}
+"""
+
+
+def test_an_extension_of_another_version() -> None:
+    """Refused by the first use of anything, in one sentence; `doctor` goes on and says it."""
+    for use in ("f.ops", "f.nn", "f.autograd", "from fp8moe_cutlass import ops"):
+        code = f"try: {use}\nexcept f.VersionMismatch as error: print(error)"
+        said = run(OLD_EXTENSION + code)
+        assert said.startswith(f"fp8moe_cutlass {fp8moe_cutlass.__version__} needs its extension")
+        assert "got 0.0.9 in" in said
+        assert "pip install --force-reinstall fp8moe-cutlass" in said
+    doctor = "import sys; from fp8moe_cutlass import cli; sys.argv = ['', 'doctor']; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_EXTENSION + doctor], capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr
+    assert "got 0.0.9 in" in " ".join(done.stdout.split())
 
 
 def test_numpy_works_without_torch() -> None:
@@ -210,17 +234,17 @@ def test_the_rule_sees_includes() -> None:
 
 
 def test_only_the_bindings_know_python_and_only_ops_know_the_extension() -> None:
-    """_C is called in ops/ (and asked for its build in the doctor); everything else uses ops."""
+    """_C is called in ops/ (and asked for its build elsewhere); everything else uses ops."""
     callers = {room for room, path in files() if "_C" in imports(path)}
-    assert callers <= {"ops", "stream", "doctor", "bench"}, callers
+    assert callers <= {"ops", "stream", "doctor", "bench", "version"}, callers
 
 
 def test_stub_is_what_the_extension_has() -> None:
     """The stub in the tree, which type checkers and readers see, is the generated one."""
     generated = Path(str(_C.__file__)).parent / "_C.pyi"
-    # Of two ways to import what it needs, the generator takes either, from build to build.
-    ways = "import fp8moe_cutlass.typing\n", "import fp8moe_cutlass\n"
-    mine, theirs = (f.read_text().replace(*ways) for f in (PACKAGE / "_C.pyi", generated))
+    # From build to build the generator imports the package, or its modules one by one.
+    ways = re.compile(r"^import fp8moe_cutlass.*\n", re.M)
+    mine, theirs = (ways.sub("", f.read_text()) for f in (PACKAGE / "_C.pyi", generated))
     assert mine == theirs
     tree = ast.parse(generated.read_text())
     functions = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}

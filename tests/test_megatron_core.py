@@ -38,9 +38,12 @@ def _called(group: Any, function: Any, args: Any) -> Any:
 
 
 def _gradients(kind: str, config: Any, state: Any, **swapped: Any) -> tuple[float, dict[str, Any]]:
+    return _gradients_of(mc.gpt(kind, config, **swapped), state)
+
+
+def _gradients_of(model: Any, state: Any) -> tuple[float, dict[str, Any]]:
     import megatron_train as mt
 
-    model = mc.gpt(kind, config, **swapped)
     model.load_state_dict(state)
     output = model(**mc.batch(torch.distributed.get_rank()))
     loss = output.float().mean()
@@ -87,6 +90,18 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [1e-2, 1e-2],
         "moe_z_loss_coeff": 1e-3,
     },
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    "global loss": {"moe_router_load_balancing_type": "global_aux_loss"},
+    "sqrtsoftplus": {"moe_router_score_function": "sqrtsoftplus", "moe_router_dtype": "fp64"},
+    "no loss, all experts": {
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_topk": 8,
+    },
+    "dropped by position": {
+        "moe_expert_capacity_factor": 1.0,
+        "moe_token_drop_policy": "position",
+    },
     "dropped": {"moe_expert_capacity_factor": 1.0},
     "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "shared expert": {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
@@ -124,6 +139,31 @@ def test_without_a_recipe(pool: ranks.Pool, options: str) -> None:
             assert loss < 1e-3
             assert experts < 0.02
             assert rest < 0.02
+
+
+def _hybrid(ep: int) -> Any:
+    """As _beside_sequential, of a HybridModel."""
+    import megatron_train as mt
+
+    mc.parallel(ep)
+    config = mc.config(num_layers=4)
+    state = mc.hybrid("sequential", config).state_dict()
+    wanted, right = _gradients_of(mc.hybrid("sequential", config), state)
+    found = []
+    for kind in ("experts", "layer"):
+        loss, grads = _gradients_of(mc.hybrid(kind, config), state)
+        found.append((abs(loss - wanted), *(mt.apart(grads[k], right[k]) for k in right)))
+    return found
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_hybrid_model(pool: ranks.Pool, ep: int) -> None:
+    """Attention and MoE layers in turn; the second MoE layer sees the first one's error."""
+    for found in on_two(pool, _hybrid, ep):
+        for loss, experts, rest in found:
+            assert loss < 3e-3
+            assert 0.02 < experts < 2 * FP8
+            assert rest < 2 * FP8
 
 
 def _permuted(options: dict[str, Any]) -> float:

@@ -158,14 +158,17 @@ def test_state_dicts(pool: ranks.Pool) -> None:
 # ---- the optimizer ------------------------------------------------------------------------------
 
 
-def _resumed(kinds: tuple[str, str], ep: int, ddp: dict[str, Any], how: str, folder: str) -> Any:
-    """(what a step does to the weights, uninterrupted; the same, resumed by the other kind)."""
+def _resumed(
+    kinds: tuple[str, str], eps: tuple[int, int], ddp: dict[str, Any], how: str, folder: str
+) -> Any:
+    """(what a step does to the weights, uninterrupted; the same, resumed by the other kind at the
+    other expert parallelism)."""
     from megatron.core import dist_checkpointing
 
     metadata = {"distrib_optim_sharding_type": how} if ddp else {}
-    mc.parallel(ep)
 
-    def build(kind: str) -> mt.Setup:
+    def build(kind: str, ep: int) -> mt.Setup:
+        mc.parallel(ep)
         config = mc.config(num_layers=1, expert_model_parallel_size=ep)
         return mt.build(kind, config, ddp=ddp)
 
@@ -174,21 +177,22 @@ def _resumed(kinds: tuple[str, str], ep: int, ddp: dict[str, Any], how: str, fol
         sharded = setup.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"model": model, "optimizer": sharded}
 
-    setup = build(kinds[0])
+    setup = build(kinds[0], eps[0])
     before = mt.steps(setup, 3).weights
     Path(folder).mkdir(exist_ok=True)
     torch.distributed.barrier()
     dist_checkpointing.save(state(setup, False), folder)
     wanted = _moved(before, mt.steps(setup, 1, first=3).weights)
 
-    setup = build(kinds[1])
+    setup = build(kinds[1], eps[1])
     mt.steps(setup, 1)  # torch's Adam has states only then, which Megatron asks for
     loaded = dist_checkpointing.load(state(setup, True), folder)
     loaded = loaded[0] if isinstance(loaded, tuple) else loaded
     setup.chunks[0].module.load_state_dict(loaded["model"])
     setup.optimizer.load_state_dict(loaded["optimizer"])
     start = {k: p.detach().float().clone() for k, p in setup.parameters().items()}
-    assert mt.apart(mt.of_experts(start), mt.of_experts(before)) == 0
+    if eps[0] == eps[1]:
+        assert mt.apart(mt.of_experts(start), mt.of_experts(before)) == 0
     return wanted, _moved(start, mt.steps(setup, 1, first=3).weights)
 
 
@@ -211,5 +215,20 @@ def test_optimizer(
 ) -> None:
     """Adam and Megatron's distributed optimizer at the same expert parallelism: the next step moves
     the experts as it would have, but for FP8's error."""
-    for wanted, found in on_two(pool, _resumed, kinds, ep, ddp, how, str(tmp_path)):
+    for wanted, found in on_two(pool, _resumed, kinds, (ep, ep), ddp, how, str(tmp_path)):
         assert mt.apart(found, wanted) < 0.08
+
+
+@pytest.mark.parametrize("eps", [(2, 4), (4, 2)])
+def test_optimizer_of_another_expert_parallelism(tmp_path: Path, eps: tuple[int, int]) -> None:
+    """The distributed optimizer's states, from two ranks per copy of the experts to four and back:
+    the next step moves every expert as it would have, but for FP8's error."""
+    pool = ranks.Pool(4, {4: [0, 1, 2, 3]}, preload=("megatron_cpu",))
+    arguments = (("layer", "experts"), eps, {"use_distributed_optimizer": True})
+    called = (_resumed, (*arguments, "fully_reshardable", str(tmp_path)))
+    try:
+        found = ranks.results(pool.run(4, _called, *called))
+    finally:
+        pool.close()
+    wanted, moved = (_everyone([f[i] for f in found][: eps[i]], eps[i]) for i in (0, 1))
+    assert mt.apart(moved, wanted) < 0.08

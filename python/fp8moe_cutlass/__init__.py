@@ -17,11 +17,10 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import SlowPathWarning
 from fp8moe_cutlass.stream import use_stream
 from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.version import VersionMismatch, __version__
 
 if TYPE_CHECKING:
     from fp8moe_cutlass import autograd, distributed, integrations, nn, ops, telemetry
-
-__version__: str = build_info()["version"]
 
 _SUBMODULES = ("autograd", "distributed", "integrations", "nn", "ops", "telemetry")
 
@@ -33,6 +32,8 @@ __all__ = [
     "RoutingPlan",
     "SlowPathWarning",
     "UnsupportedDevice",
+    "VersionMismatch",
+    "__version__",
     "autograd",
     "build_info",
     "cmake_dir",

@@ -24,6 +24,8 @@ except ModuleNotFoundError as error:
         f"The command line needs {error.name}: pip install 'fp8moe-cutlass[cli]'"
     ) from None
 
+from fp8moe_cutlass import DeviceUnavailable, UnsupportedDevice, VersionMismatch
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,7 +47,8 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app()
-    except (ValueError, OSError) as error:  # OSError: a path that cannot be read or written
+    # OSError: a path that cannot be read or written.
+    except (ValueError, OSError, DeviceUnavailable, UnsupportedDevice, VersionMismatch) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {rich.markup.escape(str(error))}")
         raise SystemExit(2) from None
 

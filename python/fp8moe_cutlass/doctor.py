@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fp8moe_cutlass import _C
+from fp8moe_cutlass.version import VersionMismatch, __version__, require_same
 
 HOPPER = (9, 0)
 H100_TB_S = 3.35  # of its memory
@@ -94,7 +95,12 @@ def built(info: dict[str, object]) -> list[Finding]:
         if info["cuda"]
         else "CPU alone"
     )
-    return [Finding("version", str(info["version"])), Finding("backends", backends)]
+    try:
+        require_same()
+        found = Finding("version", __version__)
+    except VersionMismatch as error:
+        found = Finding("version", str(error), False)
+    return [found, Finding("backends", backends)]
 
 
 def here(cards: list[Gpu], torch: str | None) -> list[Finding]:

@@ -1,5 +1,5 @@
-// CUDA's runtime as far as require_device asks it, on a machine with one GPU of FAKE_CAPABILITY
-// (80).
+// CUDA's runtime as far as require_device asks it, on a machine with one GPU: FAKE_GPU, its name, of
+// FAKE_CAPABILITY (80).
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
@@ -19,7 +19,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
-  std::snprintf(properties->name, sizeof properties->name, "NVIDIA A100");
+  std::snprintf(properties->name, sizeof properties->name, "%s", std::getenv("FAKE_GPU"));
   return cudaSuccess;
 }
 }

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fp8moe_cutlass import _C
+from fp8moe_cutlass import _C, version
 from fp8moe_cutlass.ops._outputs import scratch
 
 try:
@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
     torch = None  # type: ignore[assignment]
 
 T = TypeVar("T")
+version.require_same()
 
 if torch is not None:
     torch.serialization.add_safe_globals([Fp8Tensor, RoutingPlan])  # what torch.load takes

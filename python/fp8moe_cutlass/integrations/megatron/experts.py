@@ -31,6 +31,7 @@ class Experts(MoEExperts):
     transposed_weights: as of nn.MoEExperts. None: "save" where one microbatch is in flight, so with
       one pipeline stage and no overlap_moe_expert_parallel_comm, else "recompute". The latter also
       with "moe_act", which saves no codes at all.
+    group: of MoELayer, whose experts exchange tokens themselves.
 
     main_grad is always added to. A parameter is an expert's to Megatron (`allreduce`) as in
     TEGroupedMLP. Weight gradients wait for `backward_dw` with delay_wgrad_compute or
@@ -54,7 +55,7 @@ class Experts(MoEExperts):
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         preactivation: str | None = None,
         transposed_weights: str | None = None,
-        **group: Any,
+        group: Any = None,
     ) -> None:
         flags.check(config, pg_collection, name, layer=False)
         ranks = get_pg_size(pg_collection.ep)
@@ -71,7 +72,7 @@ class Experts(MoEExperts):
             transposed_weights = "recompute" if recomputed or in_flight else "save"
         delay = config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
         super().__init__(
-            num_local_experts * (ranks if group else 1),
+            num_local_experts * (1 if group is None else ranks),
             config.moe_latent_size or config.hidden_size,
             config.moe_ffn_hidden_size,
             recipe=recipe,
@@ -80,7 +81,7 @@ class Experts(MoEExperts):
             delay_wgrad=delay,
             dtype=config.params_dtype,
             device="meta",
-            **group,
+            group=group,
         )
         self.config = config
         self.num_local_experts = num_local_experts

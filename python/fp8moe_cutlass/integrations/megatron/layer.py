@@ -19,8 +19,13 @@ class TokenExperts(Experts):
     def __init__(
         self, num_local_experts: int, config: Any, /, *, pg_collection: Any, **options: Any
     ) -> None:
-        group = {"group": pg_collection.ep} if pg_collection.ep.size() > 1 else {}
-        super().__init__(num_local_experts, config, pg_collection=pg_collection, **options, **group)
+        super().__init__(
+            num_local_experts,
+            config,
+            pg_collection=pg_collection,
+            group=pg_collection.ep if pg_collection.ep.size() > 1 else None,
+            **options,
+        )
 
     def forward(  # type: ignore[override]
         self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor
