@@ -70,8 +70,8 @@ def on_cpu() -> None:
         found = own_type(self, *args, **kwargs)
         return f"torch.cuda.{found.split('.')[-1]}" if isinstance(found, str) else found
 
-    torch.Tensor.type = cuda_type  # type: ignore[method-assign]
-    _CudaIsCpu().__enter__()
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign, assignment]
+    _CudaIsCpu().__enter__()  # type: ignore[no-untyped-call]
 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer import distrib_optimizer

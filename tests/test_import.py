@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import client
 import fp8moe_cutlass
 from fp8moe_cutlass import _C
 
@@ -264,3 +266,20 @@ def test_paths_of_the_cxx_package() -> None:
         "runpy.run_module('fp8moe_cutlass', run_name='__main__')"
     )
     assert shown == fp8moe_cutlass.cmake_dir()
+
+
+# ---- the types ----------------------------------------------------------------------------------
+
+PUBLIC = ("", "ops", "nn", "autograd", "distributed", "telemetry", "integrations.deepep")
+PUBLIC += ("integrations.transformer_engine", "integrations.transformers")
+
+
+def test_client_uses_every_public_name() -> None:
+    """mypy --strict looks at tests/client.py (pyproject.toml), which has every name and runs."""
+    tree = ast.parse(Path(client.__file__).read_text())
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    used |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    for room in PUBLIC:
+        module = importlib.import_module(f"fp8moe_cutlass.{room}".strip("."))
+        assert set(module.__all__) - used == set(), room
+    client.main()

@@ -36,6 +36,8 @@ from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.count_codes import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
 
+__all__ = ["Watch", "disable", "enable", "snr", "watch"]
+
 OPERANDS, TRANSPOSES = NAMES[:4], NAMES[4:]
 EVERY = 8  # rows: one in so many is looked at
 

@@ -246,7 +246,9 @@ void Reader::read(Fp8Tensor& q) {
   if (!flat_ && !scale.is_valid()) {  // no Fp8Tensor
     if (given.is_none() && optional()) return;
     if (!(allows_ & kPlainToo) || given.is_none())
-      refuse(given, allows_ & kPlainToo ? "an Fp8Tensor or an array" : "an Fp8Tensor");
+      refuse(given, allows_ & kPlainToo
+                        ? "an Fp8Tensor or an array"
+                        : "an Fp8Tensor (ops.quantize, of weights ops.quantize_weight)");
     data = nb::borrow(given);
   }
   if (data.is_none() && optional()) return;

@@ -69,6 +69,13 @@ struct Extents {
   const char* name;
 };
 
+std::string sizes_of(const RoutingPlan& plan) {
+  std::ostringstream text;
+  text << "; plan has " << plan.tokens << " tokens of " << plan.slots << " slots, " << plan.experts
+       << " experts, " << plan.rows() << " rows";
+  return text.str();
+}
+
 }  // namespace
 
 std::string shape_of(const Tensor& t) {
@@ -88,7 +95,8 @@ void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<in
                "; got ", name_of(t.device));
   FP8MOE_CHECK(t.ndim == static_cast<int>(shape.size()) &&
                    std::equal(shape.begin(), shape.end(), t.shape.begin()),
-               "[", op_, "] ", name, part, " must be ", brackets(shape), "; got ", shape_of(t));
+               "[", op_, "] ", name, part, " must be ", brackets(shape), "; got ", shape_of(t),
+               plan_ ? sizes_of(*plan_) : "");
   FP8MOE_CHECK(t.row_stride == 0 || (t.ndim == 2 && t.row_stride == t.shape[1]), "[", op_, "] ",
                name, part, " must be contiguous; got shape ", shape_of(t), " with rows ",
                t.row_stride, " elements apart");
@@ -196,6 +204,7 @@ void Checker::plan(const RoutingPlan& plan) const {
   tensor(plan.buffer, "plan", {plan.buffer_size()});
   dtype(plan.buffer, "plan", {DType::i32});
   aligned(plan.buffer, "plan");
+  plan_ = &plan;
 }
 
 void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,

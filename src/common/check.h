@@ -66,7 +66,8 @@ class Checker {
                    std::initializer_list<ScaleLayout> layouts) const;
   // Numbers that make a plan: sizes in range, align one of 1, 16, 32, 128.
   void plan_sizes(const RoutingPlan& plan) const;
-  // A whole plan: its numbers, and a buffer of the size that follows.
+  // A whole plan: its numbers, and a buffer of the size that follows. Messages on the shapes of
+  // what is checked after it tell its sizes.
   void plan(const RoutingPlan& plan) const;
   // A transposed operand [C, Kcap] of `plan`, layout block or gemm.
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
@@ -85,6 +86,7 @@ class Checker {
  private:
   const char* op_;
   Device device_;
+  mutable const RoutingPlan* plan_ = nullptr;  // checked, of the caller
 };
 
 }  // namespace fp8moe

@@ -145,11 +145,12 @@ def forward(
     recipe, multiplied = options.recipe, weights.multiplied
     rows, row_probs = (x, probs) if _grouped(x) else ops.permute_pad(x, plan, probs=probs)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan)
+    save_z: Any = need is not None and options.preactivation == "save_fp8"
     made: Any = ops.act_quantize(
         z,
         plan,
         probs=row_probs,
-        save_z=need is not None and options.preactivation == "save_fp8",
+        save_z=save_z,
         scale=recipe.scale,
         eps=recipe.eps,
     )

@@ -155,13 +155,22 @@ class MoEExperts(ExpertBlock, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
-            f"intermediate_size={self.intermediate_size}, recipe={self.recipe}, "
-            f"preactivation={self.preactivation!r}, "
-            f"transposed_weights={self.transposed_weights!r}"
-            + (f", local_experts={self.local_experts}" if self._exchange is not None else "")
-        )
+        said = [
+            f"num_experts={self.num_experts}",
+            f"hidden_size={self.hidden_size}",
+            f"intermediate_size={self.intermediate_size}",
+            f"recipe={self.recipe}",
+            f"preactivation={self.preactivation!r}",
+            f"transposed_weights={self.transposed_weights!r}",
+            f"dtype={self.gate_up_proj.dtype}",
+        ]
+        if self._delayed is not None:
+            said.append("delay_wgrad=True")
+        if self._exchange is not None:
+            said.append(f"group of {self._exchange.ranks} ranks")
+            said.append(f"capacity={self._exchange.capacity}")
+            said.append(f"local_experts={self.local_experts}")
+        return ", ".join(said)
 
 
 def _move(

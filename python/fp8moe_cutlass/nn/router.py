@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +129,14 @@ class Router(nn.Module):
     @group.setter
     def group(self, group: dist.ProcessGroup | None) -> None:
         self._group = Shared(group)
+
+    def extra_repr(self) -> str:
+        rule = [(f.name, getattr(self.rule, f.name), f.default) for f in fields(self.rule)]
+        told = {name: value for name, value, usual in rule if value != usual}
+        told |= {name: value for name, value in vars(self.coefficients).items() if value}
+        sizes = ("num_experts", "hidden_size", "top_k")
+        said = {name: getattr(self, name) for name in sizes} | told
+        return ", ".join(f"{name}={value!r}" for name, value in said.items())
 
     def reset_parameters(self) -> None:
         """The weight uniform within 1/sqrt(hidden_size), biases 0, scales 1."""

@@ -13,6 +13,7 @@ _NAMES: dict[Any, str] = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
+FP8_TENSOR = "an Fp8Tensor (ops.quantize, of weights ops.quantize_weight)"
 
 
 def dtype_name(op: str, argument: str, dtype: DType, *allowed: str) -> str:

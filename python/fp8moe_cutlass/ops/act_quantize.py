@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
@@ -32,6 +32,36 @@ class ActGradients(NamedTuple):
     dprobs: Array | None  # [R] float32, with probs
 
 
+@overload
+def act_quantize(
+    z: Array,
+    plan: RoutingPlan | None = None,
+    probs: Array | None = None,
+    *,
+    limit: float | None = None,
+    save_z: Literal[False] = False,
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    scale_layout: ScaleLayout = "gemm",
+    out: Fp8Tensor | None = None,
+) -> Fp8Tensor: ...
+
+
+@overload
+def act_quantize(
+    z: Array,
+    plan: RoutingPlan | None = None,
+    probs: Array | None = None,
+    *,
+    limit: float | None = None,
+    save_z: Literal[True],
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    scale_layout: ScaleLayout = "gemm",
+    out: tuple[Fp8Tensor, Fp8Tensor] | None = None,
+) -> ActQuantized: ...
+
+
 def act_quantize(
     z: Array,
     plan: RoutingPlan | None = None,
@@ -42,8 +72,8 @@ def act_quantize(
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
-    out: tuple[Fp8Tensor, Fp8Tensor] | Fp8Tensor | None = None,
-) -> Fp8Tensor | ActQuantized:
+    out: Any = None,
+) -> Any:
     """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. limit c > 0: gate at

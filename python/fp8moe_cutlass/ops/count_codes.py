@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
-from fp8moe_cutlass.ops._words import refuse
+from fp8moe_cutlass.ops._words import FP8_TENSOR, refuse
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array
@@ -32,9 +32,9 @@ def count_codes(
     k >= 16 in 20; where each channel has its own, the largest). Shifts need power-of-two scales.
     """
     if not isinstance(t, Fp8Tensor):
-        refuse("count_codes", "t", "an Fp8Tensor", t)
+        refuse("count_codes", "t", FP8_TENSOR, t)
     if columns is not None and not isinstance(columns, Fp8Tensor):
-        refuse("count_codes", "columns", "an Fp8Tensor", columns)
+        refuse("count_codes", "columns", FP8_TENSOR, columns)
     if columns is not None and not (t.pow2 and columns.pow2):
         raise ValueError("[count_codes] columns need power-of-two scales; got pow2=False")
     _op(t, plan, columns, stride, counts)

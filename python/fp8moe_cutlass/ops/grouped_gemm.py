@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name, refuse, shape_of
+from fp8moe_cutlass.ops._words import FP8_TENSOR, dtype_name, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -26,9 +26,9 @@ def grouped_gemm(
     whose they are. Returns d [R, N], bfloat16 or float32, accumulated in float32.
     """
     if not isinstance(a, Fp8Tensor):
-        refuse("grouped_gemm", "a", "an Fp8Tensor", a)
+        refuse("grouped_gemm", "a", FP8_TENSOR, a)
     if not isinstance(w, Fp8Tensor):
-        refuse("grouped_gemm", "w", "an Fp8Tensor", w)
+        refuse("grouped_gemm", "w", FP8_TENSOR, w)
     fresh = out is None
     name = dtype_name("grouped_gemm", "out_dtype", out_dtype, "bfloat16", "float32")
     if out is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name, refuse
+from fp8moe_cutlass.ops._words import FP8_TENSOR, dtype_name, refuse
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -29,9 +29,9 @@ def grouped_gemm_wgrad(
     tokens gets zeros. workspace: of ops.zero_workspace, needed on CUDA; None: allocated.
     """
     if not isinstance(dy_t, Fp8Tensor):
-        refuse("grouped_gemm_wgrad", "dy_t", "an Fp8Tensor", dy_t)
+        refuse("grouped_gemm_wgrad", "dy_t", FP8_TENSOR, dy_t)
     if not isinstance(x_t, Fp8Tensor):
-        refuse("grouped_gemm_wgrad", "x_t", "an Fp8Tensor", x_t)
+        refuse("grouped_gemm_wgrad", "x_t", FP8_TENSOR, x_t)
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("grouped_gemm_wgrad", "plan", "a RoutingPlan", plan)
     fresh = out is None

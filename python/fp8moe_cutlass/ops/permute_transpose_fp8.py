@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import column_layout, refuse, shape_of
+from fp8moe_cutlass.ops._words import FP8_TENSOR, column_layout, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns
@@ -20,7 +20,7 @@ def permute_transpose_fp8(
     Bit-equal to transpose_fp8 of permute_pad's rows; t needs power-of-two 1x128 scales.
     """
     if not isinstance(t, Fp8Tensor):
-        refuse("permute_transpose_fp8", "t", "an Fp8Tensor", t)
+        refuse("permute_transpose_fp8", "t", FP8_TENSOR, t)
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("permute_transpose_fp8", "plan", "a RoutingPlan", plan)
     fresh = out is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import column_layout, is_pow2, refuse, shape_of
+from fp8moe_cutlass.ops._words import FP8_TENSOR, column_layout, is_pow2, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns, ScaleKind
@@ -32,7 +32,7 @@ def transpose_fp8(
     A scale that is no power of two after all: ValueError on the CPU; CUDA counts it in plan.status.
     """
     if not isinstance(t, Fp8Tensor):
-        refuse("transpose_fp8", "t", "an Fp8Tensor", t)
+        refuse("transpose_fp8", "t", FP8_TENSOR, t)
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("transpose_fp8", "plan", "a RoutingPlan", plan)
     fresh = out is None
