@@ -77,7 +77,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
     plan = {"plan": p.plan.buffer, **dict(zip(_SIZES, p.plan.sizes, strict=True))}
     dispatch = {"plan": p.dispatch.buffer, **dict(zip(_SIZES, p.dispatch.sizes, strict=True))}
     rows, width, kcap = p.plan.rows, WIDTH, p.plan.columns
-    rule = {"pow2": True, "eps": 1e-10}
+    rule = {"scale": "pow2", "eps": 1e-10}
 
     def fp8(name: str, t: Fp8Tensor) -> dict[str, Any]:
         return {name: t.data, f"{name}_scale": t.scale_inv, f"{name}_layout": t.scale_layout}
@@ -260,7 +260,7 @@ def objects(name: str, flat: dict[str, Any]) -> list[Any]:
     flat, given = dict(flat), []
     for field, kind, _, _ in _C.operators()[name]:
         if kind == "rule":
-            given += [flat["pow2"], flat["eps"]]
+            given += [flat["scale"], flat["eps"]]
         elif flat[field] is None:
             given.append(None)
         elif kind == "plan":

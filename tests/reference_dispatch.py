@@ -64,10 +64,10 @@ def wire(
     probs: NDArray[np.float32] | None,
     num_experts: int,
     fp8: str,
-    pow2: bool,
+    scale: str,
 ) -> dict[int, Bytes]:
     """The bytes of each row that has a token. dtype: the one x was given in."""
-    q, scale_inv = quantize(x, FORMATS[fp8], tile=(1, 128), pow2=pow2, dtype=dtype)
+    q, scale_inv = quantize(x, FORMATS[fp8], tile=(1, 128), scale=scale, dtype=dtype)
     each = num_experts // len(d.rows)
     found = {}
     for r, kept in enumerate(d.rows):

@@ -70,16 +70,19 @@ E5M2 = Format("e5m2", mantissa=2, bias=15, max_code=0x7B)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
-def scale_of(amax: float, fmt: Format, pow2: bool, eps: float, overflow: float) -> np.float32:
-    """Step by step, spec: floor at eps; 0 or Inf -> 1; FMAX / a in float32; power of two below."""
+def scale_of(amax: float, fmt: Format, rule: str, eps: float, overflow: float) -> np.float32:
+    """Step by step, spec: floor at eps; 0 or Inf -> 1; FMAX / a in float32; power of two below.
+    For "amax" a / FMAX, at least 2^-126."""
     a = np.float32(amax)
     if a < np.float32(eps):
         a = np.float32(eps)
     if a == 0 or np.isinf(a):
         return np.float32(1)
+    if rule == "amax":
+        return max(a / np.float32(fmt.max), np.float32(2.0**-126))
     with np.errstate(over="ignore"):
         scale = np.float32(fmt.max) / a
-    if pow2:
+    if rule == "pow2":
         scale = np.float32(min(2.0 ** np.floor(np.log2(np.float64(scale))), 2.0**126))
     elif np.isinf(scale):
         scale = np.float32(overflow)
@@ -87,13 +90,15 @@ def scale_of(amax: float, fmt: Format, pow2: bool, eps: float, overflow: float) 
 
 
 def quantize_tile(
-    x: NDArray[np.float32], fmt: Format, pow2: bool, eps: float, overflow: float
+    x: NDArray[np.float32], fmt: Format, rule: str, eps: float, overflow: float
 ) -> tuple[Codes, np.float32]:
     """Codes and scale_inv of one tile."""
     magnitudes = np.abs(x[~np.isnan(x)])
     amax = float(magnitudes.max()) if magnitudes.size else 0.0
-    scale = scale_of(amax, fmt, pow2, eps, overflow)
+    scale = scale_of(amax, fmt, rule, eps, overflow)
     with np.errstate(over="ignore", invalid="ignore"):
+        if rule == "amax":
+            return fmt.encode((x / scale).astype(np.float64)), scale
         return fmt.encode((x * scale).astype(np.float64)), np.float32(1) / scale
 
 
@@ -102,7 +107,7 @@ def quantize(
     fmt: Format,
     *,
     tile: tuple[int, int],
-    pow2: bool = True,
+    scale: str = "pow2",
     eps: float = 1e-10,
     dtype: str = "float32",
 ) -> tuple[Codes, NDArray[np.float32]]:
@@ -113,7 +118,7 @@ def quantize(
     for i in range(scale_inv.shape[0]):
         for j in range(scale_inv.shape[1]):
             at = np.s_[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
-            codes[at], scale_inv[i, j] = quantize_tile(x[at], fmt, pow2, eps, OVERFLOW[dtype])
+            codes[at], scale_inv[i, j] = quantize_tile(x[at], fmt, scale, eps, OVERFLOW[dtype])
     return codes, scale_inv
 
 
@@ -210,7 +215,7 @@ def quantize_columns(
     fmt: Format,
     columns: str,
     *,
-    pow2: bool = True,
+    scale: str = "pow2",
     eps: float = 1e-10,
     dtype: str = "float32",
 ) -> tuple[Codes, NDArray[np.float32]]:
@@ -226,7 +231,7 @@ def quantize_columns(
             np.ascontiguousarray(x[g.row : g.row + g.tokens].T),
             fmt,
             tile=tile,
-            pow2=pow2,
+            scale=scale,
             eps=eps,
             dtype=dtype,
         )

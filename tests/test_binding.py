@@ -330,6 +330,7 @@ WRONG = {  # of each kind of argument: what it must be, and what it is not
     "int": ("an int", (1.0, True, "x", None, [1], torch.zeros(2))),
     "bool": ("True or False", (1, None, "x", np.True_, torch.tensor(True))),
     "float": ("a number", (None, "x", True, [1.0], torch.zeros(2))),
+    "str": ("'pow2', 'fp32' or 'amax'", (None, "e8m0", True, 1, ["pow2"])),
     "format": ("'e4m3' or 'e5m2'", (None, "e3m4", 4, ["e4m3"])),
 }
 
@@ -341,7 +342,7 @@ def test_what_is_of_a_wrong_type(name: str) -> None:
     arguments: list[tuple[str, str, str, bool]] = []
     for field in _C.operators()[name]:
         rule = [
-            (word, kind, "option", False) for word, kind in (("pow2", "bool"), ("eps", "float"))
+            (word, kind, "option", False) for word, kind in (("scale", "str"), ("eps", "float"))
         ]
         arguments += rule if field[1] == "rule" else [field]
     for at, (field, kind, role, plain_too) in enumerate(arguments):
@@ -370,11 +371,11 @@ def test_what_came_is_shown() -> None:
         (2.5, "2.5"),
     ):
         with pytest.raises(ValueError, match=rf"\[quantize\] x must be an array.*; got {shown}$"):
-            _C.quantize(x, q, True, 1e-10)
+            _C.quantize(x, q, "pow2", 1e-10)
     with pytest.raises(
         ValueError, match=r"\[quantize\] q must be an Fp8Tensor .*; got Tensor of dty"
     ):
-        _C.quantize(q.data, torch.zeros(4, 128), True, 1e-10)
+        _C.quantize(q.data, torch.zeros(4, 128), "pow2", 1e-10)
 
 
 WRONG_CALLS: dict[str, Callable[[Problem], Any]] = {
@@ -448,7 +449,7 @@ def test_others_arrays() -> None:
     """A mask is not ignored; an immutable array is not written; the stream is told."""
     q = ops.quantize(torch.zeros(4, 128))
     with pytest.raises(ValueError, match="without a mask; got MaskedArray"):
-        _C.quantize(np.ma.zeros((4, 128), np.float32), q, True, 1e-10)
+        _C.quantize(np.ma.zeros((4, 128), np.float32), q, "pow2", 1e-10)
     immutable = type("ArrayImpl", (Lender,), {"__module__": "jaxlib._jax"})(torch.zeros(4, 128))
     with pytest.raises(ValueError, match=r"\[dequantize\] x is written.*immutable array of JAX"):
         _C.dequantize(q, immutable)
@@ -462,7 +463,7 @@ def test_others_arrays() -> None:
 
     for handle, want in ((0, 1), (7, 7)):
         with use_stream(handle), pytest.raises(ValueError, match="q must be on cuda:0; got cpu"):
-            _C.quantize(OnCuda(2), q, True, 1e-10)
+            _C.quantize(OnCuda(2), q, "pow2", 1e-10)
         assert asked.pop() == {"stream": want}
 
 
@@ -470,7 +471,7 @@ def test_unknown_layout() -> None:
     p = problem()
     q = SimpleNamespace(data=p.x8.data, scale_inv=p.x8.scale_inv, scale_layout="rows")
     with pytest.raises(ValueError, match=r"q\.scale_layout must be 'row', 'gemm' or 'block'"):
-        _C.quantize(p.x, q, True, 1e-10)
+        _C.quantize(p.x, q, "pow2", 1e-10)
 
 
 class _DLTensor(ctypes.Structure):
@@ -515,9 +516,9 @@ class Elsewhere:
 def test_devices() -> None:
     q = ops.quantize(torch.zeros(4, 128))
     with pytest.raises(ValueError, match=r"x must be on the CPU or a CUDA device; got .* type 10"):
-        _C.quantize(Elsewhere(10), q, True, 1e-10)
+        _C.quantize(Elsewhere(10), q, "pow2", 1e-10)
     with pytest.raises(ValueError, match=r"q must be on cuda:0; got cpu"):
-        _C.quantize(Elsewhere(2), q, True, 1e-10)
+        _C.quantize(Elsewhere(2), q, "pow2", 1e-10)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here and would be used")
@@ -531,19 +532,20 @@ def test_cuda_arrays_without_a_gpu() -> None:
     if not _C.build_info()["cuda"]:
         lacks = "this build has no CUDA backend; pass CPU tensors, or reinstall with FP8MOE_CUDA=ON"
     with pytest.raises(DeviceUnavailable, match=rf"^\[quantize\] .*({lacks})"):
-        _C.quantize(x, q, True, 1e-10)
+        _C.quantize(x, q, "pow2", 1e-10)
 
 
 # ---- words and metadata -------------------------------------------------------------------------
 
 
-def transposed(p: Problem, **changes: Any) -> Any:
-    q = ops.quantize(p.rows, scale="fp32")
+def transposed(p: Problem, rows: str = "fp32", **changes: Any) -> Any:
+    q = ops.quantize(p.rows, scale=rows)
     return ops.transpose_fp8(q, p.plan, **changes)
 
 
 BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     "fp32 scales cannot be shifted": (transposed, "pow2 scales .* got pow2=False"),
+    "nor amax scales": (lambda p: transposed(p, "amax"), "pow2 scales .* got pow2=False"),
     "nor permuted and shifted": (
         lambda p: ops.permute_transpose_fp8(ops.quantize(p.x, scale="fp32"), p.plan),
         "got pow2=False",
@@ -552,12 +554,16 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         lambda p: ops.transpose_fp8(p.rows8, p.plan, scale="fp32"),
         "got pow2=True, scale='fp32'",
     ),
+    "nor amax scales either": (
+        lambda p: ops.transpose_fp8(p.rows8, p.plan, scale="amax"),
+        "got pow2=True, scale='amax'",
+    ),
     "columns": (lambda p: transposed(p, columns="row", requantize=True), "'block' or 'column'"),
     "columns need a plan": (
         lambda p: ops.act_quantize_backward(p.rows, p.rows, columns="block"),
         "need a plan",
     ),
-    "scale": (lambda p: ops.quantize(p.x, scale="e8m0"), "scale must be 'pow2' or 'fp32'"),
+    "scale": (lambda p: ops.quantize(p.x, scale="e8m0"), "scale must be 'pow2', 'fp32' or 'amax'"),
     "fp8_dtype": (
         lambda p: ops.quantize(p.x, fp8_dtype="e3m4"),
         r"\[quantize\] fp8_dtype must be one of",
@@ -619,6 +625,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     "moving is not casting": (lambda p: p.x8.to(torch.float32), "use dequantize"),
     "nor of the scales": (lambda p: p.x8.to(p.x8.data.dtype), "got dtype torch.float8_e4m3fn"),
     "recipe of blocks and fp32": (lambda p: Fp8Recipe(scale="fp32"), "got 'block'"),
+    "recipe of blocks and amax": (
+        lambda p: Fp8Recipe(scale="amax"),
+        "columns must be 'column' with scale 'amax'; got 'block'",
+    ),
     "recipe word": (lambda p: Fp8Recipe(columns="rows"), "got 'rows'"),
     "recipe eps": (lambda p: Fp8Recipe(eps=-1.0), "got -1.0"),
     "recipe eps past float32": (lambda p: Fp8Recipe(eps=1e39), r"got 1e\+39"),
@@ -665,7 +675,7 @@ def test_arguments_are_released() -> None:
         ops.quantize(x)
         ops.quantize(frozen)
         with pytest.raises(ValueError, match="contiguous"):
-            _C.quantize(x.T, p.x8, True, 1e-10)
+            _C.quantize(x.T, p.x8, "pow2", 1e-10)
     gc.collect()
     assert (sys.getrefcount(x), sys.getrefcount(frozen)) == counts
 

@@ -147,15 +147,15 @@ def test_wire(hidden: int, slots: int) -> None:
     for segment in (0, 5, 20):
         plan, _, d = planned(ids, 6, 3, segment)
         packed = packed_of(x, ids, probs, plan, num_experts=6)
-        args = (x.numpy(), "float32", ids.numpy(), probs.numpy(), 6, "e4m3", True)
+        args = (x.numpy(), "float32", ids.numpy(), probs.numpy(), 6, "e4m3", "pow2")
         assert_wire(packed, ref.wire(d, *args), plan, hidden, slots)
         gradient = packed_of(x, None, None, plan, num_experts=6)
-        args = (x.numpy(), "float32", None, None, 6, "e4m3", True)
+        args = (x.numpy(), "float32", None, None, 6, "e4m3", "pow2")
         assert_wire(gradient, ref.wire(d, *args), plan, hidden, 0)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_formats(dtype: str, fp8: str, scale: Any, ids_dtype: torch.dtype) -> None:
@@ -167,7 +167,7 @@ def test_formats(dtype: str, fp8: str, scale: Any, ids_dtype: torch.dtype) -> No
     plan, _, d = planned(ids, 8, 8)
     packed = packed_of(x, ids, probs, plan, num_experts=8, fp8_dtype=fp8, scale=scale)
     plain = ids.numpy().astype(np.int64)
-    rows = ref.wire(d, x.float().numpy(), dtype, plain, probs.numpy(), 8, fp8, pow2=scale == "pow2")
+    rows = ref.wire(d, x.float().numpy(), dtype, plain, probs.numpy(), 8, fp8, scale)
     assert_wire(packed, rows, plan, 272, 4)
     q = ops.quantize(x, fp8_dtype=fp8, scale=scale)
     got, *_ = ops.unpack(packed, 272, 4, fp8_dtype=fp8, pow2=scale == "pow2")
@@ -189,7 +189,7 @@ def test_any_routing(data: st.DataObject) -> None:
     x, probs = torch.randn(tokens, hidden, generator=g), torch.rand(tokens, slots, generator=g)
     plan, _, d = planned(ids, ranks * each, ranks, segment)
     packed = packed_of(x, ids, probs, plan, num_experts=ranks * each)
-    args = (x.numpy(), "float32", ids.numpy(), probs.numpy(), ranks * each, "e4m3", True)
+    args = (x.numpy(), "float32", ids.numpy(), probs.numpy(), ranks * each, "e4m3", "pow2")
     assert_wire(packed, ref.wire(d, *args), plan, hidden, slots)
     _, local, weights = ops.unpack(packed, hidden, slots)
     assert local is not None

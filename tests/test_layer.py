@@ -41,6 +41,7 @@ RECIPES = {
     "recompute": (Fp8Recipe(), {"preactivation": "recompute"}, SINGLE),
     "fp8_z": (Fp8Recipe(), {"preactivation": "save_fp8"}, TWICE),
     "fp32_scales": (Fp8Recipe(scale="fp32", columns="column"), {}, TWICE),
+    "amax_scales": (Fp8Recipe(scale="amax", columns="column"), {}, TWICE),
     "e5m2_grads": (Fp8Recipe(grad_dtype="e5m2"), {}, E5M2),
     "bf16": (None, {}, 0.006),
     "bf16_recompute": (None, {"preactivation": "recompute"}, 0.006),
@@ -207,16 +208,19 @@ def test_wgrad_sees_what_the_row_gemms_saw(columns: Any, monkeypatch: pytest.Mon
     assert rounded > 0
 
 
-def test_float32_scales_are_requantized_by_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", ["fp32", "amax"])
+def test_float32_scales_are_requantized_by_the_recipe(
+    scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Operands that take the second rounding take it by the recipe's scale and eps."""
     p = problem(200, 2, 3, 256, 128)
     spy = Spy(monkeypatch, "transpose_fp8", "grouped_gemm_wgrad")
-    p.run(p.experts(recipe=Fp8Recipe(scale="fp32", columns="column", eps=1e-3)))
+    p.run(p.experts(recipe=Fp8Recipe(scale=scale, columns="column", eps=1e-3)))
     assert [t.pow2 for args, _ in spy.calls["grouped_gemm_wgrad"] for t in args[:2]] == [False] * 4
     assert len(spy.calls["transpose_fp8"]) == 2
     for (rows, plan), got in list(spy.calls["transpose_fp8"]):
         want = ops.transpose_fp8(
-            rows, plan, columns="column", requantize=True, scale="fp32", eps=1e-3
+            rows, plan, columns="column", requantize=True, scale=scale, eps=1e-3
         )
         end = int(plan.col_offsets[-1])
         assert torch.equal(got.data[:, :end].float(), want.data[:, :end].float())

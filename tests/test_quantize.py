@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = ["e4m3", "e5m2"]
-SCALES = ["pow2", "fp32"]
+SCALES = ["pow2", "fp32", "amax"]
 
 
 def codes_of(t: torch.Tensor) -> NDArray[np.uint8]:
@@ -67,7 +67,7 @@ def test_every_kind_of_tile(dtype: str, fp8_dtype: str, scale: str, layout: str)
     x = torch.cat([special_rows(1, 272), special_rows(2, 272)]).to(DTYPES[dtype])
     for eps in (0.0, 1e-40, 1e-10):  # under 1e-36 largest / eps overflows
         q = ops.quantize(x, fp8_dtype=fp8_dtype, scale=scale, eps=eps, scale_layout=layout)
-        args = {"pow2": scale == "pow2", "eps": eps, "dtype": dtype}
+        args = {"scale": scale, "eps": eps, "dtype": dtype}
         fmt = ref.FORMATS[fp8_dtype]
         assert_same(q, *ref.quantize(x.float().numpy(), fmt, tile=(1, 128), **args))
 
@@ -127,7 +127,7 @@ def test_any_values(data: st.DataObject) -> None:
     x = torch.frombuffer(bytearray(bits), dtype=DTYPES[dtype]).reshape(-1, k)
     q = ops.quantize(x, fp8_dtype=fp8_dtype, scale=scale, eps=eps)
     fmt = ref.FORMATS[fp8_dtype]
-    args = {"pow2": scale == "pow2", "eps": eps, "dtype": dtype}
+    args = {"scale": scale, "eps": eps, "dtype": dtype}
     assert_same(q, *ref.quantize(x.float().numpy(), fmt, tile=(1, 128), **args))
 
 
@@ -142,7 +142,7 @@ def test_weight_and_its_transpose(shape: tuple[int, ...], scale: str) -> None:
     q, q_t = ops.quantize_weight(w, scale=scale)
     fmt = ref.FORMATS["e4m3"]
     for e in range(shape[0]):
-        codes, scale_inv = ref.quantize(w[e].numpy(), fmt, tile=(128, 128), pow2=scale == "pow2")
+        codes, scale_inv = ref.quantize(w[e].numpy(), fmt, tile=(128, 128), scale=scale)
         np.testing.assert_array_equal(codes_of(q.data[e]), codes)
         np.testing.assert_array_equal(q.scale_inv[e].numpy(), scale_inv)
         np.testing.assert_array_equal(codes_of(q_t.data[e]), codes.T)
@@ -157,7 +157,7 @@ def test_weight_of_every_kind_of_tile(dtype: str, scale: str) -> None:
     w[:, 1::3] *= 0.5
     for eps in (0.0, 1e-40, 1e-10):
         q, q_t = ops.quantize_weight(w, scale=scale, eps=eps)
-        args = {"pow2": scale == "pow2", "eps": eps, "dtype": dtype}
+        args = {"scale": scale, "eps": eps, "dtype": dtype}
         for e in range(w.shape[0]):
             codes, scale_inv = ref.quantize(w[e].float().numpy(), ref.E4M3, tile=(128, 128), **args)
             for got, axes in ((q, (0, 1)), (q_t, (1, 0))):
@@ -168,7 +168,7 @@ def test_weight_of_every_kind_of_tile(dtype: str, scale: str) -> None:
                 np.testing.assert_array_equal(codes_of(got.data[e]), codes.transpose(axes))
 
 
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 def test_one_of_the_two_weights(scale):
     w = torch.randn(3, 144, 272)
     q, q_t = ops.quantize_weight(w, scale=scale)

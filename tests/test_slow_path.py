@@ -18,6 +18,10 @@ def float32_scales(p: Problem) -> None:
     p.experts(recipe=Fp8Recipe(scale="fp32", columns="column"))
 
 
+def amax_scales(p: Problem) -> None:
+    p.experts(recipe=Fp8Recipe(scale="amax", columns="column"))
+
+
 def misaligned_main_grad(p: Problem) -> None:
     layer = p.experts()
     for w in layer.parameters():
@@ -33,6 +37,7 @@ def quantized_again(p: Problem) -> None:
 
 CAUSES: dict[str, tuple[Callable[[Problem], None], str]] = {
     "float32 scales": (float32_scales, "float32 scales cannot be shifted"),
+    "amax scales": (amax_scales, "float32 scales cannot be shifted"),
     "main_grad": (misaligned_main_grad, "begins at no multiple of 16 bytes"),
     "quantized again": (quantized_again, "several forwards before an optimizer step"),
 }

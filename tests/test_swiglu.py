@@ -62,17 +62,17 @@ def ordinal(codes: Tensor) -> Tensor:
     return torch.where(codes >= 0x80, -magnitude, magnitude)
 
 
-def assert_quantized(q: Fp8Tensor, values: Tensor, pow2: bool = True, eps: float = 1e-10) -> None:
+def assert_quantized(q: Fp8Tensor, values: Tensor, scale: str = "pow2", eps: float = 1e-10) -> None:
     """q is Q(values) [M, K] by 1x128 tiles, up to what float32 arithmetic may do to the values."""
     codes, scale_inv = codes_and_scales(q)
     fmt = ref.FORMATS[str(q.fp8_dtype)]
     want_codes, want_scale = ref.quantize(
-        values.float().numpy(), fmt, tile=(1, TILE), pow2=pow2, eps=eps
+        values.float().numpy(), fmt, tile=(1, TILE), scale=scale, eps=eps
     )
     tiles = torch.nn.functional.pad(values.abs(), (0, -values.shape[1] % TILE))
     amax = tiles.unflatten(-1, (-1, TILE)).amax(-1)
     ratio = scale_inv.double() / torch.from_numpy(want_scale).double()
-    if pow2:
+    if scale == "pow2":
         # fmt.max / amax is a power of two up to 8 ulp: the scale may fall on either side.
         octave = torch.log2(fmt.max / amax.clamp_min(1e-30))
         near = (octave - octave.round()).abs() < 8 * 2.0**-23 / 0.69
@@ -108,15 +108,15 @@ def padding_rows(plan: RoutingPlan) -> Tensor:
 # ---- forward ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_forward(dtype: torch.dtype, scale: str) -> None:
     for inner in (16, 128, 368):
         z, probs = awkward(40, 2 * inner, dtype), torch.rand(40)
         for layout in ("row", "gemm"):
             h = ops.act_quantize(z, probs=probs, scale=scale, scale_layout=layout)
-            assert_quantized(h, truth(z, probs=probs).h, scale == "pow2")
-        assert_quantized(ops.act_quantize(z, scale=scale), truth(z).h, scale == "pow2")
+            assert_quantized(h, truth(z, probs=probs).h, scale)
+        assert_quantized(ops.act_quantize(z, scale=scale), truth(z).h, scale)
 
 
 @pytest.mark.parametrize("limit", [0.5, 7.0])
@@ -168,7 +168,7 @@ def test_saved_z_is_quantize() -> None:
 
 
 @pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_backward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
     """Tiles of dz run over 2I as one row: with I = 368 one of them holds gate and up."""
@@ -178,7 +178,7 @@ def test_backward(dtype: torch.dtype, scale: str, fp8_dtype: str) -> None:
         dz, *_, dprobs = ops.act_quantize_backward(
             dh, z, probs=probs, scale=scale, fp8_dtype=fp8_dtype
         )
-        assert_quantized(dz, want.dz, scale == "pow2")
+        assert_quantized(dz, want.dz, scale)
         size = truth(z.abs(), dh.abs(), probs).dprobs.abs()
         assert ((dprobs - want.dprobs).abs() <= 1e-5 * size + 1e-30).all()
         alone, *_, none = ops.act_quantize_backward(dh, z, scale_layout="row")

@@ -205,7 +205,7 @@ def test_permute_transpose_is_the_two_ops(
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("layout", ["row", "gemm"])
 def test_requantize(layout: str, scale: str, columns: str) -> None:
     counts = [5, 0, 130]
@@ -219,7 +219,7 @@ def test_requantize(layout: str, scale: str, columns: str) -> None:
         plan.columns,
         ref.E5M2,
         columns,
-        pow2=scale == "pow2",
+        scale=scale,
     )
     assert_columns(got, plan, *expected, columns)
 

@@ -56,6 +56,10 @@ enum { FP8MOE_CPU = 0, FP8MOE_CUDA = 1 };
 /* Values of fp8moe_fp8_tensor.layout: where the scales are (tensor.h, ScaleLayout). */
 enum { FP8MOE_LAYOUT_ROW = 0, FP8MOE_LAYOUT_GEMM = 1, FP8MOE_LAYOUT_BLOCK = 2 };
 
+/* Values of fp8moe_scale_rule.kind: how a tile's scale follows from its largest magnitude (ops.h,
+ * ScaleKind). */
+enum { FP8MOE_SCALE_FP32 = 0, FP8MOE_SCALE_POW2 = 1, FP8MOE_SCALE_AMAX = 2 };
+
 /* Of a workspace that must be zero: so many bytes serve every operator that asks for one, in calls
  * that follow one another on a stream. It is zero again when each has run. Calls that may run at
  * the same time need one each. */
@@ -90,8 +94,8 @@ typedef struct fp8moe_plan {
 } fp8moe_plan;
 
 typedef struct fp8moe_scale_rule {
-  int32_t pow2; /* 1: power-of-two scales; 0: float32 scales */
-  float eps;    /* floor of a tile's largest magnitude; the C++ default is 1e-10 */
+  int32_t kind;
+  float eps; /* floor of a tile's largest magnitude; the C++ default is 1e-10 */
 } fp8moe_scale_rule;
 
 typedef struct fp8moe_build_info {

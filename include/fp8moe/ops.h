@@ -27,8 +27,11 @@
 namespace fp8moe {
 
 // How a tile's scale follows from its largest magnitude (docs/reference/numerics.md, "Scale rule").
+// fp32: FP8's largest over the magnitude, which values are multiplied by. pow2: the same, rounded
+// down to a power of two. amax: the magnitude over FP8's largest, which values are divided by.
+enum class ScaleKind : int32_t { fp32 = 0, pow2 = 1, amax = 2 };
 struct ScaleRule {
-  bool pow2 = true;    // power-of-two scales; false: float32 scales
+  ScaleKind kind = ScaleKind::pow2;
   float eps = 1e-10f;  // floor of the magnitude
 };
 

@@ -14,11 +14,12 @@ class Fp8Recipe:
     """How a layer quantizes.
 
     grad_dtype: format of gradients; activations and weights are in E4M3. scale: "pow2"
-    (power-of-two scales, shifted exactly by the FP8-domain transpose) or "fp32". eps: floor of a
+    (power-of-two scales, shifted exactly by the FP8-domain transpose), or float32 scales: "fp32"
+    multiplies by largest / magnitude, "amax" divides by magnitude / largest. eps: floor of a
     tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
     fast wgrad) or "column" (1x128 along tokens, the most accurate one).
-    Raises ValueError for an unknown word, and for "fp32" with "block": a 128x128 block has one
-    scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
+    Raises ValueError for an unknown word, and for float32 scales with "block": a 128x128 block has
+    one scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
 
     grad_dtype: Fp8DType = "e4m3"
@@ -29,7 +30,7 @@ class Fp8Recipe:
     def __post_init__(self) -> None:
         allowed = {
             "grad_dtype": ("e4m3", "e5m2"),
-            "scale": ("pow2", "fp32"),
+            "scale": ("pow2", "fp32", "amax"),
             "columns": ("block", "column"),
         }
         for name, words in allowed.items():
@@ -38,8 +39,8 @@ class Fp8Recipe:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
         if not 0.0 <= self.eps <= FLOAT32_MAX:
             raise ValueError(f"[Fp8Recipe] eps must be in [0, 3.4e38]; got {self.eps}")
-        if self.scale == "fp32" and self.columns == "block":
+        if self.scale != "pow2" and self.columns == "block":
             raise ValueError(
-                "[Fp8Recipe] columns must be 'column' with scale 'fp32'; got 'block', whose "
-                "transpose shifts codes by powers of two"
+                f"[Fp8Recipe] columns must be 'column' with scale {self.scale!r}; got 'block', "
+                "whose transpose shifts codes by powers of two"
             )

@@ -1,8 +1,9 @@
 // The extension _C: of each operator in fp8moe/ops.h a function of its fields, in their order.
 //
-// quantize(x, q, pow2, eps): an Fp8Tensor and a RoutingPlan are objects, a ScaleRule two arguments,
-// None leaves an optional array out. It returns torch's tensors that it wrote, whose versions the
-// caller counts. Where it needs a workspace and has None, it runs nothing and returns the bytes.
+// quantize(x, q, scale, eps): an Fp8Tensor and a RoutingPlan are objects, a ScaleRule two
+// arguments, None leaves an optional array out. It returns torch's tensors that it wrote, whose
+// versions the caller counts. Where it needs a workspace and has None, it runs nothing and returns
+// the bytes.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -77,7 +78,7 @@ std::string signature() {
   for_each_field<P>([&]<class T>(const Field<P, T>& field) {
     const std::string kind = kind_of<T>();
     if (kind == "rule") {
-      add("pow2", "bool", field.role);
+      add("scale", "str", field.role);
       return add("eps", "float", field.role);
     }
     const std::string types[][2] = {

@@ -86,6 +86,15 @@ bool is_text(nb::handle object, const char* text) {
   return PyUnicode_Check(object.ptr()) && PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0;
 }
 
+// Of three interned words, the one that was given; -1: another.
+int index_of(nb::handle given, PyObject* const (&words)[3]) {
+  for (int i = 0; i < 3; ++i)
+    if (given.ptr() == words[i]) return i;
+  for (int i = 0; i < 3; ++i)
+    if (PyUnicode_Check(given.ptr()) && PyUnicode_Compare(given.ptr(), words[i]) == 0) return i;
+  return -1;
+}
+
 // What came, for a message: None, 'word', a number, or a type with what dtype it has.
 std::string shown(nb::handle given) {
   if (given.is_none()) return "None";
@@ -176,8 +185,8 @@ bool Reader::truth(Object given) const {
 }
 
 void Reader::read(ScaleRule& rule) {
-  name_ = "pow2";
-  rule.pow2 = truth(next());
+  name_ = "scale";
+  rule.kind = scale_kind(next());
   name_ = "eps";
   rule.eps = number(next());
 }
@@ -193,14 +202,18 @@ void Reader::read(DType& format) {
   }
 }
 
+ScaleKind Reader::scale_kind(Object given) const {
+  static PyObject* const words[] = {interned("fp32"), interned("pow2"), interned("amax")};
+  const int kind = index_of(given, words);
+  if (kind < 0) refuse(given, "'pow2', 'fp32' or 'amax'");
+  return static_cast<ScaleKind>(kind);
+}
+
 ScaleLayout Reader::layout(Object given) const {
   static PyObject* const words[] = {interned("row"), interned("gemm"), interned("block")};
-  for (int i = 0; i < 3; ++i)
-    if (given.ptr() == words[i]) return static_cast<ScaleLayout>(i);
-  for (const ScaleLayout l : {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block})
-    if (is_text(given, l == ScaleLayout::row ? "row" : l == ScaleLayout::gemm ? "gemm" : "block"))
-      return l;
-  fail(".scale_layout", "must be 'row', 'gemm' or 'block'; got ", shown(given));
+  const int layout = index_of(given, words);
+  if (layout < 0) fail(".scale_layout", "must be 'row', 'gemm' or 'block'; got ", shown(given));
+  return static_cast<ScaleLayout>(layout);
 }
 
 // ---- arrays -------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ class __attribute__((visibility("hidden"))) Reader {
   int64_t integer(Object given, const char* part = "") const;
   float number(Object given) const;
   bool truth(Object given) const;
+  ScaleKind scale_kind(Object given) const;
   ScaleLayout layout(Object given) const;
 
   bool optional() const {

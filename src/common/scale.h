@@ -12,7 +12,7 @@
 namespace fp8moe {
 
 struct TileScale {
-  float scale;      // codes are encode(x * scale)
+  float scale;      // codes are encode(x * scale); by the amax rule, encode(x / scale)
   float scale_inv;  // what is stored: x is about decode(code) * scale_inv
 };
 
@@ -28,7 +28,17 @@ FP8MOE_HD TileScale pow2_scale(float amax, float fp8_max, float eps) {
   return {bit_cast<float>(scale << 23), bit_cast<float>((254u - scale) << 23)};
 }
 
-// Either rule. overflow: the largest finite value of x's dtype, for when fp8_max / amax overflows.
+// The float32 scales of most other libraries: scale = scale_inv = RN(a / fp8_max), and values are
+// divided by it. At least 2^-126: then a normal number, and every quotient is in FP8's range.
+FP8MOE_HD TileScale amax_scale(float amax, float fp8_max, float eps) {
+  const float a = amax < eps ? eps : amax;
+  if (!(a > 0.0f) || a > 0x1.fffffep127f) return {1.0f, 1.0f};  // 0, NaN or Inf
+  const float scale = a / fp8_max;
+  return scale < 0x1p-126f ? TileScale{0x1p-126f, 0x1p-126f} : TileScale{scale, scale};
+}
+
+// By the other two rules. overflow: the largest finite value of x's dtype, for when fp8_max / amax
+// overflows.
 FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, bool pow2, float eps, float overflow) {
   if (pow2) return pow2_scale(amax, fp8_max, eps);
   const float a = amax < eps ? eps : amax;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "cpu/plan_check.h"
@@ -84,13 +85,20 @@ FP8MOE_HD void quantize_columns(const T* x, int64_t stride, int tokens, int chan
       scale[c] = s.scale;
       out.scale_inv[c] = s.scale_inv;
     }
-    for (int t = 0; t < tokens; ++t)
-      for (int c = 0; c < channels; ++c)
-        tile.code[t][c] = fp8_encode<F>(to_float(x[t * stride + c]) * scale[c]);
+    const auto encode = [&](auto scaled) FP8MOE_INLINE {
+      for (int t = 0; t < tokens; ++t)
+        for (int c = 0; c < channels; ++c)
+          tile.code[t][c] = fp8_encode<F>(scaled(to_float(x[t * stride + c]), scale[c]));
+    };
+    if (rule.kind == ScaleKind::amax)
+      encode(std::divides<float>());
+    else
+      encode(std::multiplies<float>());
   } else {
     const TileMax max = tile_max(x, stride, tokens, channels);
     const TileScale s = tile_scale_of<F, T>(max.amax, rule);
-    tile_encode<F>(x, stride, tokens, channels, s.scale, max.finite, tile.code[0], kTile);
+    tile_encode<F>(x, stride, tokens, channels, s.scale, rule.kind, max.finite, tile.code[0],
+                   kTile);
     *out.scale_inv = s.scale_inv;
   }
   if (tokens < kTile) memset(tile.code[tokens], 0, static_cast<size_t>(kTile - tokens) * kTile);

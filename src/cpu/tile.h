@@ -41,7 +41,8 @@ inline constexpr float kMaxFinite<Fp16> = 65504.0f;
 
 template <typename F, typename T>
 FP8MOE_HD TileScale tile_scale_of(float amax, ScaleRule rule) {
-  return tile_scale(amax, F::kMax, rule.pow2, rule.eps, kMaxFinite<T>);
+  if (rule.kind == ScaleKind::amax) return amax_scale(amax, F::kMax, rule.eps);
+  return tile_scale(amax, F::kMax, rule.kind == ScaleKind::pow2, rule.eps, kMaxFinite<T>);
 }
 
 struct TileMax {
@@ -104,12 +105,14 @@ FP8MOE_HD void encode_finite(const Bf16* __restrict x, int n, float scale, uint8
 }
 #endif
 
-// q [rows, cols], rows `q_stride` codes apart.
+// q [rows, cols], rows `q_stride` codes apart; scale by the rule `kind`.
 template <typename F, typename T>
-FP8MOE_HD void tile_encode(const T* x, int64_t stride, int rows, int cols, float scale, bool finite,
-                           uint8_t* q, int64_t q_stride) {
+FP8MOE_HD void tile_encode(const T* x, int64_t stride, int rows, int cols, float scale,
+                           ScaleKind kind, bool finite, uint8_t* q, int64_t q_stride) {
   for (int r = 0; r < rows; ++r, x += stride, q += q_stride) {
-    if (finite) {
+    if (kind == ScaleKind::amax) {
+      for (int c = 0; c < cols; ++c) q[c] = fp8_encode<F>(to_float(x[c]) / scale);
+    } else if (finite) {
       encode_finite<F>(x, cols, scale, q);
     } else {
       for (int c = 0; c < cols; ++c) q[c] = fp8_encode<F>(to_float(x[c]) * scale);
@@ -142,7 +145,7 @@ FP8MOE_HD void quantize_tiles(const T* x, int64_t k, ScaleRule rule, uint8_t* q,
     for (int t = 0; t < tiles; ++t) {
       const int64_t c = first + t * kTile;
       with_width(k - c, [&](int n) FP8MOE_INLINE {
-        tile_encode<F>(x + c, k, 1, n, scale[t].scale, max[t].finite, q + c, k);
+        tile_encode<F>(x + c, k, 1, n, scale[t].scale, rule.kind, max[t].finite, q + c, k);
       });
       scale_inv[c / kTile * scale_stride] = scale[t].scale_inv;
     }

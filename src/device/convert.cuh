@@ -85,11 +85,17 @@ __device__ __forceinline__ uint32_t fp8_encode4(float a, float b, float c, float
   return fp8_encode2<F>(a, b) | fp8_encode2<F>(c, d) << 16;
 }
 
-// The codes of eight values times `scale`.
-template <typename F>
+// v times `scale`, or divided by it: rounded to nearest, under any compiler flag.
+template <bool kDivides>
+__device__ __forceinline__ float scaled(float v, float scale) {
+  return kDivides ? __fdiv_rn(v, scale) : v * scale;
+}
+
+// The codes of eight values times `scale`, or divided by it.
+template <typename F, bool kDivides = false>
 __device__ __forceinline__ uint2 fp8_encode8(const float* v, float scale) {
-  return {fp8_encode4<F>(v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale),
-          fp8_encode4<F>(v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale)};
+  const auto of = [&](int i) { return scaled<kDivides>(v[i], scale); };
+  return {fp8_encode4<F>(of(0), of(1), of(2), of(3)), fp8_encode4<F>(of(4), of(5), of(6), of(7))};
 }
 
 // fp8_decode of the two codes in the low 16 bits; exact (NaNs keep no payload).

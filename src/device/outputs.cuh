@@ -8,8 +8,10 @@ namespace fp8moe::cuda {
 
 constexpr float kMaxFloat = 0x1.fffffep127f;
 
-// How a tile's scale follows from its amax: either rule, or only powers of two (no division).
+// How a tile's scale follows from its amax, and whether values are multiplied or divided by it:
+// fp32 or pow2 by a flag, pow2 alone (no division), or amax.
 struct Scaling {
+  static constexpr bool kDivides = false;
   bool pow2;
   float eps;
   float overflow;  // the largest finite value of what is quantized
@@ -20,6 +22,7 @@ struct Scaling {
   }
 };
 struct Pow2Scaling {
+  static constexpr bool kDivides = false;
   float eps;
 
   template <typename F>
@@ -27,6 +30,24 @@ struct Pow2Scaling {
     return pow2_scale(amax, F::kMax, eps);
   }
 };
+struct AmaxScaling {
+  static constexpr bool kDivides = true;
+  float eps;
+
+  template <typename F>
+  __device__ __forceinline__ TileScale of(float amax) const {
+    return amax_scale(amax, F::kMax, eps);
+  }
+};
+
+// fn(the rule as a type). overflow: the largest finite value of what is quantized.
+template <typename Fn>
+void dispatch_scaling(ScaleRule rule, float overflow, Fn fn) {
+  if (rule.kind == ScaleKind::amax)
+    fn(AmaxScaling{rule.eps});
+  else
+    fn(Scaling{rule.kind == ScaleKind::pow2, rule.eps, overflow});
+}
 
 // Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.
 enum class ColumnKind { none, block, column };

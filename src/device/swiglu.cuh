@@ -96,11 +96,11 @@ struct GradSource {
 };
 
 // One block of 256 threads a tile; tiles of a row block are neighbours in the grid.
-template <typename F, ColumnKind kKind, typename Source>
+template <typename F, ColumnKind kKind, typename Source, typename Rule>
 __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
     const __grid_constant__ Source source, const __grid_constant__ PlanView plan, int rows,
     int columns, int tiles, const __grid_constant__ RowsOut rows_to,
-    const __grid_constant__ ColumnsOut columns_to, Scaling scaling) {
+    const __grid_constant__ ColumnsOut columns_to, Rule scaling) {
   const int tile = blockIdx.x % tiles, block = blockIdx.x / tiles;
   TokenBlock b = {128 * block, min(128, rows - 128 * block), min(128, rows - 128 * block), 0};
   if (plan.row_of != nullptr) b = token_block(plan, block);
@@ -111,31 +111,36 @@ __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
 template <typename F, ColumnKind kKind, typename Source>
 void launch_source(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
                    int64_t columns, const Fp8Tensor& rows_to, const Fp8Tensor& columns_to,
-                   Scaling scaling, cudaStream_t stream) {
+                   ScaleRule rule, float overflow, cudaStream_t stream) {
   const int64_t tiles = cdiv(columns, kTile);
   const int64_t blocks = plan.defined() ? plan.columns() / kTile : cdiv(rows, kTile);
   if (blocks == 0 || tiles == 0) return;
-  launch(op, quantize_source<F, kKind, Source>, static_cast<unsigned>(blocks * tiles),
-         Tile<8>::kThreads, 0, stream, source, view_of(plan), static_cast<int>(rows),
-         static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
-         columns_out(columns_to), scaling);
+  dispatch_scaling(rule, overflow, [&]<typename Rule>(Rule scaling) {
+    launch(op, quantize_source<F, kKind, Source, Rule>, static_cast<unsigned>(blocks * tiles),
+           Tile<8>::kThreads, 0, stream, source, view_of(plan), static_cast<int>(rows),
+           static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
+           columns_out(columns_to), scaling);
+  });
 }
 
-// Quantizes source [rows, columns] to rows, in format F.
+// Quantizes source [rows, columns] to rows, in format F. overflow: see dispatch_scaling.
 template <typename F, typename Source>
 void quantize_rows_from(const char* op, const Source& source, const RoutingPlan& plan, int64_t rows,
-                        int64_t columns, const Fp8Tensor& rows_to, Scaling scaling,
+                        int64_t columns, const Fp8Tensor& rows_to, ScaleRule rule, float overflow,
                         cudaStream_t stream) {
-  launch_source<F, ColumnKind::none>(op, source, plan, rows, columns, rows_to, {}, scaling, stream);
+  launch_source<F, ColumnKind::none>(op, source, plan, rows, columns, rows_to, {}, rule, overflow,
+                                     stream);
 }
 
 // The same to columns, and to rows where these are given.
 template <typename F, typename Source>
 void quantize_columns_from(const char* op, const Source& source, const RoutingPlan& plan,
                            int64_t rows, int64_t columns, const Fp8Tensor& rows_to,
-                           const Fp8Tensor& columns_to, Scaling scaling, cudaStream_t stream) {
+                           const Fp8Tensor& columns_to, ScaleRule rule, float overflow,
+                           cudaStream_t stream) {
   const auto go = [&]<ColumnKind kKind>() {
-    launch_source<F, kKind>(op, source, plan, rows, columns, rows_to, columns_to, scaling, stream);
+    launch_source<F, kKind>(op, source, plan, rows, columns, rows_to, columns_to, rule, overflow,
+                            stream);
   };
   kind_of(columns_to) == ColumnKind::block ? go.template operator()<ColumnKind::block>()
                                            : go.template operator()<ColumnKind::column>();

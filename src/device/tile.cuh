@@ -72,13 +72,13 @@ struct Tile {
   }
 
   // The same of any tile: columns past `columns` are not there.
-  template <typename F>
+  template <typename F, bool kDivides>
   static __device__ __forceinline__ void store_row(const RowsOut& out, int64_t row, int tile,
                                                    int columns, const Row& v, float scale) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const int at = 128 * tile + column(half);
-      const uint2 codes = fp8_encode8<F>(v + 8 * half, scale);
+      const uint2 codes = fp8_encode8<F, kDivides>(v + 8 * half, scale);
       if (at < columns) store(out.data + row * out.ld + at, codes);
     }
   }
@@ -92,7 +92,7 @@ struct Tile {
     if (out.data == nullptr) return row_amax;
     TileScale s = rule.template of<F>(row_amax);
     if (padding) s.scale_inv = 0.0f;
-    store_row<F>(out, row, tile, columns, v, s.scale);
+    store_row<F, Rule::kDivides>(out, row, tile, columns, v, s.scale);
     if (lane() == 0) out.scale[row * out.scale_row + tile * out.scale_tile] = s.scale_inv;
     return row_amax;
   }
@@ -178,8 +178,11 @@ struct Tile {
             scales = *reinterpret_cast<const float4*>(shared.scale + place_of_quad(i / 4));
           scale = (&scales.x)[i % 4];
         }
-        *word = fp8_encode4<F>(v[0][i] * (scale * weight[0]), v[1][i] * (scale * weight[1]),
-                               v[2][i] * (scale * weight[2]), v[3][i] * (scale * weight[3]));
+        const auto scaled_row = [&](int j) {
+          return Rule::kDivides ? scaled<true>(v[j][i] * weight[j], scale)
+                                : v[j][i] * (scale * weight[j]);
+        };
+        *word = fp8_encode4<F>(scaled_row(0), scaled_row(1), scaled_row(2), scaled_row(3));
       }
     }
     return scale_inv;
@@ -220,11 +223,11 @@ struct Tile {
 
 // Quantizes tile `tile` of the rows of a token block, whose values come from source(row, column,
 // v[8]).
-template <typename F, ColumnKind kKind, typename Source>
+template <typename F, ColumnKind kKind, typename Source, typename Rule>
 __device__ __forceinline__ void quantize_tile(const Source& source, TokenBlock rows_of_tile,
                                               int tile, int block, int columns,
                                               const RowsOut& rows_to, const ColumnsOut& columns_to,
-                                              Scaling scaling) {
+                                              const Rule& scaling) {
   using T = Tile<8>;
   typename T::Row v[4];
   float tile_amax = 0.0f;

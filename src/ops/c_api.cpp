@@ -133,7 +133,9 @@ int64_t size(const fp8moe_plan* c, int64_t (RoutingPlan::*of)() const) {
   });
 }
 
-ScaleRule rule(fp8moe_scale_rule c) { return {.pow2 = c.pow2 != 0, .eps = c.eps}; }
+ScaleRule rule(fp8moe_scale_rule c) {
+  return {.kind = static_cast<ScaleKind>(c.kind), .eps = c.eps};
+}
 
 // ---- each operator's arguments
 // -------------------------------------------------------------------

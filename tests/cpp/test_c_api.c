@@ -122,7 +122,7 @@ int main(void) {
   static const int32_t expert_of[kTokens * kSlots] = {0, 2, 2, 0, -1, 2, 0, 0, 2, -1};
   int32_t ids[kTokens * kSlots];
   float x[kTokens * kK], w[kExperts * kN * kK], d[kRows * kN];
-  const fp8moe_scale_rule rule = {1, 1e-10f};
+  const fp8moe_scale_rule rule = {FP8MOE_SCALE_POW2, 1e-10f};
   memcpy(ids, expert_of, sizeof(ids));
   for (int i = 0; i < kTokens * kK; ++i) x[i] = (float)(i * 7 % 11 - 5);
   for (int i = 0; i < kExperts * kN * kK; ++i) w[i] = (float)(i * 5 % 13 - 6);
@@ -160,6 +160,8 @@ int main(void) {
                                 tensor(w_scale, FP8MOE_F32, 3, kExperts, 1, kBlocks),
                                 FP8MOE_LAYOUT_BLOCK};
   CHECK(CALL(quantize, .x = &xt, .q = &xq, .rule = rule) == FP8MOE_OK);
+  const fp8moe_scale_rule unknown = {3, 1e-10f};
+  CHECK(CALL(quantize, .x = &xt, .q = &xq, .rule = unknown) == FP8MOE_INVALID_ARGUMENT);
   CHECK(CALL(permute_pad, .x = &xq, .plan = &plan, .y = &aq) == FP8MOE_OK);
   CHECK(CALL(quantize_weight, .w = &wt, .q = &wq, .rule = rule) == FP8MOE_OK);
   CHECK(CALL(grouped_gemm, .a = &aq, .w = &wq, .plan = &plan, .d = &dt) == FP8MOE_OK);

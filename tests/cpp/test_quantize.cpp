@@ -17,10 +17,12 @@ void expect_scale(double scale_inv, double amax, DType format, ScaleRule rule) {
     return;
   }
   const double tight = amax / format_max(format);
-  if (rule.pow2) {
+  if (rule.kind == ScaleKind::pow2) {
     int exponent;
     CHECK(std::frexp(scale_inv, &exponent) == 0.5);
     CHECK(scale_inv >= tight && scale_inv / 2 < tight);
+  } else if (rule.kind == ScaleKind::amax) {
+    CHECK(scale_inv == static_cast<float>(amax) / static_cast<float>(format_max(format)));
   } else {
     CHECK(std::fabs(scale_inv - tight) <= tight * 0x1p-22);
   }
@@ -40,7 +42,7 @@ void expect_quantized(const OwnedFp8& q, int64_t rows, int64_t depth, Value valu
       const double scale_inv = q.scale_at(i0, j0);
       expect_scale(scale_inv, amax, format, rule);
       // A f32 scale is rounded, x * scale too: the midpoint may move by some 2^-22.
-      const double slack = rule.pow2 ? 0.0 : 0x1p-18;
+      const double slack = rule.kind == ScaleKind::pow2 ? 0.0 : 0x1p-18;
       for (int64_t i = i0; i < std::min(i0 + tile_rows, rows); ++i)
         for (int64_t j = j0; j < std::min(j0 + kTile, depth); ++j) {
           const double x = value(i, j) / scale_inv;
@@ -60,7 +62,8 @@ void rows() {
           const Owned x(dtype, {m, k});
           fill_normal(x, random);
           if (m > 1) std::memset(x.as<uint8_t>(), 0, k * size_of(dtype));  // a zero row
-          for (ScaleRule rule : {ScaleRule{true, 1e-10f}, ScaleRule{false, 0.0f}}) {
+          for (ScaleRule rule :
+               {ScaleRule{}, ScaleRule{ScaleKind::fp32, 0.0f}, ScaleRule{ScaleKind::amax, 0.0f}}) {
             const OwnedFp8 q(format, m, k, layout);
             quantize({.x = x, .q = q, .rule = rule});
             expect_quantized(q, m, k, [&](int64_t i, int64_t j) { return x.at(i * k + j); }, rule);

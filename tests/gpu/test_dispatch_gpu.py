@@ -128,7 +128,7 @@ def test_wire(hidden: int, dtype: torch.dtype) -> None:
         x = awkward(tokens, hidden, dtype=dtype)
         for segment in (0, 7):
             plan, _ = ops.dispatch_plan(ids, ranks * 4, ranks, segment=segment)
-            fp8, scale = draw.choice(("e4m3", "e5m2")), draw.choice(("pow2", "fp32"))
+            fp8, scale = draw.choice(("e4m3", "e5m2")), draw.choice(("pow2", "fp32", "amax"))
             kwargs = {"num_experts": ranks * 4, "fp8_dtype": fp8, "scale": scale}
             given = (ids, ids.int())[segment > 0]
             expected, got = on_both(ops.quantize_pack, x, plan, given, probs, **kwargs)
@@ -146,7 +146,7 @@ def test_special_values() -> None:
     ids, probs = routing("random", 40, 6, 3), torch.rand(40, 3)
     probs[0, 0], probs[1, 1] = torch.nan, -0.0
     plan, _ = ops.dispatch_plan(ids, 6, 3)
-    for scale in ("pow2", "fp32"):
+    for scale in ("pow2", "fp32", "amax"):
         expected, got = on_both(ops.quantize_pack, x, plan, ids, probs, num_experts=6, scale=scale)
         for packed in got:
             assert_same_wire(expected, packed, plan, 400, 3)

@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8_z": {"preactivation": "save_fp8"},
     "transposes_recomputed": {"transposed_weights": "recompute"},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
+    "amax_scales": {"recipe": Fp8Recipe(scale="amax", columns="column")},
     "e5m2_grads": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
 }
 BOTH_COLUMNS = pytest.mark.parametrize("name", ["default", "column"])

@@ -11,7 +11,7 @@ from fp8moe_cutlass.tensor import scale_shape
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FORMATS = ["e4m3", "e5m2"]
-SCALES = ["pow2", "fp32"]
+SCALES = ["pow2", "fp32", "amax"]
 
 
 def check(op, *args, plan=None, **kwargs):

@@ -26,7 +26,7 @@ def check(op, *args, plan=None, **kwargs):
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     ("rows", "intermediate"), [(1, 16), (7, 128), (300, 256), (129, 720), (64, 2048)]

@@ -93,7 +93,7 @@ def test_ordinary_codes(fp8_dtype, columns):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("fp8_dtype", FP8)
 def test_requantize(fp8_dtype, scale, columns):
     _, plan = plan_of("ragged", tokens=200, experts=6, slots=2, align=16)

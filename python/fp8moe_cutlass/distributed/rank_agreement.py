@@ -59,7 +59,7 @@ def _yes(word: int) -> str:
 
 
 _FP8: tuple[Fp8DType, ...] = ("e4m3", "e5m2")
-_SCALES: tuple[ScaleKind, ...] = ("pow2", "fp32")
+_SCALES: tuple[ScaleKind, ...] = ("pow2", "fp32", "amax")
 _RECIPES = (
     _format(None),
     *(

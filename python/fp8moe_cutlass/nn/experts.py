@@ -187,7 +187,7 @@ def _move(
 
 
 def _say_what_is_slow(recipe: Fp8Recipe | None) -> None:
-    if recipe is not None and recipe.scale == "fp32":
+    if recipe is not None and recipe.scale != "pow2":
         slow_path(
             "float32 scales",
             "[MoEExperts] float32 scales cannot be shifted in FP8: backward quantizes x and dout "

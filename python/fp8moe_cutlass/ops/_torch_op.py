@@ -50,7 +50,7 @@ def _schema(name: str) -> str:
             return f"Tensor({next(letters)}!){optional}" if writes else f"Tensor{optional}"
 
         if kind == "rule":
-            arguments += ["bool pow2", "float eps"]
+            arguments += ["str scale", "float eps"]
         elif kind in words:
             arguments.append(f"{words[kind]} {field}")
         else:

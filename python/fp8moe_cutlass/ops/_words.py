@@ -71,9 +71,9 @@ def is_pow2(op: str, scale: str) -> bool:
     """Whether the word asks for power-of-two scales."""
     if scale == "pow2":
         return True
-    if scale == "fp32":
+    if scale in ("fp32", "amax"):
         return False
-    raise ValueError(f"[{op}] scale must be 'pow2' or 'fp32'; got {scale!r}")
+    raise ValueError(f"[{op}] scale must be 'pow2', 'fp32' or 'amax'; got {scale!r}")
 
 
 def column_layout(op: str, columns: str) -> str:

@@ -97,7 +97,7 @@ def act_quantize(
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         if save_z:
             z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
-    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, pow2, eps, fresh=fresh)
+    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, scale, eps, fresh=fresh)
     return h if z_q is None else ActQuantized(h, z_q)
 
 
@@ -153,5 +153,5 @@ def act_quantize_backward(
         dprobs = empty(op, probs, (dh.shape[0],), "float32")
     bound = math.inf if limit is None else limit
     made = dz, dprobs, dz_columns, h_columns
-    _backward(dh, z, plan, probs, bound, *made, pow2, eps, workspace, fresh=fresh)
+    _backward(dh, z, plan, probs, bound, *made, scale, eps, workspace, fresh=fresh)
     return ActGradients(dz, dz_columns, h_columns, dprobs)

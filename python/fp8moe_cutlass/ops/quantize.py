@@ -22,9 +22,9 @@ def quantize(
 ) -> Fp8Tensor:
     """Quantizes x [M, K] (float32, float16 or bfloat16; K a multiple of 16) by tiles of 1x128.
 
-    A tile with largest magnitude a has the scale (docs/reference/numerics.md) that maps max(a, eps)
-    to the largest FP8 value, rounded to a power of two for scale="pow2". scale_layout: "row" or
-    "gemm".
+    A tile's scale maps max(a, eps), a its largest magnitude, to the largest FP8 value L. scale:
+    "pow2" multiplies by L / a rounded down to a power of two, "fp32" by L / a, and "amax" divides
+    by a / L (docs/reference/numerics.md). scale_layout: "row" or "gemm".
     """
     fresh = out is None
     pow2 = is_pow2("quantize", scale)
@@ -32,5 +32,5 @@ def quantize(
         out = new_fp8("quantize", x, shape_of("quantize", "x", x, 2), scale_layout, fp8_dtype, pow2)
     else:
         given_fp8("quantize", out, scale_layout, fp8_dtype, pow2)
-    _op(x, out, pow2, eps, fresh=fresh)
+    _op(x, out, scale, eps, fresh=fresh)
     return out

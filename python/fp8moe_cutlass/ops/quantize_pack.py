@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name, is_pow2, refuse, shape_of
+from fp8moe_cutlass.ops._words import dtype_name, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
@@ -47,11 +47,10 @@ def quantize_pack(
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
     format = dtype_name("quantize_pack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    pow2 = is_pow2("quantize_pack", scale)
     if out is None:
         hidden = shape_of("quantize_pack", "x", x, 2)[1]
         slots = 0 if topk_idx is None else shape_of("quantize_pack", "topk_idx", topk_idx, 2)[1]
         shape = (plan.rows, packed_row_bytes(hidden, slots))
         out = empty("quantize_pack", x, shape, "uint8")
-    _op(x, topk_idx, probs, num_experts or 0, plan, out, format, pow2, eps, fresh=fresh)
+    _op(x, topk_idx, probs, num_experts or 0, plan, out, format, scale, eps, fresh=fresh)
     return out

@@ -72,7 +72,7 @@ def quantize_weight(
             q = given_fp8(op, given[0], "block", "e4m3", pow2)
         if transposed:
             q_t = given_fp8(op, given[1], "block", "e4m3", pow2)
-    _op(w, q, q_t, pow2, eps, fresh=fresh)
+    _op(w, q, q_t, scale, eps, fresh=fresh)
     if q is not None and q_t is not None:
         return QuantizedWeight(q, q_t)
     return q if q_t is None else q_t

@@ -48,5 +48,5 @@ def transpose_fp8(
         out = new_fp8("transpose_fp8", t.data, shape, layout, t.fp8_dtype, pow2)
     else:
         given_fp8("transpose_fp8", out, layout, t.fp8_dtype, pow2)
-    _op(t, plan, out, requantize, pow2, eps, fresh=fresh)
+    _op(t, plan, out, requantize, scale, eps, fresh=fresh)
     return out

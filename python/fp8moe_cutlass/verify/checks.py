@@ -40,10 +40,11 @@ def check_quantize(given: Inputs) -> Iterator[Check]:
         ("e4m3", "pow2", "row"),
         ("e5m2", "pow2", "gemm"),
         ("e4m3", "fp32", "row"),
+        ("e5m2", "amax", "row"),
     ]
     for fp8, scale, layout in cases:
         q = ops.quantize(x, fp8_dtype=fp8, scale=scale, scale_layout=layout)
-        wanted = ref.quantize(array(x), 1, fp8, scale == "pow2", largest=ref.LARGEST["float32"])
+        wanted = ref.quantize(array(x), 1, fp8, scale, largest=ref.LARGEST["float32"])
         pairs = pairs_of(quantized(q), wanted)
         yield bit_equal("quantize", f"{fp8}, {scale} scales, {layout}, Inf and NaN", pairs)
 

@@ -64,16 +64,19 @@ class Quantized(NamedTuple):
     scale: F32
 
 
-def scale_of(tile: F32, fmt: Format, pow2: bool, eps: float, largest: float) -> tuple[Any, Any]:
-    """(scale, scale_inv) of a tile by the written rule."""
+def scale_of(tile: F32, fmt: Format, rule: str, eps: float, largest: float) -> tuple[Any, Any]:
+    """(scale, scale_inv) of a tile by the written rule; values are divided by "amax"'s scale."""
     finite = np.abs(tile[~np.isnan(tile)])
     amax = np.float32(finite.max()) if finite.size else np.float32(0)
     amax = max(amax, np.float32(eps))
     if amax == 0 or np.isinf(amax):
         return np.float32(1), np.float32(1)
+    if rule == "amax":
+        scale = max(amax / np.float32(fmt.maximum), np.float32(2.0**-126))
+        return scale, scale
     with np.errstate(over="ignore"):
         scale = np.float32(fmt.maximum) / amax
-    if pow2:
+    if rule == "pow2":
         scale = np.float32(2.0 ** min(np.floor(np.log2(np.float64(scale))), 126.0))
     elif np.isinf(scale):
         scale = np.float32(largest)
@@ -84,7 +87,7 @@ def quantize(
     x: F32,
     rows: int = 1,
     fp8: str = "e4m3",
-    pow2: bool = True,
+    rule: str = "pow2",
     eps: float = 1e-10,
     largest: float = LARGEST["bfloat16"],
 ) -> Quantized:
@@ -96,9 +99,9 @@ def quantize(
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             at = np.s_[i * rows : (i + 1) * rows, j * TILE : (j + 1) * TILE]
-            scale, scales[i, j] = scale_of(x[at], fmt, pow2, eps, largest)
+            scale, scales[i, j] = scale_of(x[at], fmt, rule, eps, largest)
             with np.errstate(over="ignore", invalid="ignore"):
-                codes[at] = fmt.encode(x[at] * scale)
+                codes[at] = fmt.encode(x[at] / scale if rule == "amax" else x[at] * scale)
     return Quantized(codes, scales)
 
 

@@ -46,19 +46,19 @@ void launch_dprobs(const GradSource& source, const RoutingPlan& plan, int64_t ro
 
 void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
                 const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                const Fp8Tensor& h_columns, Scaling scaling, cudaStream_t stream) {
+                const Fp8Tensor& h_columns, ScaleRule rule, cudaStream_t stream) {
   const int64_t intermediate = source.intermediate;
   dispatch_fp8(dz.data.dtype, [&]<typename F>() {
     if (dz_columns.defined())
-      quantize_columns_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, scaling,
-                               stream);
+      quantize_columns_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, dz_columns, rule,
+                               kMaxFloat, stream);
     else
-      quantize_rows_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, scaling, stream);
+      quantize_rows_from<F>(kOp, source, plan, rows, 2 * intermediate, dz, rule, kMaxFloat, stream);
   });
   if (h_columns.defined()) {
     const HiddenSource hidden = {source.z, source.probs, source.limit, source.intermediate};
-    quantize_columns_from<E4M3>(kOp, hidden, plan, rows, intermediate, {}, h_columns, scaling,
-                                stream);
+    quantize_columns_from<E4M3>(kOp, hidden, plan, rows, intermediate, {}, h_columns, rule,
+                                kMaxFloat, stream);
   }
   if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
 }
@@ -126,7 +126,7 @@ void run(const ActQuantizeBackward& p, Stream stream) {
                            .scaling = {p.rule.eps}};
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();
   const bool one_pass = p.z.dtype == DType::bf16 && p.dh.dtype == DType::bf16 &&
-                        intermediate % kTile == 0 && p.rule.pow2;
+                        intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2;
   if (one_pass && !columns)
     return dispatch_fp8(p.dz.data.dtype,
                         [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
@@ -144,8 +144,8 @@ void run(const ActQuantizeBackward& p, Stream stream) {
     });
     return;
   }
-  launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns,
-             {p.rule.pow2, p.rule.eps, kMaxFloat}, stream_of(stream));
+  launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
+             stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

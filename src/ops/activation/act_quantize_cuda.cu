@@ -107,17 +107,17 @@ void run(const ActQuantize& p, Stream stream) {
                                .probs = p.probs.as<float>(),
                                .limit = p.limit,
                                .intermediate = static_cast<int>(intermediate)};
-  if (p.z.dtype == DType::bf16 && intermediate % kTile == 0 && p.rule.pow2)
+  if (p.z.dtype == DType::bf16 && intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2)
     launch_bf16(p.z, p.plan, p.probs, p.limit, p.h, p.rule.eps, stream_of(stream));
   else
-    quantize_rows_from<E4M3>(kOp, source, p.plan, rows, intermediate, p.h,
-                             {p.rule.pow2, p.rule.eps, kMaxFloat}, stream_of(stream));
+    quantize_rows_from<E4M3>(kOp, source, p.plan, rows, intermediate, p.h, p.rule, kMaxFloat,
+                             stream_of(stream));
   if (!p.z_q.defined()) return;
   const float overflow = p.z.dtype == DType::f16    ? 65504.0f
                          : p.z.dtype == DType::bf16 ? 0x1.fep127f
                                                     : kMaxFloat;
-  quantize_rows_from<E4M3>(kOp, ZSource{source.z}, p.plan, rows, 2 * intermediate, p.z_q,
-                           {p.rule.pow2, p.rule.eps, overflow}, stream_of(stream));
+  quantize_rows_from<E4M3>(kOp, ZSource{source.z}, p.plan, rows, 2 * intermediate, p.z_q, p.rule,
+                           overflow, stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

@@ -21,7 +21,7 @@ constexpr int kWarpTiles = 2 * kInFlight<T>;
 constexpr int kMaxWarps = 8;
 constexpr int kRowsToMark = 1024;  // of a block
 
-template <typename T>
+template <typename T, typename Rule>
 struct Params {
   const T* x;                   // [T, H]
   const void* topk_idx;         // [T, S] or null
@@ -38,12 +38,13 @@ struct Params {
   bool wide;    // 64-bit ids
   int row_bytes;
   int ids_at;  // bytes; probs follow
-  Scaling scaling;
+  Rule scaling;
 };
 
 // Codes and scales of `token`.
-template <typename F, typename T>
-__device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token, uint8_t* row) {
+template <typename F, typename T, typename Rule>
+__device__ __forceinline__ void quantize_token(const Params<T, Rule>& p, int64_t token,
+                                               uint8_t* row) {
   const int warp = threadIdx.x / 32, half = threadIdx.x % 32 / 16, lane = threadIdx.x % 16;
   const int step = static_cast<int>(blockDim.x) / 32 * kWarpTiles<T>;
   for (int first = warp * kWarpTiles<T>; first < p.tiles; first += step) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token
       float v[8];
       x[j].values(v);
       const TileScale s = p.scaling.template of<F>(lanes_max<16>(amax(v)));
-      const uint2 codes = fp8_encode8<F>(v, s.scale);
+      const uint2 codes = fp8_encode8<F, Rule::kDivides>(v, s.scale);
       if (column < p.hidden) store(row + column, codes);
       if (lane == 0 && tile < p.tiles)
         store(row + p.hidden + 4 * tile, __float_as_uint(s.scale_inv));
@@ -70,8 +71,8 @@ __device__ __forceinline__ void quantize_token(const Params<T>& p, int64_t token
 
 // Word i behind the scales of `token`'s row: ids (of all experts; -1 for what names none), probs,
 // and the zeros of the row's end.
-template <typename T>
-__device__ __forceinline__ uint32_t word_of(const Params<T>& p, int64_t token, int i) {
+template <typename T, typename Rule>
+__device__ __forceinline__ uint32_t word_of(const Params<T, Rule>& p, int64_t token, int i) {
   if (i >= 2 * p.slots) return 0;
   const int64_t at = token * p.slots + i;
   if (i >= p.slots) return __float_as_uint(__ldg(p.probs + at - p.slots));
@@ -82,8 +83,8 @@ __device__ __forceinline__ uint32_t word_of(const Params<T>& p, int64_t token, i
 }
 
 // Word `at` (bytes) of the row as rank `rank` gets it: its own experts alone.
-template <typename T>
-__device__ __forceinline__ uint32_t word_for(const Params<T>& p, const uint8_t* row, int at,
+template <typename T, typename Rule>
+__device__ __forceinline__ uint32_t word_for(const Params<T, Rule>& p, const uint8_t* row, int at,
                                              int rank) {
   const auto word_at = [&](int byte) { return *reinterpret_cast<const uint32_t*>(row + byte); };
   const int i = (at - p.ids_at) / 4;  // of ids, then probs
@@ -96,8 +97,8 @@ __device__ __forceinline__ uint32_t word_for(const Params<T>& p, const uint8_t* 
 }
 
 // Rows of a segment that have no token have no ids; `block` of those that look for them.
-template <typename T>
-__device__ __forceinline__ void mark_missing(const Params<T>& p, int64_t block) {
+template <typename T, typename Rule>
+__device__ __forceinline__ void mark_missing(const Params<T, Rule>& p, int64_t block) {
   const int64_t first = block * kRowsToMark;
   const int64_t last = min(first + kRowsToMark, int64_t{__ldg(p.row_offsets + p.ranks)});
   for (int64_t at = first + threadIdx.x; at < last; at += blockDim.x) {
@@ -107,8 +108,9 @@ __device__ __forceinline__ void mark_missing(const Params<T>& p, int64_t block) 
   }
 }
 
-template <typename F, typename T>
-__global__ void __launch_bounds__(32 * kMaxWarps) pack_rows(const __grid_constant__ Params<T> p) {
+template <typename F, typename T, typename Rule>
+__global__ void __launch_bounds__(32 * kMaxWarps)
+    pack_rows(const __grid_constant__ Params<T, Rule> p) {
   extern __shared__ __align__(128) uint8_t row[];  // [row_bytes]
   const int64_t token = blockIdx.x;
   if (token >= p.tokens) return mark_missing(p, token - p.tokens);
@@ -149,27 +151,29 @@ void run(const QuantizePack& p, Stream stream) {
   const int64_t tiles = cdiv(wire.hidden, kTile);
   dispatch_fp8(p.fp8_dtype, [&]<typename F>() {
     dispatch_float(p.x.dtype, [&]<typename T>() {
-      const Params<T> params = {.x = p.x.as<const T>(),
-                                .topk_idx = p.topk_idx.data,
-                                .probs = p.probs.as<const float>(),
-                                .packed = p.packed.as<uint8_t>(),
-                                .row_of = p.plan.row_of(),
-                                .token_of_row = p.plan.token_of_row(),
-                                .row_offsets = p.plan.row_offsets(),
-                                .tokens = p.plan.tokens,
-                                .hidden = static_cast<int>(wire.hidden),
-                                .tiles = static_cast<int>(tiles),
-                                .ranks = static_cast<int>(p.plan.experts),
-                                .experts = static_cast<int>(p.num_experts / p.plan.experts),
-                                .slots = static_cast<int>(wire.slots),
-                                .wide = p.topk_idx.dtype == DType::i64,
-                                .row_bytes = static_cast<int>(wire.bytes()),
-                                .ids_at = static_cast<int>(wire.ids()),
-                                .scaling = {p.rule.pow2, p.rule.eps, max_finite(p.x.dtype)}};
-      const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
-      launch("quantize_pack", pack_rows<F, T>, static_cast<unsigned>(blocks),
-             static_cast<unsigned>(32 * warps), static_cast<size_t>(wire.bytes()),
-             stream_of(stream), params);
+      dispatch_scaling(p.rule, max_finite(p.x.dtype), [&]<typename Rule>(Rule scaling) {
+        const Params<T, Rule> params = {.x = p.x.as<const T>(),
+                                        .topk_idx = p.topk_idx.data,
+                                        .probs = p.probs.as<const float>(),
+                                        .packed = p.packed.as<uint8_t>(),
+                                        .row_of = p.plan.row_of(),
+                                        .token_of_row = p.plan.token_of_row(),
+                                        .row_offsets = p.plan.row_offsets(),
+                                        .tokens = p.plan.tokens,
+                                        .hidden = static_cast<int>(wire.hidden),
+                                        .tiles = static_cast<int>(tiles),
+                                        .ranks = static_cast<int>(p.plan.experts),
+                                        .experts = static_cast<int>(p.num_experts / p.plan.experts),
+                                        .slots = static_cast<int>(wire.slots),
+                                        .wide = p.topk_idx.dtype == DType::i64,
+                                        .row_bytes = static_cast<int>(wire.bytes()),
+                                        .ids_at = static_cast<int>(wire.ids()),
+                                        .scaling = scaling};
+        const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
+        launch("quantize_pack", pack_rows<F, T, Rule>, static_cast<unsigned>(blocks),
+               static_cast<unsigned>(32 * warps), static_cast<size_t>(wire.bytes()),
+               stream_of(stream), params);
+      });
     });
   });
 }

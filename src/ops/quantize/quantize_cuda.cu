@@ -15,18 +15,19 @@ constexpr int kRows = 4;  // of a warp, at 2 tiles
 constexpr int kBlockRows = 8;
 constexpr int kBlockTiles = 8;
 
-template <typename T>
+template <typename T, typename Rule>
 struct Params {
   const T* x;  // [M, K]
   RowsOut q;   // [M, K] e4m3 or e5m2
   int64_t m;
   int k, tiles, blocks_of_row;
   uint64_t read_policy;
-  Scaling scaling;
+  Rule scaling;
 };
 
-template <typename F, typename T>
-__global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_constant__ Params<T> p) {
+template <typename F, typename T, typename Rule>
+__global__ void __launch_bounds__(32 * kWarps)
+    quantize_rows(const __grid_constant__ Params<T, Rule> p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 16;
   const int tile =
       blockIdx.x % p.blocks_of_row * kBlockTiles + warp / 2 * 2 + threadIdx.x % 32 / 16;
@@ -45,10 +46,9 @@ __global__ __launch_bounds__(32 * kWarps) void quantize_rows(const __grid_consta
   for (int j = 0; j < kRows; ++j) {
     float v[8];
     x[j].values(v);
-    const TileScale s = tile_scale(lanes_max<16>(amax(v)), F::kMax, p.scaling.pow2, p.scaling.eps,
-                                   p.scaling.overflow);
+    const TileScale s = p.scaling.template of<F>(lanes_max<16>(amax(v)));
     scale_inv[j] = s.scale_inv;
-    const uint2 codes = fp8_encode8<F>(v, s.scale);
+    const uint2 codes = fp8_encode8<F, Rule::kDivides>(v, s.scale);
     if (inside && row + j < p.m) store(p.q.data + (row + j) * p.k + column, codes);
   }
   if (lane != 0 || tile >= p.tiles || row >= p.m) return;
@@ -72,17 +72,19 @@ void run(const Quantize& p, Stream stream) {
   const int64_t tiles = cdiv(k, kTile), blocks_of_row = cdiv(tiles, kBlockTiles);
   dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
     dispatch_float(p.x.dtype, [&]<typename T>() {
-      const Params<T> params = {.x = p.x.as<T>(),
-                                .q = rows_out(p.q),
-                                .m = m,
-                                .k = static_cast<int>(k),
-                                .tiles = static_cast<int>(tiles),
-                                .blocks_of_row = static_cast<int>(blocks_of_row),
-                                .read_policy = read_once_policy(p.q.data),
-                                .scaling = {p.rule.pow2, p.rule.eps, max_finite(p.x.dtype)}};
-      launch("quantize", quantize_rows<F, T>,
-             static_cast<unsigned>(cdiv(m, kBlockRows) * blocks_of_row), 32 * kWarps, 0,
-             stream_of(stream), params);
+      dispatch_scaling(p.rule, max_finite(p.x.dtype), [&]<typename Rule>(Rule scaling) {
+        const Params<T, Rule> params = {.x = p.x.as<T>(),
+                                        .q = rows_out(p.q),
+                                        .m = m,
+                                        .k = static_cast<int>(k),
+                                        .tiles = static_cast<int>(tiles),
+                                        .blocks_of_row = static_cast<int>(blocks_of_row),
+                                        .read_policy = read_once_policy(p.q.data),
+                                        .scaling = scaling};
+        launch("quantize", quantize_rows<F, T, Rule>,
+               static_cast<unsigned>(cdiv(m, kBlockRows) * blocks_of_row), 32 * kWarps, 0,
+               stream_of(stream), params);
+      });
     });
   });
 }

@@ -13,7 +13,7 @@ FP8MOE_CLONES float encode_tile(const T* w, int64_t stride, int rows, int cols, 
                                 CodeTile& tile) {
   const TileMax max = tile_max(w, stride, rows, cols);
   const TileScale s = tile_scale_of<E4M3, T>(max.amax, rule);
-  tile_encode<E4M3>(w, stride, rows, cols, s.scale, max.finite, tile.code[0], kTile);
+  tile_encode<E4M3>(w, stride, rows, cols, s.scale, rule.kind, max.finite, tile.code[0], kTile);
   return s.scale_inv;
 }
 

@@ -10,7 +10,7 @@
 namespace fp8moe::cuda {
 namespace {
 
-template <typename T>
+template <typename T, typename Rule>
 struct Params {
   const T* w;      // [E, N, K]
   uint8_t* q;      // [E, N, K], or nullptr
@@ -18,7 +18,7 @@ struct Params {
   float* scale;    // [E, cdiv(N, 128), cdiv(K, 128)]
   float* scale_t;  // its transpose
   int n, k, n_tiles, k_tiles;
-  Scaling scaling;
+  Rule scaling;
 };
 
 constexpr int kThreads = 256;
@@ -32,9 +32,9 @@ struct Shared {
 
 // 16 lanes share a row: a warp stores whole lines of 128 codes. A thread holds rows
 // 64 half + 4 group + j at columns 8 lane, 8 of them.
-template <typename T>
+template <typename T, typename Rule>
 __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
-    const __grid_constant__ Params<T> p) {
+    const __grid_constant__ Params<T, Rule> p) {
   __shared__ Shared shared;
   const int n_tile = blockIdx.x / p.k_tiles % p.n_tiles, k_tile = blockIdx.x % p.k_tiles;
   const int64_t expert = blockIdx.x / p.k_tiles / p.n_tiles;
@@ -79,7 +79,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm<T>) void quantize_tiles(
     for (int j = 0; j < 4; ++j) {
       float v[8];
       x[half][j].values(v);
-      const uint2 eight = fp8_encode8<E4M3>(v, s.scale);
+      const uint2 eight = fp8_encode8<E4M3, Rule::kDivides>(v, s.scale);
       codes[0][j] = eight.x, codes[1][j] = eight.y;
       const int i = row + 64 * half + j;
       if (p.q != nullptr && i < p.n && column < p.k)
@@ -105,19 +105,21 @@ void run(const QuantizeWeight& p, Stream stream) {
   const int64_t n = p.w.shape[1], k = p.w.shape[2];
   const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
   dispatch_float(p.w.dtype, [&]<typename T>() {
-    const Params<T> params = {.w = p.w.as<T>(),
-                              .q = p.q.data.as<uint8_t>(),
-                              .q_t = p.q_t.data.as<uint8_t>(),
-                              .scale = p.q.scale_inv.as<float>(),
-                              .scale_t = p.q_t.scale_inv.as<float>(),
-                              .n = static_cast<int>(n),
-                              .k = static_cast<int>(k),
-                              .n_tiles = static_cast<int>(n_tiles),
-                              .k_tiles = static_cast<int>(k_tiles),
-                              .scaling = {p.rule.pow2, p.rule.eps, max_finite(p.w.dtype)}};
-    launch("quantize_weight", quantize_tiles<T>,
-           static_cast<unsigned>(p.w.shape[0] * n_tiles * k_tiles), kThreads, 0, stream_of(stream),
-           params);
+    dispatch_scaling(p.rule, max_finite(p.w.dtype), [&]<typename Rule>(Rule scaling) {
+      const Params<T, Rule> params = {.w = p.w.as<T>(),
+                                      .q = p.q.data.as<uint8_t>(),
+                                      .q_t = p.q_t.data.as<uint8_t>(),
+                                      .scale = p.q.scale_inv.as<float>(),
+                                      .scale_t = p.q_t.scale_inv.as<float>(),
+                                      .n = static_cast<int>(n),
+                                      .k = static_cast<int>(k),
+                                      .n_tiles = static_cast<int>(n_tiles),
+                                      .k_tiles = static_cast<int>(k_tiles),
+                                      .scaling = scaling};
+      launch("quantize_weight", quantize_tiles<T, Rule>,
+             static_cast<unsigned>(p.w.shape[0] * n_tiles * k_tiles), kThreads, 0,
+             stream_of(stream), params);
+    });
   });
 }
 

@@ -32,8 +32,8 @@ void run(const TransposeFp8& p, Stream stream) {
   if (!p.requantize) return shift_columns("transpose_fp8", p.q, p.plan, false, p.columns, stream);
   dispatch_fp8(p.q.data.dtype, [&]<typename F>() {
     quantize_columns_from<F>("transpose_fp8", DequantizedSource<F>{rows_out(p.q)}, p.plan,
-                             p.q.data.shape[0], p.q.data.shape[1], {}, p.columns,
-                             {p.rule.pow2, p.rule.eps, kMaxFloat}, stream_of(stream));
+                             p.q.data.shape[0], p.q.data.shape[1], {}, p.columns, p.rule, kMaxFloat,
+                             stream_of(stream));
   });
 }
 
