@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from deepep_stand_in import Buffer, ElasticBuffer, World
-from fp8moe_cutlass import Fp8Recipe, ops
+from fp8moe_cutlass import Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.autograd import Options, fp8
+from fp8moe_cutlass.autograd.counters import NAMES
 from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, problem
@@ -156,7 +157,9 @@ def test_expanded_rows_forward_and_backward() -> None:
     ranks, align = 2, 16
     world = World(ranks)
     recipe = Fp8Recipe()
-    want = p.run(p.experts())
+    whole_layer = p.experts()
+    with telemetry.watch(whole_layer, every=1) as seen_whole:
+        want = p.run(whole_layer)
 
     def job(rank: int) -> tuple[Tensor, ...]:
         layer = local_layer(p, rank, ranks)
@@ -171,6 +174,7 @@ def test_expanded_rows_forward_and_backward() -> None:
         )
         counts = handle.num_unaligned_recv_tokens_per_expert
         rows = deepep.received_expanded(data, weights, counts, align=align)
+        seen = telemetry.enable(layer, every=1)
         y, saved = deepep.forward(layer, held, rows, preactivation="save")
         dout_q = ops.quantize(dout, fp8_dtype=recipe.grad_dtype)
         grad = buffer.dispatch((dout_q.data, dout_q.scale_inv), handle=handle)[0]
@@ -185,12 +189,25 @@ def test_expanded_rows_forward_and_backward() -> None:
         assert grads.dprobs is not None
         assert not y[~held].any()
         assert not grads.dx[~held].any()
-        return came, slot[held], y[held], grads.dx[held], grads.dprobs[held], *dw
+        return (
+            came,
+            slot[held],
+            y[held],
+            grads.dx[held],
+            grads.dprobs[held],
+            *dw,
+            seen.counters[""].counts,
+        )
 
     results = world.run(job)
     came, slot, y, dx, dprobs = (torch.cat([r[i] for r in results]) for i in range(5))
     assert torch.equal(torch.cat([r[5] for r in results]), want.dgate_up)
     assert torch.equal(torch.cat([r[6] for r in results]), want.ddown)
+    counted = sum(r[7] for r in results)
+    assert counted.any(dim=1).all()
+    for name in ("h", "dz"):  # rows of an expert there and here
+        row = NAMES.index(name)
+        assert torch.equal(counted[row], seen_whole.counters[""].counts[row])
     got = torch.empty_like(want.dprobs)
     got[came, slot] = dprobs[:, 0]
     assert torch.equal(got, want.dprobs)

@@ -218,7 +218,7 @@ def _backward(
     del rows, saved
     arrive = move.combine_grads(made.dx, made.dprobs, route)
     # While both are on their way:
-    weights = grads.accept(made.gate_up, made.down, counters, made.workspace)
+    weights = grads.accept(made.gate_up, made.down, made.workspace)
     return *arrive(), weights
 
 

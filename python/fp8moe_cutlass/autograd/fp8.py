@@ -51,6 +51,7 @@ class Wgrad(NamedTuple):
     columns: Fp8Tensor  # of dz or h, transposed
     plan: RoutingPlan
     recipe: Fp8Recipe
+    counters: Counters | None = None
 
     def scaled(self, by: float) -> Wgrad:
         """`by` times this gradient, by an operand's scales: exact where `by` is a power of two."""
@@ -65,14 +66,13 @@ class Wgrad(NamedTuple):
         out: Tensor | None,
         accumulate: bool,
         dtype: str,
-        counters: Counters | None = None,
         workspace: Tensor | None = None,
     ) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: to a new tensor of `dtype`,
         "float32" or "bfloat16". workspace: the backward's, in its stream's order."""
         made = _columns(self.rows, self.plan, self.recipe)
-        if counters is not None:
-            count(counters, f"{self.of} columns", self.rows, self.plan, made)
+        if self.counters is not None:
+            count(self.counters, f"{self.of} columns", self.rows, self.plan, made)
         left, right = (self.columns, made) if self.of == "x" else (made, self.columns)
         dw: Tensor = ops.grouped_gemm_wgrad(
             left,
@@ -229,8 +229,8 @@ def backward(
     return Gradients(
         dx,
         dprobs,
-        Wgrad("x", x, dz_columns, plan, recipe) if need.gate_up else None,
-        Wgrad("dout", dout, h_columns, plan, recipe) if need.down else None,
+        Wgrad("x", x, dz_columns, plan, recipe, counters) if need.gate_up else None,
+        Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
     )
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
@@ -44,9 +43,7 @@ class Destination:
     writes: int = 0  # to main_grad, by backwards that had run at the forward
     average: Average | None = None
 
-    def deliver(
-        self, wgrad: Any, counters: Counters | None, workspace: Tensor | None = None
-    ) -> Tensor | None:
+    def deliver(self, wgrad: Any, workspace: Tensor | None = None) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
         main_grad = self.main_grad
         if self.average is not None and self.average.scale != 1.0:
@@ -54,7 +51,7 @@ class Destination:
         replicas = None if self.average is None else self.average.replicas
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            grad: Tensor = wgrad.run(None, False, exact, counters, workspace)
+            grad: Tensor = wgrad.run(None, False, exact, workspace)
             if replicas is not None:
                 dist.all_reduce(grad, group=replicas)
             return cast(grad, self.dtype)
@@ -72,9 +69,9 @@ class Destination:
                 "which is copied back; align each parameter's part of a flat gradient buffer",
             )
         if replicas is None:
-            wgrad.run(into, not self.overwrite, "float32", counters, workspace)
+            wgrad.run(into, not self.overwrite, "float32", workspace)
         else:
-            grad = wgrad.run(None, False, "float32", counters, workspace)
+            grad = wgrad.run(None, False, "float32", workspace)
             dist.all_reduce(grad, group=replicas)
             _ = into.copy_(grad) if self.overwrite else into.add_(grad)
         if into is not main_grad:
@@ -107,14 +104,13 @@ class Pending:
     to: Destination
     wgrad: Any  # fp8.Wgrad or bf16.Wgrad
     operands: Written | None
-    counters: Counters | None
 
     def run(self) -> None:
         """Into main_grad or .grad, on the current stream, which need not be the backward's: with a
         workspace of its own."""
         if self.operands is not None:
             self.operands.wait(tensors_of(self.wgrad))
-        weight, grad = self.to.weight, self.to.deliver(self.wgrad, self.counters)
+        weight, grad = self.to.weight, self.to.deliver(self.wgrad)
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
         elif weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
@@ -133,7 +129,6 @@ class WeightGrads:
         self,
         gate_up: Any,
         down: Any,
-        counters: Counters | None = None,
         workspace: Tensor | None = None,
     ) -> list[Tensor | None]:
         """Run or defer both wgrads; what the backward returns for the weights.
@@ -148,9 +143,9 @@ class WeightGrads:
                 continue
             if self.pending is not None:
                 operands = written(to.weight.device)
-                self.pending.append(Pending(to, wgrad, operands, counters))
+                self.pending.append(Pending(to, wgrad, operands))
                 continue
-            returned[n] = grad = to.deliver(wgrad, counters, workspace)
+            returned[n] = grad = to.deliver(wgrad, workspace)
             if grad is None:
                 in_place = True
                 if hasattr(to.weight, "grad_added_to_main_grad"):

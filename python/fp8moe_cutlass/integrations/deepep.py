@@ -64,7 +64,7 @@ def forward(
     """
     options = Options(_recipe(layer), preactivation)
     used = fp8.weights(layer.gate_up_proj, layer.down_proj, weights, options, Need())
-    out, saved = fp8.forward(rows.x, rows.probs, rows.plan, used, options, Need())
+    out, saved = fp8.forward(rows.x, rows.probs, rows.plan, used, options, Need(), layer._counters)
     assert saved is not None
     return out, saved
 
@@ -76,7 +76,8 @@ def backward(layer: MoEExperts, saved: fp8.Saved, grad: Pair, *, pow2: bool = Tr
     topk_weights; gate_up and down are this rank's weight gradients, still to be run:
     `gate_up.run(out, accumulate, dtype)`.
     """
-    return fp8.backward(fp8_rows("backward", grad, pow2), saved, Options(_recipe(layer)), Need())
+    rows = fp8_rows("backward", grad, pow2)
+    return fp8.backward(rows, saved, Options(_recipe(layer)), Need(), layer._counters)
 
 
 def experts(
