@@ -463,9 +463,9 @@ def test_a_tangent_is_refused() -> None:
         (lambda p: ops.permute_pad(p.w8, p.plan), r"\[permute_pad\] x must have 2"),
         (
             lambda p: ops.transpose_fp8(p.w8, p.plan),
-            r"\[transpose_fp8\] t must have 2",
+            r"\[transpose_fp8\] q must have 2",
         ),
-        (lambda p: ops.permute_transpose_fp8(p.w8, p.plan), r"_fp8\] t must have 2"),
+        (lambda p: ops.permute_transpose_fp8(p.w8, p.plan), r"_fp8\] q must have 2"),
         (lambda p: ops.quantize_pack(p.x[0], p.plan), r"\[quantize_pack\] x must have 2"),
         (
             lambda p: ops.quantize_pack(p.x, p.plan, p.topk_idx[:, 0], p.probs, num_experts=4),

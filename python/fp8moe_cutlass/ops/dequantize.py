@@ -11,12 +11,12 @@ from fp8moe_cutlass.typing import Array, DType
 _op = operator("dequantize")
 
 
-def dequantize(t: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = None) -> Array:
-    """The values of t [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16."""
-    if not isinstance(t, Fp8Tensor):
-        refuse("dequantize", "t", FP8_TENSOR, t)
+def dequantize(q: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = None) -> Array:
+    """The values of q [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16."""
+    if not isinstance(q, Fp8Tensor):
+        refuse("dequantize", "q", FP8_TENSOR, q)
     fresh = out is None
     name = dtype_name("dequantize", "dtype", dtype, "float32", "float16", "bfloat16")
-    x = empty("dequantize", t.data, t.shape, name) if out is None else out
-    _op(t, x, fresh=fresh)
+    x = empty("dequantize", q.data, q.shape, name) if out is None else out
+    _op(q, x, fresh=fresh)
     return x
