@@ -381,7 +381,7 @@ def test_what_came_is_shown() -> None:
 WRONG_CALLS: dict[str, Callable[[Problem], Any]] = {
     "quantize x": lambda p: ops.quantize(None),
     "quantize_weight w": lambda p: ops.quantize_weight([1.0]),
-    "dequantize t": lambda p: ops.dequantize(p.x8.data),
+    "dequantize q": lambda p: ops.dequantize(p.x8.data),
     "route topk_idx": lambda p: ops.route(3, topk_idx=[[0, 1]]),
     "route num_experts": lambda p: ops.route(3.0, topk_idx=p.topk_idx),
     "route capacity": lambda p: ops.route(3, topk_idx=p.topk_idx, capacity="4"),
@@ -399,10 +399,10 @@ WRONG_CALLS: dict[str, Callable[[Problem], Any]] = {
     "quantize_pack plan": lambda p: ops.quantize_pack(p.x, None),
     "unpack packed": lambda p: ops.unpack(None, 128, 2),
     "unpack hidden": lambda p: ops.unpack(p.packed, 128.0, 2),
-    "transpose_fp8 t": lambda p: ops.transpose_fp8(p.rows8.data, p.plan),
+    "transpose_fp8 q": lambda p: ops.transpose_fp8(p.rows8.data, p.plan),
     "transpose_fp8 plan": lambda p: ops.transpose_fp8(p.rows8, None),
-    "permute_transpose_fp8 t": lambda p: ops.permute_transpose_fp8(p.x, p.plan),
-    "count_codes t": lambda p: ops.count_codes(p.x, p.plan, torch.zeros(21).long()),
+    "permute_transpose_fp8 q": lambda p: ops.permute_transpose_fp8(p.x, p.plan),
+    "count_codes q": lambda p: ops.count_codes(p.x, p.plan, torch.zeros(21).long()),
     "count_codes stride": lambda p: ops.count_codes(
         p.x8, p.plan, torch.zeros(21).long(), stride=1.5
     ),

@@ -1,5 +1,5 @@
-// CUDA's runtime as far as require_device asks it, on a machine with one GPU: FAKE_GPU, its name, of
-// FAKE_CAPABILITY (80).
+// CUDA's runtime as far as require_device asks it, on a machine with one GPU: FAKE_GPU, its name,
+// of FAKE_CAPABILITY (80).
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
