@@ -172,6 +172,15 @@ typedef struct fp8moe_plan_from_counts_args {
 FP8MOE_C_API fp8moe_status fp8moe_plan_from_counts(const fp8moe_plan_from_counts_args* args,
                                                    void* stream);
 
+typedef struct fp8moe_plan_from_row_id_map_args {
+  size_t size;
+  const fp8moe_tensor* row_id_map;
+  const fp8moe_tensor* pad_offsets; /* optional */
+  const fp8moe_plan* plan;
+} fp8moe_plan_from_row_id_map_args;
+FP8MOE_C_API fp8moe_status fp8moe_plan_from_row_id_map(const fp8moe_plan_from_row_id_map_args* args,
+                                                       void* stream);
+
 /* ---- the router ---- */
 
 /* Values of score. */

@@ -121,6 +121,28 @@ struct PlanFromCounts {
 };
 FP8MOE_API void plan_from_counts(const PlanFromCounts& p, Stream stream = {});
 
+// Fills the plan, of 1 expert, align 1 and capacity R, by which unpermute_unpad, its backward and
+// permute_pad move R rows that another library has permuted, by TransformerEngine's row_id_map:
+// [T, 2S+1] i32, of a mask: the rows of a token's n slots in columns [0, n), the slots in [S, S+n),
+// n in the last one; pad_offsets [S] i64 (optional) is added to the rows of each slot. Or [S*T]
+// i32, of indices: cell s*T + t is the row of slot s of token t, -1 for none. All R rows are of the
+// one expert, and those the map does not name are padding, wherever they lie. A row at or past R, a
+// slot outside [0, S), a row named twice: InvalidArgument on the CPU. CUDA drops the first two and
+// counts them in status as overflow and bad expert ids; of tokens that share a row one has it.
+struct PlanFromRowIdMap {
+  static constexpr const char* op = "plan_from_row_id_map";
+
+  Tensor row_id_map{};
+  Tensor pad_offsets{};
+  RoutingPlan plan{};
+
+  static constexpr auto fields =
+      std::tuple{in("row_id_map", &PlanFromRowIdMap::row_id_map),
+                 optional_in("pad_offsets", &PlanFromRowIdMap::pad_offsets),
+                 out("plan", &PlanFromRowIdMap::plan)};
+};
+FP8MOE_API void plan_from_row_id_map(const PlanFromRowIdMap& p, Stream stream = {});
+
 // ---- the router -------------------------------------------------------------------------------
 
 // How logits become scores: over a token's experts, or each by itself. An `int64_t score`.
@@ -573,6 +595,7 @@ inline constexpr auto operators = std::tuple{&quantize,
                                              &dequantize,
                                              &route,
                                              &plan_from_counts,
+                                             &plan_from_row_id_map,
                                              &router_topk,
                                              &router_topk_backward,
                                              &permute_pad,

@@ -18,6 +18,13 @@ FP8MOE_CLONES bool within(const int32_t* v, int64_t n, int64_t low, int64_t limi
   return outside == 0;
 }
 
+// The rows without a token are those without a slot.
+FP8MOE_CLONES bool paired(const int32_t* token, const int32_t* slot, int64_t n) {
+  int32_t differ = 0;
+  for (int64_t i = 0; i < n; ++i) differ |= token[i] ^ slot[i];
+  return differ >= 0;
+}
+
 // tokens_per_expert and row_offsets: segments within the R rows, in order, aligned, with room for
 // their tokens.
 inline void check_offsets(const char* op, const RoutingPlan& plan) {
@@ -48,15 +55,17 @@ inline void check_columns(const char* op, const RoutingPlan& plan) {
   }
 }
 
-// The offsets, and a token and a slot in range for each row that has them, -1 for padding.
-inline void check_rows(const char* op, const RoutingPlan& plan) {
+// The offsets, and a token and a slot in range for each row that has them, -1 for padding. least:
+// -1 where padding may lie among an expert's rows, as in a plan from a row_id_map.
+inline void check_rows(const char* op, const RoutingPlan& plan, int64_t least = 0) {
   check_offsets(op, plan);
   for (int64_t e = 0; e < plan.experts; ++e) {
     const int64_t first = plan.row_offsets()[e];
     const int64_t count = plan.tokens_per_expert()[e];
     const int64_t padding = plan.row_offsets()[e + 1] - first - count;
-    FP8MOE_CHECK(within(plan.token_of_row() + first, count, 0, plan.tokens) &&
-                     within(plan.slot_of_row() + first, count, 0, plan.slots) &&
+    FP8MOE_CHECK(within(plan.token_of_row() + first, count, least, plan.tokens) &&
+                     within(plan.slot_of_row() + first, count, least, plan.slots) &&
+                     paired(plan.token_of_row() + first, plan.slot_of_row() + first, count) &&
                      within(plan.token_of_row() + first + count, padding, -1, 0),
                  "[", op,
                  "] plan must be filled by route or plan_from_counts; got a row of expert ", e,

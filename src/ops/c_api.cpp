@@ -161,6 +161,12 @@ PlanFromCounts params(const fp8moe_plan_from_counts_args& c) {
   return {.tokens_per_expert = tensor(c.tokens_per_expert), .plan = plan(c.plan)};
 }
 
+PlanFromRowIdMap params(const fp8moe_plan_from_row_id_map_args& c) {
+  return {.row_id_map = tensor(c.row_id_map),
+          .pad_offsets = tensor(c.pad_offsets),
+          .plan = plan(c.plan)};
+}
+
 RouterTopk params(const fp8moe_router_topk_args& c) {
   return {.logits = tensor(c.logits),
           .selection_bias = tensor(c.selection_bias),
@@ -395,6 +401,10 @@ fp8moe_status fp8moe_route_workspace(const fp8moe_route_args* args, int64_t* byt
 }
 fp8moe_status fp8moe_plan_from_counts(const fp8moe_plan_from_counts_args* args, void* stream) {
   return run(&plan_from_counts, args, stream);
+}
+fp8moe_status fp8moe_plan_from_row_id_map(const fp8moe_plan_from_row_id_map_args* args,
+                                          void* stream) {
+  return run(&plan_from_row_id_map, args, stream);
 }
 fp8moe_status fp8moe_router_topk(const fp8moe_router_topk_args* args, void* stream) {
   return run(&router_topk, args, stream);

@@ -153,12 +153,16 @@ def moe_unpermute(
     map_type: str = "mask",
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
+    *,
+    plan: RoutingPlan | None = None,
 ) -> Tensor:
     """Sums the rows inp [R, H] of each token, weighted by merging_probs if given.
 
     merging_probs: [T, E] with a mask map, [T, K] with an index map; float32, float16 or bfloat16.
     Summed in float32, experts (index: slots) ascending, rounded once. A token without rows is zero.
-    row_id_map, pad_offsets: what the permute function returned.
+    row_id_map, pad_offsets: what the permute function returned. A row that inp does not have is an
+      error on the CPU, and left out on CUDA.
+    plan: ops.plan_from_row_id_map of the three, for callers that use one map several times.
     restore_shape: (T, H), which a mask map says too. An index map without merging_probs merges
       nothing: its K*T elements are K*T tokens, as in TransformerEngine.
     probs: the deprecated name of merging_probs.
@@ -178,9 +182,8 @@ def moe_unpermute(
             f"[{op}] row_id_map must be of map_type {map_type!r}; got one of shape "
             f"{tuple(row_id_map.shape)}"
         )
-    if row_id_map.numel() == 0:  # of no tokens
-        return inp[:0].clone()
     weights = None if merging_probs is None else _float32(op, merging_probs)
+    rows = inp.shape[0]
     if map_type == "mask":
         if restore_shape is not None and tuple(restore_shape) != (len(row_id_map), inp.shape[1]):
             raise ValueError(
@@ -192,7 +195,9 @@ def moe_unpermute(
             raise ValueError(
                 f"[{op}] pad_offsets must be [{experts}]; got {tuple(pad_offsets.shape)}"
             )
-        plan, clear = maps.plan_of_mask_map(row_id_map, pad_offsets, inp.shape[0])
+        if plan is None:
+            plan = ops.plan_from_row_id_map(row_id_map, rows=rows, pad_offsets=pad_offsets)
+        clear = pad_offsets is not None
         return autograd.unpermute_unpad(inp.contiguous(), plan, weights, clear=clear)
     if pad_offsets is not None:
         raise ValueError(f"[{op}] an index map is never padded; got pad_offsets")
@@ -202,7 +207,8 @@ def moe_unpermute(
             f"row_id_map; got {tuple(weights.shape)}"
         )
     slots = 1 if weights is None else weights.shape[1]
-    plan = maps.plan_of_index_map(row_id_map, slots, inp.shape[0])
+    if plan is None:
+        plan = ops.plan_from_row_id_map(row_id_map, rows=rows, slots=slots)
     return autograd.unpermute_unpad(inp.contiguous(), plan, weights)
 
 

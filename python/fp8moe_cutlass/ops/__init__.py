@@ -26,6 +26,7 @@ from fp8moe_cutlass.ops.permute_pad import (
 )
 from fp8moe_cutlass.ops.permute_transpose_fp8 import permute_transpose_fp8
 from fp8moe_cutlass.ops.plan_from_counts import plan_from_counts
+from fp8moe_cutlass.ops.plan_from_row_id_map import plan_from_row_id_map
 from fp8moe_cutlass.ops.quantize import quantize
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
 from fp8moe_cutlass.ops.quantize_weight import QuantizedWeight, quantize_weight
@@ -61,6 +62,7 @@ __all__ = [
     "permute_pad_backward",
     "permute_transpose_fp8",
     "plan_from_counts",
+    "plan_from_row_id_map",
     "quantize",
     "quantize_pack",
     "quantize_weight",

@@ -15,7 +15,7 @@ constexpr int64_t kRows = 16;  // a task: 16 neighbouring floats of a gemm-layou
 
 template <>
 void run(const PermutePad& p, Stream) {
-  check_rows("permute_pad", p.plan);
+  check_rows("permute_pad", p.plan, -1);
   const int64_t row_bytes = p.x.data.shape[1] * size_of(p.x.data.dtype);
   const int64_t from_stride = p.x.data.stride() * size_of(p.x.data.dtype);
   const int64_t rows = p.plan.row_offsets()[p.plan.experts];

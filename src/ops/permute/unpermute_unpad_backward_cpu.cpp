@@ -25,7 +25,7 @@ FP8MOE_CLONES float dot(const T* a, const T* b, int64_t c) {
 
 template <>
 void run(const UnpermuteUnpadBackward& p, Stream stream) {
-  check_rows("unpermute_unpad_backward", p.plan);
+  check_rows("unpermute_unpad_backward", p.plan, -1);
   if (!p.probs.defined())
     return run(PermutePad{.x = {.data = p.dout}, .plan = p.plan, .y = {.data = p.dy}}, stream);
   const int64_t c = p.dout.shape[1];
