@@ -179,6 +179,16 @@ def on_stream(x: Tensor, stream: int) -> Fp8Tensor:
 def transformer_engine(x: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     te = integrations.transformer_engine
     rows, row_id_map = te.moe_permute(x, routing_map)
+    plan: RoutingPlan = ops.plan_from_row_id_map(row_id_map, rows=len(rows))
+    padding, unpadding = te.Fp8Padding(E), te.Fp8Unpadding(E)
+    wide, _ = padding(rows, [T, 0, 0, 0])
+    rows = unpadding(wide, [T, 0, 0, 0])
+    q: Fp8Tensor = te.as_fp8_tensor(te.as_blockwise_tensor(ops.quantize(x)))
+    probs, routing_map = te.fused_topk_with_score_function(
+        q.float(), S, False, None, None, None, "softmax", None
+    )
+    routing_map, scores = te.fused_compute_score_for_moe_aux_loss(x, S, "sigmoid")
+    te.fused_moe_aux_loss(scores, routing_map.sum(0), T, E, S, 0.01)
     rows, _, row_id_map = te.moe_permute_with_probs(x, probs, routing_map)
     per_expert = routing_map.sum(0)
     padded, _, row_id_map, offsets, _ = te.moe_permute_and_pad_with_probs(
@@ -187,7 +197,7 @@ def transformer_engine(x: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     order = torch.arange(E)
     rows = te.moe_sort_chunks_by_index(rows, per_expert, order)
     rows, _ = te.moe_sort_chunks_by_index_with_probs(rows, probs, per_expert, order)
-    out: Tensor = te.moe_unpermute(padded, row_id_map, pad_offsets=offsets)
+    out: Tensor = te.moe_unpermute(padded, row_id_map, pad_offsets=offsets, plan=plan)
     return out + rows.sum()
 
 

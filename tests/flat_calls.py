@@ -102,6 +102,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
 
     buffer = torch.zeros_like(p.plan.buffer)
     counts = {"tokens": rows, "slots": 1, "experts": EXPERTS, "align": 1, "capacity": rows}
+    of_map = counts | {"experts": 1}
     counts_buffer = RoutingPlan(None, *counts.values()).buffer_size
     return {
         "quantize": {"x": p.x, **new("q", TOKENS, width, layout="row"), **rule},
@@ -123,6 +124,12 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "tokens_per_expert": p.plan.tokens_per_expert.clone(),
             "plan": torch.zeros(counts_buffer, dtype=torch.int32),
             **counts,
+        },
+        "plan_from_row_id_map": {
+            "row_id_map": torch.arange(rows, dtype=torch.int32),
+            "pad_offsets": None,
+            "plan": torch.zeros(RoutingPlan(None, *of_map.values()).buffer_size, dtype=torch.int32),
+            **of_map,
         },
         "router_topk": {
             "logits": logits,

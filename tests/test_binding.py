@@ -388,6 +388,11 @@ WRONG_CALLS: dict[str, Callable[[Problem], Any]] = {
     "route align": lambda p: ops.route(3, topk_idx=p.topk_idx, align=True),
     "plan_from_counts tokens_per_expert": lambda p: ops.plan_from_counts([1, 2], capacity=3),
     "plan_from_counts capacity": lambda p: ops.plan_from_counts(p.topk_idx[0], capacity=None),
+    "plan_from_row_id_map row_id_map": lambda p: ops.plan_from_row_id_map([[0, 0, 1]], rows=3),
+    "plan_from_row_id_map rows": lambda p: ops.plan_from_row_id_map(p.topk_idx.int(), rows=None),
+    "plan_from_row_id_map slots": lambda p: ops.plan_from_row_id_map(
+        p.topk_idx[0].int(), rows=3, slots="1"
+    ),
     "dispatch_plan topk_idx": lambda p: ops.dispatch_plan([[0]], 6, 3),
     "dispatch_plan ranks": lambda p: ops.dispatch_plan(p.topk_idx, 6, 3.0),
     "permute_pad x": lambda p: ops.permute_pad(None, p.plan),

@@ -130,10 +130,11 @@ def test_verify_passes_and_covers_every_operator(command: Command) -> None:
     code, out = command("verify")
     assert code == 0
     assert "FAILED" not in out
-    # plan_from_counts is route's other form, packed_row_bytes a number, zero_workspace no operator;
+    # plan_from_* are route's other forms, packed_row_bytes a number, zero_workspace no operator;
     # their tests are their own.
     assert {op for op in ops.__all__ if op.islower() and op not in out} <= {
         "plan_from_counts",
+        "plan_from_row_id_map",
         "packed_row_bytes",
         "zero_workspace",
     }
@@ -208,7 +209,8 @@ def test_bench_writes_what_it_shows(command: Command, tmp_path: Path, name: str)
         assert f", {shape}: {row['ms']:.3f} ms" in out
     if name == "ops":
         timed = {row["op"] for row in record["results"]}
-        untimed = {"plan_from_counts", "packed_row_bytes", "zero_workspace"}
+        untimed = {"plan_from_counts", "plan_from_row_id_map"}
+        untimed |= {"packed_row_bytes", "zero_workspace"}
         assert {op for op in ops.__all__ if op.islower()} - timed <= untimed
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import reference_te as ref
 from fp8moe_cutlass import Fp8Tensor, ops
 from fp8moe_cutlass.integrations import transformer_engine as te
-from fp8moe_cutlass.integrations.row_id_map import repack
+from fp8moe_cutlass.integrations.transformer_engine.row_id_map import repack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -434,7 +434,7 @@ def test_refusals(device: str) -> None:
             call(*args, **kwargs)
 
     pad = te.moe_permute_and_pad_with_probs
-    refused("num_out_tokens must be positive", te.moe_permute, x, gpu_mask)
+    refused("num_out_tokens must be given", te.moe_permute, x, gpu_mask)
     refused("map_type must be", te.moe_permute, x, gpu_mask, n, map_type="rows")
     refused("a row a token", te.moe_permute, x[:5], gpu_mask, n)
     refused("tokens_per_expert is required", pad, x, probs, gpu_mask, None, 16)

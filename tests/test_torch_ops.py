@@ -59,6 +59,9 @@ FUNCTIONS: dict[str, Callable[[Problem], Any]] = {
     "plan_from_counts": lambda p: RoutingPlan.from_counts(
         p.plan.tokens_per_expert, p.plan.capacity, align=32
     ),
+    "plan_from_row_id_map": lambda p: ops.plan_from_row_id_map(
+        torch.arange(12, dtype=torch.int32), rows=16, slots=2
+    ),
     "plan_views": lambda p: (p.plan.row_of, p.plan.token_of_row, p.plan.col_offsets),
     "permute_pad": lambda p: ops.permute_pad(p.x, p.plan, p.probs),
     "permute_pad_fp8": lambda p: ops.permute_pad(p.x8, p.plan),

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd import router_topk
 from fp8moe_cutlass.integrations import transformer_engine as te
-from fp8moe_cutlass.nn.published import megatron_rule
+from fp8moe_cutlass.integrations.transformer_engine.permutation import permute_by_mask
+from fp8moe_cutlass.integrations.transformer_engine.router import dense, topk_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 __all__ = ["permute", "sort_chunks_by_idxs", "topk_routing_with_score_function", "unpermute"]
@@ -52,7 +51,7 @@ def permute(
         )
     if num_out_tokens is None:
         num_out_tokens = int((routing_map != 0).sum())
-    out, permuted_probs, row_id_map = te.permute_by_mask(
+    out, permuted_probs, row_id_map = permute_by_mask(
         "permute", tokens, probs, routing_map, num_out_tokens, zero_unweighted=fused
     )
     return out, permuted_probs, row_id_map, None, tokens_per_expert
@@ -122,38 +121,33 @@ def topk_routing_with_score_function(
         raise ValueError(
             f"[topk_routing_with_score_function] logits must be [T, E]; got {tuple(logits.shape)}"
         )
-    rule = megatron_rule(
-        topk,
-        score_function=score_function,
-        use_pre_softmax=use_pre_softmax,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        scaling_factor=scaling_factor,
-        expert_bias=expert_bias is not None,
-    )
-    options = rule.options()
-    exact = logits.float()
-    bias = None if expert_bias is None else expert_bias.detach().float()
+    how: dict[str, Any] = {
+        "use_pre_softmax": use_pre_softmax,
+        "num_groups": num_groups,
+        "group_topk": group_topk,
+        "scaling_factor": scaling_factor,
+        "score_function": score_function,
+        "expert_bias": expert_bias,
+    }
     idx = precomputed_indices
     if idx is None and router_replay is not None:
-        compared = exact.detach()
-        if rule.select_by == "scores":
-            compared = ops.router_topk(compared, topk, **options).scores
-        if bias is not None:
-            compared = compared + bias
+        by_logits = score_function == "softmax" and not use_pre_softmax
+        compared = logits.detach().float()
+        if not by_logits:
+            compared = topk_of(compared, topk, **how).scores
+        if expert_bias is not None:
+            compared = compared + expert_bias.detach().float()
 
         def choose(values: Tensor, k: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            given = {**options, "select_by": "logits"}
-            chosen = ops.router_topk(values, k, **given).topk_idx
+            # The softmax of the chosen compares values as they are.
+            chosen = topk_of(values, k, num_groups=num_groups, group_topk=group_topk).topk_idx
             return values.gather(1, chosen), chosen
 
         _, idx = router_replay.get_replay_topk(compared, topk, num_groups, group_topk, choose)
-    routed = router_topk(exact, topk, selection_bias=bias, given_idx=idx, **options)
-    idx, probs = routed.topk_idx, routed.topk_weights.to(logits.dtype)
+    routed = topk_of(logits, topk, **how, given_idx=idx)
     if dense_output:
-        return probs, idx
-    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, idx, True)
-    return torch.zeros_like(logits).scatter(1, idx, probs), chosen
+        return routed.topk_weights.to(logits.dtype), routed.topk_idx
+    return dense(logits, routed)
 
 
 def _refuse_inverse_map(op: str, batch_invariant: bool) -> None:

@@ -19,19 +19,10 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import autograd, ops
-from fp8moe_cutlass.integrations import row_id_map as maps
+from fp8moe_cutlass.integrations.transformer_engine import row_id_map as maps
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import ScaleLayout
-
-__all__ = [
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-]
 
 T = TypeVar("T", Tensor, Fp8Tensor)
 
@@ -51,9 +42,9 @@ def moe_permute(
 ) -> tuple[T, Tensor]:
     """Copies tokens [T, H] to rows grouped by expert, in token order within an expert.
 
-    map_type "mask": routing_map [T, E] bool or integer, num_out_tokens > 0 rows: at least the
-      number of assignments (fewer: ValueError on the CPU, the last ones dropped on CUDA); rows past
-      it are unspecified. row_id_map [T, 2E+1] int32.
+    map_type "mask": routing_map [T, E] bool or integer. num_out_tokens rows: at least the number of
+      assignments (fewer: ValueError on the CPU, the last ones dropped on CUDA), or 0, which drops
+      all; rows past the assignments are unspecified. row_id_map [T, 2E+1] int32.
     map_type "index": routing_map [T, K] int32 or int64 expert ids below num_experts, -1: dropped.
       num_out_tokens rows, T*K if not positive; assignments past it are dropped. row_id_map [K*T].
     max_token_num sizes a workspace in TransformerEngine; nothing here depends on it.
@@ -137,8 +128,8 @@ def moe_permute_and_pad_with_probs(
     if num_out_tokens is None:
         plan, padded = _exact(op, plan, tokens_per_expert)
         pad_offsets = pad_offsets if padded else None
-    elif plan.buffer.device.type == "cpu":
-        plan.check()
+    else:
+        _check_plan(plan)
     out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=True)
     assert permuted_probs is not None
     target = plan.row_offsets.long().diff()
@@ -270,8 +261,8 @@ def permute_by_mask(
         none = None if probs is None else probs.flatten()
         return _clone(inp, scale_layout), none, empty
     plan = ops.route(experts, routing_map=_mask(routing_map), capacity=num_out_tokens)
-    if plan.buffer.device.type == "cpu":
-        plan.check()
+    if num_out_tokens > 0:
+        _check_plan(plan)
     zero = probs is not None and zero_unweighted
     out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=zero)
     return out, permuted_probs, maps.mask_map(plan, None)
@@ -330,7 +321,7 @@ def _chunks(
             f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
         )
     device, chunks = inp.device, split_sizes.shape[0]
-    if device.type == "cpu":
+    if device.type == "cpu" and not torch.compiler.is_compiling():
         sizes, places = split_sizes.tolist(), sorted_index.tolist()
         if min(sizes, default=0) < 0 or sum(sizes) > inp.shape[0]:
             raise ValueError(
@@ -354,6 +345,13 @@ def _mask(routing_map: Tensor) -> Tensor:
     return (routing_map if routing_map.dtype in known else routing_map.bool()).contiguous()
 
 
+def _check_plan(plan: RoutingPlan) -> None:
+    """ValueError for assignments without a row; not on CUDA, whose status would have to be waited
+    for, nor in a compiled graph."""
+    if plan.buffer.device.type == "cpu" and not torch.compiler.is_compiling():
+        plan.check()
+
+
 def _check_given(op: str, **arguments: Tensor | None) -> None:
     for name, given in arguments.items():
         if given is None:
@@ -369,8 +367,8 @@ def _check_tokens(op: str, inp: Tensor | Fp8Tensor, routing_map: Tensor) -> None
 
 
 def _check_rows(op: str, inp: Tensor | Fp8Tensor, num_out_tokens: int) -> None:
-    if num_out_tokens <= 0 and inp.shape[0] > 0:
-        raise ValueError(f"[{op}] num_out_tokens must be positive; got {num_out_tokens}")
+    if num_out_tokens < 0 and inp.shape[0] > 0:
+        raise ValueError(f"[{op}] num_out_tokens must be given, 0 or more; got {num_out_tokens}")
 
 
 def _clone(inp: T, scale_layout: ScaleLayout | None) -> T:
