@@ -75,13 +75,16 @@ class Fp8Padding(_Rows):
 
 
 class Fp8Unpadding(_Rows):
-    """The rows that Fp8Padding was given, [M, H], of its result [R, H]. Not of an Fp8Tensor."""
+    """The rows that Fp8Padding was given, [M, H], of its result [R, H]."""
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
-        if isinstance(inp, Fp8Tensor):
-            raise ValueError("[Fp8Unpadding] inp must be float; got an Fp8Tensor: dequantize it")
+    def forward(self, inp: T, m_splits: Sequence[int]) -> T:
         sizes = self._padded(inp, m_splits, padded=True)
         if sizes == list(m_splits):
             return inp
-        plan = self._plan(inp, m_splits, sum(sizes))
-        return autograd.unpermute_unpad(inp.contiguous(), plan)
+        rows = self._plan(inp, m_splits, sum(sizes)).row_of.flatten()
+        if not isinstance(inp, Fp8Tensor):
+            return inp.index_select(0, rows)
+        data = inp.data.view(torch.uint8).index_select(0, rows).view(inp.data.dtype)
+        scale_inv = inp.to_layout("row").scale_inv.index_select(0, rows)
+        unpadded = Fp8Tensor(data, scale_inv, "row", inp.pow2, inp.fp8_dtype)
+        return unpadded.to_layout(inp.scale_layout)

@@ -51,10 +51,10 @@ def as_blockwise_tensor(
     columns [K, M]: the transposed operand that wgrad reads, of the same kind of blocks: of
     transpose_fp8(columns="column") for 1x128 blocks. Needs TransformerEngine.
     """
-    from transformer_engine import pytorch as te
-
     if len(q.shape) != 2:
         raise ValueError(f"[as_blockwise_tensor] q must be [M, K]; got {list(q.shape)}")
+    from transformer_engine import pytorch as te
+
     name = next(n for n, d in _DTYPES.items() if d == q.data.dtype)
     held = {"rowwise": q, "columnwise": columns}
     parts: dict[str, Any] = {}
