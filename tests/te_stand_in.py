@@ -4,11 +4,8 @@ attributes."""
 from __future__ import annotations
 
 import enum
-import sys
 from types import ModuleType
 from typing import Any
-
-import pytest
 
 
 class DType(enum.Enum):
@@ -52,12 +49,10 @@ class Float8BlockwiseQTensor:
         self._fp8_dtype, self._quantizer, self._is_2D_scaled = fp8_dtype, quantizer, is_2D_scaled
 
 
-def install(patch: pytest.MonkeyPatch) -> ModuleType:
-    """Put it where TransformerEngine is not."""
+def modules() -> dict[str, ModuleType]:
+    """What to put into sys.modules where TransformerEngine is not installed."""
     package, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     for kind in (DType, Float8BlockQuantizer, Float8BlockwiseQTensor):
         setattr(pytorch, kind.__name__, kind)
     package.pytorch = pytorch  # type: ignore[attr-defined]
-    patch.setitem(sys.modules, "transformer_engine", package)
-    patch.setitem(sys.modules, "transformer_engine.pytorch", pytorch)
-    return pytorch
+    return {module.__name__: module for module in (package, pytorch)}
