@@ -137,10 +137,11 @@ def padded_by_loop(x: Tensor, splits: list[int], align: int) -> Tensor:
 
 
 @DEVICE
+@pytest.mark.parametrize("width", [48, 1])
 @pytest.mark.parametrize("align", [None, 32, 128])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_padding_and_back(splits: list[int], align: int | None, device: str) -> None:
-    x = torch.randn(sum(splits), 48, device=device, dtype=torch.bfloat16)
+def test_padding_and_back(splits: list[int], align: int | None, width: int, device: str) -> None:
+    x = torch.randn(sum(splits), width, device=device, dtype=torch.bfloat16)
     x[:1] = -0.0
     x.requires_grad_()
     pad, unpad = Fp8Padding(4, align), Fp8Unpadding(4, align)

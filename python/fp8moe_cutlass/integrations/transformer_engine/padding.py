@@ -56,7 +56,8 @@ class _Rows(nn.Module):
 
 
 class Fp8Padding(_Rows):
-    """Rows [M, H] of num_gemms GEMMs, m_splits rows each, to rows padded with zeros.
+    """Rows [M, H] of num_gemms GEMMs, m_splits rows each, to rows padded with zeros. Of any width H;
+    permute_pad moves multiples of 16.
 
     inp is float32, float16, bfloat16 (differentiable) or an Fp8Tensor, whose padding has scale 0.
     Returns (padded [R, H], the padded sizes).
@@ -70,6 +71,9 @@ class Fp8Padding(_Rows):
         if isinstance(inp, Fp8Tensor):
             layout = cast(ScaleLayout, inp.scale_layout)
         plan = self._plan(inp, m_splits, sum(sizes))
+        if isinstance(inp, Tensor) and inp.shape[1] % 16:  # as probs [M, 1]
+            zeros = inp.new_zeros(sum(sizes), inp.shape[1])
+            return zeros.index_copy(0, plan.row_of.flatten().long(), inp), sizes
         x = inp if isinstance(inp, Fp8Tensor) else inp.contiguous()
         return autograd.permute_pad(x, plan, scale_layout=layout)[0], sizes
 
