@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,66 @@ MISTAKES: dict[str, tuple[Callable[[Given], Any], str]] = {
         lambda g: MoEExperts(E, H, I, recipe="fp8"),
         "[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got 'fp8'",
     ),
+    "an Fp8Tensor given to a layer": (
+        lambda g: g.layer(g.q, IDX, g.probs),
+        "[MoEExperts] x must be a torch.Tensor; got Fp8Tensor",
+    ),
+    "experts of a list": (
+        lambda g: g.layer(g.x, IDX.tolist(), g.probs),
+        "[MoEExperts] topk_idx must be a torch.Tensor; got list",
+    ),
+    "rows of NumPy": (
+        lambda g: g.layer.forward_rows(g.x.float().numpy(), [T // E] * E),
+        "[MoEExperts] rows must be a torch.Tensor; got ndarray",
+    ),
+    "tokens on another device than the router": (
+        lambda g: MoE(Router(H, E, 2), g.layer)(g.x.to("meta")),
+        "[Router] x must be on the parameters' device cpu; got meta",
+    ),
+    "router and experts in another order": (
+        lambda g: MoE(g.layer, Router(H, E, 2)),
+        "[MoE] router must be a Router; got MoEExperts",
+    ),
+    "a router of one's own that lacks sizes": (
+        lambda g: MoE(torch.nn.Linear(H, E), g.layer),
+        "[MoE] router must be a Router; got Linear",
+    ),
+    "no experts": (
+        lambda g: MoE(Router(H, E, 2), None),
+        "[MoE] experts must be MoEExperts; got NoneType",
+    ),
+    "a size that is no int": (
+        lambda g: MoEExperts(E, H / 2, I),
+        "[MoEExperts] hidden_size must be an int; got 128.0",
+    ),
+    "a number of experts that is no int": (
+        lambda g: MoEExperts("4", H, I),
+        "[MoEExperts] num_experts must be an int; got '4'",
+    ),
+    "no such top_k": (
+        lambda g: Router(H, E, 2.0),
+        "[Router] top_k must be an int; got 2.0",
+    ),
+    "a word for a rule": (
+        lambda g: Router(H, E, 2, "sigmoid"),
+        "[Router] rule must be a RoutingRule; got 'sigmoid'",
+    ),
+    "a number for coefficients": (
+        lambda g: Router(H, E, 2, coefficients=0.01),
+        "[Router] coefficients must be LossCoefficients; got 0.01",
+    ),
+    "a word for a coefficient": (
+        lambda g: LossCoefficients(z="1e-3"),
+        "[LossCoefficients] z must be finite and not negative; got '1e-3'",
+    ),
+    "a word for eps": (
+        lambda g: Fp8Recipe(eps="1e-4"),
+        "[Fp8Recipe] eps must be in [0, 3.4e38]; got '1e-4'",
+    ),
+    "a word for a switch": (
+        lambda g: MoEExperts(E, H, I, delay_wgrad="no"),
+        "[MoEExperts] delay_wgrad must be True or False; got 'no'",
+    ),
     "no such option": (
         lambda g: MoEExperts(E, H, I, preactivation="none"),
         "[MoEExperts] preactivation must be 'save', 'save_fp8' or 'recompute'; got 'none'",
@@ -87,6 +148,21 @@ def test_message(mistake: str) -> None:
     make, message = MISTAKES[mistake]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make(Given())
+
+
+@pytest.mark.parametrize(
+    "option", ["recipe", "preactivation", "transposed_weights", "delay_wgrad", "group", "capacity"]
+)
+def test_an_option_is_of_the_constructor(option: str) -> None:
+    """Assigned later it is refused by name, and the layer is what it was."""
+    g = Given()
+    layer = g.layer
+    before = layer(g.x, IDX, g.probs)
+    with pytest.raises(AttributeError, match=option):
+        setattr(layer, option, None)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="scale"):
+        layer.recipe.scale = "fp32"
+    assert torch.equal(layer(g.x, IDX, g.probs), before)
 
 
 def test_a_float16_weight_is_no_mistake() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8moe_cutlass import Fp8Tensor, ops
 
 E4M3 = torch.float8_e4m3fn
+BYTES = np.zeros((4, 128), np.uint8)
 
 
 def same(a: Fp8Tensor, b: Fp8Tensor) -> bool:
@@ -37,11 +38,15 @@ def codes(*shape: int) -> Tensor:
         (codes(4, 128), None, {}, "scale_inv must be float32; got None"),
         (None, torch.ones(4, 1), {}, "data must be float8_e4m3fn or float8_e5m2, .*; got None"),
         (torch.zeros(4, 128), torch.ones(4, 1), {}, "data must be float8_e4m3fn .*; got float32"),
+        (torch.zeros(4, 128), torch.ones(4, 1), {"fp8_dtype": "e4m3"}, "or uint8 .*; got float32"),
+        (np.zeros((4, 128)), np.ones((4, 1)), {"fp8_dtype": "e5m2"}, "or uint8 .*; got float64"),
+        (None, torch.ones(4, 1), {"fp8_dtype": "e4m3"}, "or uint8 .*; got None"),
+        (BYTES, torch.ones(4, 1), {"fp8_dtype": "e4m3"}, "framework, as its ndarray; got Tensor"),
         (codes(2, 4, 128), torch.ones(4, 1), {}, r"data must be \[M, K\] in row layout; got \[2"),
         (codes(128), torch.ones(1), {"scale_layout": "block"}, r"\[M, K\] or \[E, M, K\] in block"),
         (codes(4, 128), torch.ones(4, 1), {"scale_layout": "col"}, "'row', 'gemm' or 'block'; got"),
         (codes(4, 128), torch.ones(4, 1), {"fp8_dtype": "e5m2"}, "that of data, float8_e4m3fn"),
-        (np.zeros((4, 128), np.uint8), np.ones((4, 1), np.float32), {}, "with fp8_dtype given"),
+        (BYTES, np.ones((4, 1), np.float32), {}, "with fp8_dtype given"),
     ],
 )
 def test_what_does_not_fit_is_refused(data: Any, scales: Any, how: Any, message: str) -> None:

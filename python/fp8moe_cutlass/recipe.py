@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind
 
@@ -37,8 +38,8 @@ class Fp8Recipe:
             value = getattr(self, name)
             if value not in words:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
-        if not 0.0 <= self.eps <= FLOAT32_MAX:
-            raise ValueError(f"[Fp8Recipe] eps must be in [0, 3.4e38]; got {self.eps}")
+        if not isinstance(self.eps, Real) or not 0.0 <= self.eps <= FLOAT32_MAX:
+            raise ValueError(f"[Fp8Recipe] eps must be in [0, 3.4e38]; got {self.eps!r}")
         if self.scale != "pow2" and self.columns == "block":
             raise ValueError(
                 f"[Fp8Recipe] columns must be 'column' with scale {self.scale!r}; got 'block', "

@@ -40,7 +40,7 @@ def _format_of(data: Array, fp8_dtype: str | None) -> str:
     own = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name)
     if own is not None:
         _FORMATS[data.dtype] = own
-    format = own or fp8_dtype
+    format = own or (fp8_dtype if name == "uint8" else None)
     if format is None:
         raise ValueError(
             "[Fp8Tensor] data must be float8_e4m3fn or float8_e5m2, or uint8 with "
@@ -75,6 +75,11 @@ def _check_scales(data: Array, scale_inv: Array, layout: str) -> None:
             f"{list(shape)}; got {list(scale_inv.shape)}"
         )
     here, there = getattr(data, "device", None), getattr(scale_inv, "device", None)
+    if here != there and str(here) == str(there):
+        raise ValueError(
+            "[Fp8Tensor] scale_inv must be of data's framework, as its "
+            f"{type(data).__name__}; got {type(scale_inv).__name__}"
+        )
     if here != there:
         raise ValueError(f"[Fp8Tensor] scale_inv must be on data's device {here}; got {there}")
 

@@ -1,7 +1,8 @@
-"""Checks of MoEExperts: rule, then the value received."""
+"""Checks of the layers' arguments: rule, then the value received."""
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,11 +13,31 @@ from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 
 
+def check_int(op: str, name: str, value: Any) -> None:
+    """ValueError unless value is a whole number; True and 2.0 are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"[{op}] {name} must be an int; got {value!r}")
+
+
+def check_bool(op: str, name: str, value: Any) -> None:
+    """ValueError unless value is True or False; 1 and a tensor are neither."""
+    if type(value) is not bool:
+        raise ValueError(f"[{op}] {name} must be True or False; got {value!r}")
+
+
+def check_tensor(op: str, name: str, value: Any) -> None:
+    """ValueError unless value is a tensor of torch's; an Fp8Tensor is none."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"[{op}] {name} must be a torch.Tensor; got {type(value).__name__}")
+
+
 def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, multiple: int) -> None:
     """Sizes the GEMMs take."""
+    check_int("MoEExperts", "num_experts", num_experts)
     if num_experts < 1:
         raise ValueError(f"[MoEExperts] num_experts must be at least 1; got {num_experts}")
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+        check_int("MoEExperts", name, size)
         if size <= 0 or size % multiple:
             raise ValueError(
                 f"[MoEExperts] {name} must be a positive multiple of {multiple}; got {size}"
@@ -54,6 +75,9 @@ def check_options(
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
     """What MoEExperts.forward takes, given its gate_up_proj."""
     _check_ready(weight)
+    given = (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights))
+    for name, t in given:
+        check_tensor("MoEExperts", name, t)
     _check_x(weight, x, "x")
     if topk_idx.dtype not in (torch.int32, torch.int64, torch.bool):
         raise ValueError(
@@ -73,7 +97,7 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise ValueError(
             f"[MoEExperts] topk_weights must be floating point; got {topk_weights.dtype}"
         )
-    for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+    for name, t in given:
         _check_device(weight, name, t)
 
 
@@ -101,12 +125,14 @@ def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool)
 def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:
     """What MoEExperts.forward_rows takes, given its gate_up_proj."""
     _check_ready(weight)
+    check_tensor("MoEExperts", "rows", rows)
     if rows.ndim != 2:
         raise ValueError(f"[MoEExperts] rows must be [R, H]; got {tuple(rows.shape)}")
     _check_x(weight, rows, "rows")
     _check_device(weight, "rows", rows)
     _check_counts(weight.shape[0], len(rows), counts)
     if probs is not None:
+        check_tensor("MoEExperts", "probs", probs)
         if probs.shape != rows.shape[:1] or not probs.dtype.is_floating_point:
             raise ValueError(
                 f"[MoEExperts] probs must be [{len(rows)}] floating point; "

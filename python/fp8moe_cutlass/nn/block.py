@@ -25,7 +25,7 @@ from fp8moe_cutlass.autograd.streams import in_backward
 from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import whole
-from fp8moe_cutlass.nn._validate import check_inputs, check_mask, check_rows
+from fp8moe_cutlass.nn._validate import check_bool, check_inputs, check_mask, check_rows
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
@@ -102,9 +102,9 @@ class ExpertBlock:
         not where it or the one before is compiled, nor under a reentrant checkpoint: then what
         was added is lost.
         """
-        masked = topk_idx.dtype == torch.bool
         gate_up = self._held_gate_up()
         check_inputs(gate_up, x, topk_idx, topk_weights)
+        masked = topk_idx.dtype == torch.bool
         if masked or capacity is not None:
             check_mask(gate_up, topk_idx, capacity, self._exchange is not None)
         if torch.is_autocast_enabled(x.device.type):
@@ -178,11 +178,7 @@ class ExpertBlock:
     ) -> tuple[Fp8Weights | None, WeightGrads]:
         """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
         them, and where the gradients go."""
-        if type(overwrite_main_grad) is not bool:
-            raise ValueError(
-                "[MoEExperts] overwrite_main_grad must be True or False; "
-                f"got {overwrite_main_grad!r}"
-            )
+        check_bool("MoEExperts", "overwrite_main_grad", overwrite_main_grad)
         own = (gate_up, down)  # whose attributes say where gradients go
         if self._average is not None:
             own = (self.gate_up_proj, self.down_proj)

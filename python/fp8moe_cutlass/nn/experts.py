@@ -14,7 +14,7 @@ from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import is_sharded, take_share, writable
-from fp8moe_cutlass.nn._validate import check_options, check_sizes
+from fp8moe_cutlass.nn._validate import check_bool, check_options, check_sizes
 from fp8moe_cutlass.nn.block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -85,6 +85,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         check_options(recipe, preactivation, transposed_weights, dtype)
+        check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
         _say_what_is_slow(recipe)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
@@ -133,6 +134,11 @@ class MoEExperts(ExpertBlock, nn.Module):
         return None if self._exchange is None else self._exchange.group
 
     @property
+    def capacity(self) -> int | tuple[int, int] | None:
+        """As given: the rows a rank may send to a rank, and the assignments it may receive."""
+        return None if self._exchange is None else self._exchange.capacity
+
+    @property
     def dropped(self) -> Tensor | None:
         """[3] i64 on the device, or None without a group: what this rank has had no place for. Rows
         it did not send, ids out of range, assignments it did not take."""
@@ -168,7 +174,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             said.append("delay_wgrad=True")
         if self._exchange is not None:
             said.append(f"group of {self._exchange.ranks} ranks")
-            said.append(f"capacity={self._exchange.capacity}")
+            said.append(f"capacity={self.capacity}")
             said.append(f"local_experts={self.local_experts}")
         return ", ".join(said)
 

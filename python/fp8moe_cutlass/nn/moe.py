@@ -60,6 +60,12 @@ class MoE(nn.Module):
         self, router: Router, experts: MoEExperts, shared_expert: nn.Module | None = None
     ) -> None:
         super().__init__()
+        for name, given, kind, other in (
+            ("router", router, "a Router", MoEExperts),
+            ("experts", experts, "MoEExperts", Router),
+        ):
+            if isinstance(given, other) or not hasattr(given, "num_experts"):
+                raise ValueError(f"[MoE] {name} must be {kind}; got {type(given).__name__}")
         for name in ("hidden_size", "num_experts"):
             a, b = getattr(router, name), getattr(experts, name)
             if a != b:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits, router_topk
 from fp8moe_cutlass.distributed import Shared
+from fp8moe_cutlass.nn._validate import check_int, check_tensor
 from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule
 
@@ -37,9 +39,9 @@ class LossCoefficients:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0.0 <= value < math.inf:
+            if not isinstance(value, Real) or not 0.0 <= float(value) < math.inf:
                 raise ValueError(
-                    f"[LossCoefficients] {name} must be finite and not negative; got {value}"
+                    f"[LossCoefficients] {name} must be finite and not negative; got {value!r}"
                 )
 
 
@@ -84,8 +86,16 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts)):
+            check_int("Router", name, size)
             if size < 1:
                 raise ValueError(f"[Router] {name} must be at least 1; got {size}")
+        check_int("Router", "top_k", top_k)
+        if not isinstance(rule, RoutingRule):
+            raise ValueError(f"[Router] rule must be a RoutingRule; got {rule!r}")
+        if not isinstance(coefficients, LossCoefficients):
+            raise ValueError(
+                f"[Router] coefficients must be LossCoefficients; got {coefficients!r}"
+            )
         rule.check(num_experts, top_k)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
@@ -239,6 +249,7 @@ class Router(nn.Module):
         self.selection_bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
     def _check(self, x: Tensor, topk_idx: Tensor | None, padding: Tensor | None) -> None:
+        check_tensor("Router", "x", x)
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
         tokens = x.shape[0]
@@ -250,6 +261,12 @@ class Router(nn.Module):
                 raise ValueError(
                     f"[Router] {name} must be {str(dtype)[6:]} {list(shape)}; "
                     f"got {given.dtype} {tuple(given.shape)}"
+                )
+        for name, given in (("x", x), ("topk_idx", topk_idx), ("padding", padding)):
+            if given is not None and given.device != self.weight.device:
+                raise ValueError(
+                    f"[Router] {name} must be on the parameters' device {self.weight.device}; "
+                    f"got {given.device}"
                 )
 
     def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
