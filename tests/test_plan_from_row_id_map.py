@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import RoutingPlan
+from fp8moe_cutlass.routing import empty_plan
 from on_device import CPU_ONLY, ops
 from reference_te import random_mask, rows_of
 
@@ -134,8 +135,13 @@ WRONG = {
 def test_bad_cells(wrong: str) -> None:
     cells, how, message = WRONG[wrong]
     given = {k: torch.tensor(v) if k == "pad_offsets" else v for k, v in how.items()}
+    made = torch.tensor(cells, dtype=torch.int32)
+    slots = how.get("slots", 2)
+    tokens = len(made) // slots if "slots" in how else len(made)
+    out = empty_plan(lambda words: torch.full((words,), 7).int(), (tokens, slots, 1, 1, 4))
     with pytest.raises(ValueError, match=message):
-        ops.plan_from_row_id_map(torch.tensor(cells, dtype=torch.int32), rows=4, **given)
+        ops.plan_from_row_id_map(made, rows=4, out=out, **given)
+    assert (out.buffer == 7).all()
 
 
 @pytest.mark.gpu

@@ -81,6 +81,28 @@ void counted_plans() {
   expect_plan(from_counts({0}, 0, 1), {});
 }
 
+void row_id_maps() {
+  // Token 0 has experts 1 and 0, token 1 none, token 2 expert 1; expert 1's rows lie two further
+  // on.
+  const Owned map = int32s({3, 5}, {1, 0, 1, 0, 2, 9, 9, 9, 9, 0, 2, 9, 1, 9, 1});
+  const Owned pads(DType::i64, {2});
+  pads.as<int64_t>()[0] = 0;
+  pads.as<int64_t>()[1] = 2;
+  const OwnedPlan plan = empty_plan(3, 2, 1, 1, 6);
+  plan_from_row_id_map({.row_id_map = map, .pad_offsets = pads, .plan = plan});
+  const std::vector<int> token = {0, -1, -1, 0, 2, -1}, slot = {0, -1, -1, 1, 1, -1};
+  CHECK(std::equal(token.begin(), token.end(), plan->token_of_row()));
+  CHECK(std::equal(slot.begin(), slot.end(), plan->slot_of_row()));
+  const std::vector<int> rows = {0, 3, -1, -1, -1, 4};
+  CHECK(std::equal(rows.begin(), rows.end(), plan->row_of()));
+  plan_from_row_id_map({.row_id_map = int32s({6}, {0, -1, -1, 3, -1, 4}), .plan = plan});
+  CHECK(std::equal(token.begin(), token.end(), plan->token_of_row()));
+  CHECK_INVALID(
+      "must name a row once",
+      plan_from_row_id_map({.row_id_map = int32s({6}, {0, 0, 1, 2, 3, 4}), .plan = plan}));
+  CHECK(std::equal(token.begin(), token.end(), plan->token_of_row()));
+}
+
 void bad_arguments() {
   const OwnedPlan plan = empty_plan(2, 2, 3, 1, 4);
   const std::vector<uint8_t> before = plan.buffer.copy();
@@ -112,5 +134,6 @@ int main() {
   topk_plans();
   routing_maps();
   counted_plans();
+  row_id_maps();
   bad_arguments();
 }
