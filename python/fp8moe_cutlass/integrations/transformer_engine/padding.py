@@ -56,8 +56,8 @@ class _Rows(nn.Module):
 
 
 class Fp8Padding(_Rows):
-    """Rows [M, H] of num_gemms GEMMs, m_splits rows each, to rows padded with zeros. Of any width H;
-    permute_pad moves multiples of 16.
+    """Rows [M, H] of num_gemms GEMMs, m_splits rows each, to rows padded with zeros. Any H; those
+    that are multiples of 16 are moved by permute_pad.
 
     inp is float32, float16, bfloat16 (differentiable) or an Fp8Tensor, whose padding has scale 0.
     Returns (padded [R, H], the padded sizes).
