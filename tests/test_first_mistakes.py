@@ -165,6 +165,16 @@ def test_an_option_is_of_the_constructor(option: str) -> None:
     assert torch.equal(layer(g.x, IDX, g.probs), before)
 
 
+def test_options_of_a_router_assigned_later() -> None:
+    router = Router(H, E, 2)
+    with pytest.raises(AttributeError, match="rule"):
+        router.rule = RoutingRule(gate_bias=True)
+    with pytest.raises(ValueError, match=r"coefficients must be LossCoefficients; got 0.01"):
+        router.coefficients = 0.01
+    router.coefficients = LossCoefficients(z=1.0)
+    assert "z" in router(torch.randn(T, H)).losses
+
+
 def test_a_float16_weight_is_no_mistake() -> None:
     """Weights and layers may be float16: the same codes as of its values in float32."""
     g = Given()

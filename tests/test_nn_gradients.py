@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass import Fp8Recipe, ops
+from fp8moe_cutlass.autograd import block
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, assert_same, problem, unaligned
 
@@ -103,6 +104,23 @@ def test_a_backward_for_some_inputs_leaves_the_others_alone(
     torch.autograd.grad(out, x, p.dout)
     delayed.backward_dw()
     assert all(w.grad is None for w in delayed.parameters())
+
+
+def test_a_torch_that_does_not_tell_what_a_backward_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight's gradient is then computed, and main_grad written; dx is right."""
+    assert block._will_run is not None
+    p = problem(*SMALL)
+    layer = p.experts()
+    grads = main_grads(layer)
+    x = p.x.clone().requires_grad_()
+    layer(x, p.topk_idx, p.probs).backward(p.dout)
+    whole = [g.clone() for g in grads]
+    for g in grads:
+        g.zero_()
+    monkeypatch.setattr(block, "_will_run", None)
+    (dx,) = torch.autograd.grad(layer(x, p.topk_idx, p.probs), x, p.dout)
+    assert torch.equal(dx, x.grad)
+    assert all(map(torch.equal, grads, whole))
 
 
 @pytest.mark.parametrize("name", WANTED)

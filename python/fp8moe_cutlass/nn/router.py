@@ -92,15 +92,11 @@ class Router(nn.Module):
         check_int("Router", "top_k", top_k)
         if not isinstance(rule, RoutingRule):
             raise ValueError(f"[Router] rule must be a RoutingRule; got {rule!r}")
-        if not isinstance(coefficients, LossCoefficients):
-            raise ValueError(
-                f"[Router] coefficients must be LossCoefficients; got {coefficients!r}"
-            )
         rule.check(num_experts, top_k)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
-        self.rule = rule
+        self._rule = rule
         self.coefficients = coefficients
         self._group = Shared(group)
 
@@ -130,6 +126,24 @@ class Router(nn.Module):
         """
         sizes = routing_of(config)
         return cls(*sizes, coefficients=coefficients, group=group, device=device)
+
+    @property
+    def rule(self) -> RoutingRule:
+        """As given; read-only, since the parameters are those it names."""
+        return self._rule
+
+    @property
+    def coefficients(self) -> LossCoefficients:
+        """Of the losses that reach the gradients by themselves."""
+        return self._coefficients
+
+    @coefficients.setter
+    def coefficients(self, coefficients: LossCoefficients) -> None:
+        if not isinstance(coefficients, LossCoefficients):
+            raise ValueError(
+                f"[Router] coefficients must be LossCoefficients; got {coefficients!r}"
+            )
+        self._coefficients = coefficients
 
     @property
     def group(self) -> dist.ProcessGroup | None:
