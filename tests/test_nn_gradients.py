@@ -93,11 +93,15 @@ def test_a_backward_for_some_inputs_leaves_the_others_alone(
     assert not grads[0].any()
     assert torch.equal(grads[1], whole[2])
 
-    for w in layer.parameters():
-        del w.main_grad
-    x, out = forward(layer)
-    (down,) = torch.autograd.grad(out, [layer.down_proj], p.dout)
-    assert torch.equal(down, whole[2].to(down.dtype))
+    for g in grads:
+        g.zero_()
+    for of in (layer, delayed):  # returned, with a main_grad and where it would wait
+        delayed.load_state_dict(layer.state_dict())
+        x, out = forward(of)
+        gate_up, down = torch.autograd.grad(out, list(of.parameters()), p.dout)
+        assert torch.equal(gate_up, whole[1].to(gate_up.dtype))
+        assert torch.equal(down, whole[2].to(down.dtype))
+        assert not any(g.any() for g in grads)
 
     delayed.load_state_dict(layer.state_dict())
     x, out = forward(delayed)

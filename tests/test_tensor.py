@@ -59,6 +59,9 @@ def test_values_and_words() -> None:
     q = ops.quantize(x)
     assert torch.equal(q.float(), q.dequantize("float32"))
     assert q.float().dtype == torch.float32
+    codes = q.data.view(torch.uint8)
+    apart = torch.cat([codes, codes[:, :32]], 1)[:, :256].view(q.data.dtype)  # as unpack's rows
+    assert torch.equal(Fp8Tensor(apart, q.scale_inv).float(), q.float())
     assert (q.shape, q.device) == ((5, 256), x.device)
     least, most = q.scale_inv.min().item(), q.scale_inv.max().item()
     assert repr(q) == (

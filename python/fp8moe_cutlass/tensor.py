@@ -163,10 +163,12 @@ class Fp8Tensor:
         return replace(self, data=self.data[at], scale_inv=self.scale_inv[tiles])
 
     def dequantize(self, dtype: DType = "bfloat16") -> Array:
-        """The values, rounded once to `dtype`: ops.dequantize."""
+        """The values, rounded once to `dtype`: ops.dequantize, also of rows that lie apart."""
         from fp8moe_cutlass import ops
+        from fp8moe_cutlass.ops import _outputs
 
-        return ops.dequantize(self, dtype=dtype)
+        data, scale_inv = (_outputs.contiguous(t) for t in (self.data, self.scale_inv))
+        return ops.dequantize(replace(self, data=data, scale_inv=scale_inv), dtype=dtype)
 
     def to_layout(self, layout: str) -> Fp8Tensor:
         """The same tensor with its 1x128 scales in layout "row" or "gemm"; data is shared."""

@@ -227,15 +227,15 @@ def _backward(
 _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
 
-def _runs(node: Any) -> bool:
-    """Whether the backward that runs goes on to `node`, an input's."""
+def _runs(node: Any) -> tuple[bool, bool]:
+    """Whether the backward that runs goes on to `node`, an input's, and whether autograd.grad was
+    asked for this very leaf, so that its gradient is to be returned."""
     if node is None or _will_run is None:
-        return node is not None
+        return node is not None, False
     try:
-        found: bool = _will_run(node)
-    except RuntimeError:  # a leaf that autograd.grad was asked for
-        return True
-    return found
+        return _will_run(node), False
+    except RuntimeError as error:  # how the engine says that it was
+        return True, "autograd.grad" in str(error)
 
 
 class _Experts(torch.autograd.Function):
@@ -267,11 +267,14 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         options, move, counters = ctx.options, ctx.move, ctx.counters
-        need = Need(*ctx.needs_input_grad[:4])
+        need, grads = Need(*ctx.needs_input_grad[:4]), ctx.grads
         if not torch.compiler.is_compiling():
-            gate_up, down = ctx.next_functions[ctx.at : ctx.at + 2]
-            need = need._replace(gate_up=_runs(gate_up[0]), down=_runs(down[0]))
+            edges = ctx.next_functions[ctx.at : ctx.at + 2]
+            (gate_up, asked_gate_up), (down, asked_down) = (_runs(edge[0]) for edge in edges)
+            need = need._replace(gate_up=gate_up, down=down)
+            if asked_gate_up or asked_down:
+                grads = grads.returning(asked_gate_up, asked_down)
         if move.collective:
             need = need._replace(x=ctx.need.x, probs=ctx.need.probs)
-        dx, dprobs, weights = _backward(dout, *load(ctx), options, move, ctx.grads, counters, need)
+        dx, dprobs, weights = _backward(dout, *load(ctx), options, move, grads, counters, need)
         return None if dx is None else cast(dx, ctx.dtype), dprobs, *weights, *(None,) * 7

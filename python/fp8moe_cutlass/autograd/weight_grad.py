@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Destination:
     overwrite: bool = False
     writes: int = 0  # to main_grad, by backwards that had run at the forward
     average: Average | None = None
+    returned: bool = False  # by autograd.grad, which was asked for it: main_grad has no part in it
 
     def deliver(self, wgrad: Any, workspace: Tensor | None = None) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
@@ -85,7 +86,7 @@ class Destination:
     @property
     def main_grad(self) -> Tensor | None:
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
-        if main_grad is None:
+        if main_grad is None or self.returned:
             return None
         if main_grad.shape != self.shape or not main_grad.is_contiguous():
             raise ValueError(
@@ -125,6 +126,14 @@ class WeightGrads:
     down: Destination
     pending: list[Pending] | None  # not None: they wait here
 
+    def returning(self, gate_up: bool, down: bool) -> WeightGrads:
+        """The same, but for those gradients that autograd.grad returns."""
+        return replace(
+            self,
+            gate_up=replace(self.gate_up, returned=gate_up),
+            down=replace(self.down, returned=down),
+        )
+
     def accept(
         self,
         gate_up: Any,
@@ -141,7 +150,7 @@ class WeightGrads:
         for n, (to, wgrad) in enumerate(((self.gate_up, gate_up), (self.down, down))):
             if wgrad is None:
                 continue
-            if self.pending is not None:
+            if self.pending is not None and not to.returned:
                 operands = written(to.weight.device)
                 self.pending.append(Pending(to, wgrad, operands))
                 continue
