@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +154,13 @@ def test_aux_loss(dtype: torch.dtype, counts: torch.dtype, device: str) -> None:
         torch.testing.assert_close(loss.item(), want.item(), rtol=tolerance, atol=0)
         loss.backward()
         torch.testing.assert_close(probs.grad.cpu().double(), exact.grad, rtol=tolerance, atol=0)
+
+
+def test_aux_loss_of_many_tokens_by_numpy(device: str) -> None:
+    probs, counts = torch.rand(T, E, device=device), torch.full((E,), 65536 * K // E, device=device)
+    want = te.fused_moe_aux_loss(probs, counts, 65536, E, K, 0.01)
+    got = te.fused_moe_aux_loss(probs, counts, np.int32(65536), np.int32(E), np.int32(K), 0.01)
+    assert got.item() == want.item() > 0
 
 
 def test_refusals(device: str) -> None:

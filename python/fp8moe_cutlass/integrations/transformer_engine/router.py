@@ -79,9 +79,11 @@ def fused_moe_aux_loss(
     """coeff E / (topk N^2) times the sum over experts of tokens_per_expert and of the sum of probs
     [T, E]: a scalar in probs' dtype, computed in float32. total_num_tokens N: an int or a 0-d
     tensor, which a CUDA graph may change between replays."""
-    total = total_num_tokens
-    if isinstance(total, Tensor):
-        total = total.to(probs.device, torch.float32)
+    total: float | Tensor
+    if isinstance(total_num_tokens, Tensor):
+        total = total_num_tokens.to(probs.device, torch.float32)
+    else:
+        total = float(total_num_tokens)  # of NumPy's int32 the square would overflow
     scale = num_experts * coeff / (topk * total * total)
     loss = (probs.float().sum(dim=0) * tokens_per_expert.float()).sum() * scale
     return loss.to(probs.dtype)
