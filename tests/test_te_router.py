@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,22 @@ def test_aux_loss_of_many_tokens_by_numpy(device: str) -> None:
     want = te.fused_moe_aux_loss(probs, counts, 65536, E, K, 0.01)
     got = te.fused_moe_aux_loss(probs, counts, np.int32(65536), np.int32(E), np.int32(K), 0.01)
     assert got.item() == want.item() > 0
+
+
+def test_routing_map_format_is_a_name_or_a_member(device: str) -> None:
+    class RoutingMapFormat(enum.Enum):
+        BYTEMAP = 0
+        BITMAP_U8 = 1
+
+    logits = torch.randn(T, E, device=device)
+    arguments: tuple[Any, ...] = (logits, K, True, None, None, None, "softmax", None)
+    want = te.fused_topk_with_score_function(*arguments)[1]
+    assert want.sum().item() == T * K
+    for given in ("bytemap", RoutingMapFormat.BYTEMAP, 0):
+        assert torch.equal(te.fused_topk_with_score_function(*arguments, given)[1], want)
+    for given in ("bitmap_u8", RoutingMapFormat.BITMAP_U8, 1, None):
+        with pytest.raises(ValueError, match="routing_map_format must be 'bytemap'"):
+            te.fused_topk_with_score_function(*arguments, given)
 
 
 def test_refusals(device: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: Tensor | None,
-    routing_map_format: str = "bytemap",
+    routing_map_format: Any = "bytemap",
     topk_indices: Tensor | None = None,
     qb_histogram: Tensor | None = None,
     qb_bin_bounds: Tensor | None = None,
@@ -30,8 +32,8 @@ def fused_topk_with_score_function(
     logits [..., E] float32, bfloat16 or float16; computed in float32. score_function "softmax",
     "sigmoid" or "sqrtsoftplus"; expert_bias [E] with the latter two. Of equal scores the lower
     expert wins. topk_indices [T, topk], an integer buffer: is filled with the experts, best first,
-    and returned in the map's place. ValueError for routing_map_format other than "bytemap" and for
-    the histogram of quantile balancing.
+    and returned in the map's place. ValueError for a routing_map_format other than "bytemap" (or
+    TransformerEngine's RoutingMapFormat.BYTEMAP), and for the histogram of quantile balancing.
     """
     op = "fused_topk_with_score_function"
     _check_format(op, routing_map_format)
@@ -55,7 +57,7 @@ def fused_topk_with_score_function(
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: Tensor, topk: int, score_function: str, routing_map_format: str = "bytemap"
+    logits: Tensor, topk: int, score_function: str, routing_map_format: Any = "bytemap"
 ) -> tuple[Tensor, Tensor]:
     """The routing map [..., E] bool of the top k scores, and the scores [..., E] float32, which sum
     to 1 per token: without bias, groups and scaling. Differentiable in logits."""
@@ -134,6 +136,7 @@ def _rows(op: str, logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _check_format(op: str, routing_map_format: str) -> None:
-    if routing_map_format != "bytemap":
+def _check_format(op: str, routing_map_format: Any) -> None:
+    """Raises unless it is the name, TransformerEngine's RoutingMapFormat.BYTEMAP, or its value."""
+    if getattr(routing_map_format, "value", routing_map_format) not in ("bytemap", 0):
         raise ValueError(f"[{op}] routing_map_format must be 'bytemap'; got {routing_map_format!r}")
