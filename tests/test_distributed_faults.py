@@ -261,8 +261,20 @@ def refusals(group: Any) -> None:
     for bad in (0, -1, 2.5, (4, 0), (0, 4), (1, 2, 3), [4, 4], "4"):
         with pytest.raises(ValueError, match="capacity must be"):
             MoEExperts(EXPERTS, *sizes, group=group, capacity=bad)
-    with pytest.raises(ValueError, match="group must contain this rank"):
-        MoEExperts(EXPERTS, *sizes, group=dist.GroupMember.NON_GROUP_MEMBER)
+    router = Router(HIDDEN, EXPERTS, 2, group=group)
+    for bad, why in (
+        (dist.GroupMember.NON_GROUP_MEMBER, "contain this rank"),
+        (3, "be a torch.distributed.ProcessGroup; got 3"),
+        ([0, 1], "be a torch.distributed.ProcessGroup"),
+        (dist.group, "be a torch.distributed.ProcessGroup"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[MoEExperts\] group must {why}"):
+            MoEExperts(EXPERTS, *sizes, group=bad)
+        with pytest.raises(ValueError, match=rf"\[Router\] group must {why}"):
+            Router(HIDDEN, EXPERTS, 2, group=bad)
+        with pytest.raises(ValueError, match=rf"\[Router\] group must {why}"):
+            router.group = bad
+    assert router.group is group
     layer = MoEExperts(EXPERTS, *sizes, group=group)
     with pytest.raises(RuntimeError, match="with a group cannot be compiled"):
         torch.compile(layer, fullgraph=True, backend="eager")(*inputs())

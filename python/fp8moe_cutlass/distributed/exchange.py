@@ -34,6 +34,16 @@ class Sizes:
     assignments: int  # at most so many entries of topk_idx travel on the received rows
 
 
+def check_group(op: str, group: Any) -> None:
+    """ValueError unless group is a process group that contains this rank."""
+    # What new_group gives to those it leaves out.
+    outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"[{op}] group must be a torch.distributed.ProcessGroup; got {group!r}")
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError(f"[{op}] group must contain this rank; got {group}")
+
+
 @dataclass(frozen=True)
 class Shared:
     """A process group in a module's state: a deep copy of the module shares it, a pickle cannot."""
@@ -71,9 +81,8 @@ class Exchange:
         capacity: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        check_group("MoEExperts", group)
         rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(f"[MoEExperts] group must contain this rank; got {group}")
         ranks = dist.get_process_group_ranks(group)
         if num_experts % len(ranks):
             raise ValueError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits, router_topk
-from fp8moe_cutlass.distributed import Shared
+from fp8moe_cutlass.distributed.exchange import Shared, check_group
 from fp8moe_cutlass.nn._validate import check_int, check_tensor
 from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule
@@ -98,7 +98,7 @@ class Router(nn.Module):
         self.top_k = top_k
         self._rule = rule
         self.coefficients = coefficients
-        self._group = Shared(group)
+        self.group = group
 
         def empty(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(sizes, dtype=torch.float32, device=device))
@@ -152,6 +152,8 @@ class Router(nn.Module):
 
     @group.setter
     def group(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            check_group("Router", group)
         self._group = Shared(group)
 
     def extra_repr(self) -> str:
