@@ -215,9 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"wrote {given.out / 'loss.json'} and {given.out / 'loss.png'}")
     if dist.is_initialized():
         dist.destroy_process_group()
-        if given.cpu:  # before Python 3.14, gloo's threads abort a process that ends under them
-            sys.stdout.flush()
-            os._exit(0)
+        sys.stdout.flush()
+        os._exit(0)  # before Python 3.14, gloo's threads abort a process that ends under them
 
 
 if __name__ == "__main__":

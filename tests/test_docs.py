@@ -32,12 +32,12 @@ def blocks(page: str, language: str) -> list[str]:
 
 def program(page: str, *before: str) -> str:
     """All Python of a page, one block after the other. before: lines that run first."""
-    lines = [*before, *blocks(page, "python")]
-    if any("init_process_group" in line for line in lines):
+    parts = [*before, *blocks(page, "python")]
+    if any("init_process_group" in part for part in parts):
         # A thread of torch's gloo may still release tensors. Where Python (before 3.14) ends under
         # it, it aborts the process: end without the interpreter's own end.
-        lines += ["import os, sys", "sys.stdout.flush()", "os._exit(0)"]
-    return "\n".join(lines)
+        parts += ["import os, sys", "sys.stdout.flush()", "os._exit(0)"]
+    return "\n".join(parts)
 
 
 def prose():
