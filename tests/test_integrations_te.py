@@ -36,7 +36,7 @@ def close(got: Tensor | None, expected: Tensor, dtype: torch.dtype) -> None:
 
 def equal(got: Tensor | None, expected: Tensor) -> None:
     assert got is not None
-    assert torch.equal(got.detach().cpu(), expected.detach().to(got.dtype))
+    assert torch.equal(got.detach().cpu(), expected.detach().cpu().to(got.dtype))
 
 
 def problem(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
