@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from accelerate import DistributedType
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -97,10 +98,6 @@ class GroupMixin:
         shared = [m for m in self.model.modules() if isinstance(m, MoEExperts) and m.group]
         if not shared:
             raise ValueError("[GroupMixin] model must have experts with a group; got none: swap")
-        # shard_experts has said so to the model that it was given, which PEFT wraps.
-        self.model._ddp_params_and_buffers_to_ignore = [
-            name for name, p in self.model.named_parameters() if _is_share(p)
-        ]
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             if plugin.fsdp_version != 2 or plugin.cpu_ram_efficient_loading:
@@ -112,6 +109,27 @@ class GroupMixin:
             if self.accelerator.mixed_precision != "no":
                 for m in shared:  # as accelerate does with all parameters, wrongly with DTensors
                     m.float()
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """DistributedDataParallel by us: on GPUs accelerate refuses a model with DTensors."""
+        made: Any = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+        data_parallel = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+        if made is not self.model or not training:
+            return made
+        if self.accelerator.distributed_type not in data_parallel:
+            return made
+        # Autocast and torch.compile, but no wrapper.
+        made = self.accelerator.prepare_model(made, device_placement=False, evaluation_mode=True)
+        # shard_experts has said so to the model that it was given, which PEFT or compile wraps.
+        made._ddp_params_and_buffers_to_ignore = [
+            name for name, p in made.named_parameters() if _is_share(p)
+        ]
+        device, handler = self.accelerator.device, self.accelerator.ddp_handler
+        wrapped = nn.parallel.DistributedDataParallel(
+            made, [device] if device.type == "cuda" else None, **handler.to_kwargs()
+        )
+        handler.register_comm_hook(wrapped)
+        return wrapped
 
     def create_optimizer(self, *given: Any, **named: Any) -> Any:
         made: Any = super().create_optimizer(*given, **named)  # type: ignore[misc]
