@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import reference_te as ref
 from fp8moe_cutlass import ops
@@ -153,3 +154,29 @@ def test_numbers_of_any_kind_and_autocast(device: str) -> None:
     torch.testing.assert_close(merged, x * weights.to(x.dtype), rtol=0.02, atol=0.02)
     merged.sum().backward()
     assert weights.grad.shape == (T, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_codes_of_one_scale_per_tensor(dtype: torch.dtype, device: str) -> None:
+    """What a Float8Tensor holds: every byte moves as it is, bytes that are NaN in any dtype too."""
+    mask = ref.random_mask(T, E)
+    there, n = mask.to(device), int(mask.sum())
+    given = torch.randint(256, (T, 64), dtype=torch.uint8)
+    codes = given.to(device).view(dtype)
+
+    def moved(got: Tensor, want: Tensor) -> None:
+        assert got.dtype == dtype
+        assert torch.equal(got.cpu().view(torch.uint8), want)
+
+    want = torch.cat([given[mask[:, e]] for e in range(E)])
+    moved(te.moe_permute(codes, there, n)[0], want)
+    rows, probs, _ = te.moe_permute_with_probs(codes, torch.ones(T, E, device=device), there, n)
+    moved(rows, want)
+    assert torch.equal(probs.cpu(), torch.ones(n))
+    idx = mask.to(torch.int32).argmax(1, keepdim=True).to(device)
+    by_index = te.moe_permute(codes, idx, map_type="index")[0]
+    moved(by_index, given[idx[:, 0].cpu().argsort(stable=True)])
+    split, order = torch.tensor([5, T - 5]), torch.tensor([1, 0])
+    moved(te.moe_sort_chunks_by_index(codes, split, order), torch.cat([given[5:], given[:5]]))
+    with pytest.raises(ValueError, match="a hidden size that is a multiple of 32; got 16"):
+        te.moe_permute(codes[:, :16], there, n)

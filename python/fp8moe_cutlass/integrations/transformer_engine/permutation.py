@@ -4,7 +4,9 @@ Names, arguments, results and gradients are TransformerEngine's. What differs:
 docs/how-to/from-transformer-engine.md.
 `inp` is float32, float16 or bfloat16 of a hidden size that is a multiple of 16, or an Fp8Tensor,
 which is permuted as it is: any number of tokens, scales in the layout of `inp` unless scale_layout=
-says otherwise, no gradient. CPU tensors are taken too.
+says otherwise, no gradient. CPU tensors are taken too. uint8, float8_e4m3fn and float8_e5m2 are
+codes of one scale per tensor (a Float8Tensor's `_data`), moved as they are: a hidden size that is
+a multiple of 32, no gradient.
 
 Row counts: an output has exactly the rows TransformerEngine's has. Reading that number from the
 device is a host synchronization; where a function forces one, num_out_tokens= avoids it.
@@ -28,6 +30,8 @@ T = TypeVar("T", Tensor, Fp8Tensor)
 
 # An index does not say how many experts there are; the plan only needs a bound.
 MAX_EXPERTS = 1024
+
+_CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def moe_permute(
@@ -285,9 +289,19 @@ def _move(
         layout = scale_layout or cast(ScaleLayout, inp.scale_layout)
     else:
         x = inp.contiguous()
+    codes = x.dtype if not isinstance(x, Fp8Tensor) and x.dtype in _CODES else None
+    if codes is not None:  # two move as one bfloat16
+        if x.shape[1] % 32:
+            raise ValueError(
+                f"[{op}] inp of {codes} must have a hidden size that is a multiple of 32; got "
+                f"{x.shape[1]}"
+            )
+        x = x.detach().view(torch.bfloat16)
     out, permuted = autograd.permute_pad(
         x, plan, weights, scale_layout=layout, zero_unweighted=zero_unweighted
     )
+    if codes is not None:
+        out = out.view(codes)
     return out, None if probs is None or permuted is None else permuted.to(probs.dtype)
 
 
