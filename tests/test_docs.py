@@ -151,8 +151,12 @@ def table(page: str, record: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
-def results(record: str) -> list[dict]:
-    return json.loads((ROOT / "docs/benchmarks" / record).read_text())["results"]
+def recorded(name: str) -> dict:
+    return json.loads((ROOT / "docs/benchmarks" / name).read_text())
+
+
+def results(name: str) -> list[dict]:
+    return recorded(name)["results"]
 
 
 def test_layer_table_equals_its_record() -> None:
@@ -227,7 +231,7 @@ def test_several_gpus_table_equals_its_record() -> None:
 
 
 def test_megatron_table_equals_its_record() -> None:
-    record = json.loads((ROOT / "docs/benchmarks/megatron-h100.json").read_text())
+    record = recorded("megatron-h100.json")
     want = [
         [
             f"{r['model']}: {r['variant']}",

@@ -113,10 +113,9 @@ class GroupMixin:
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         """DistributedDataParallel by us: on GPUs accelerate refuses a model with DTensors."""
         made: Any = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
-        data_parallel = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-        if made is not self.model or not training:
-            return made
-        if self.accelerator.distributed_type not in data_parallel:
+        kind = self.accelerator.distributed_type
+        data_parallel = kind in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+        if made is not self.model or not training or not data_parallel:
             return made
         # Autocast and torch.compile, but no wrapper.
         made = self.accelerator.prepare_model(made, device_placement=False, evaluation_mode=True)

@@ -282,6 +282,15 @@ def _move(
     zero_unweighted: bool = False,
 ) -> tuple[T, Tensor | None]:
     """autograd.permute_pad, probs in their own dtype."""
+    if isinstance(inp, Tensor) and inp.dtype in _CODES:  # two move as one bfloat16
+        if inp.shape[1] % 32:
+            raise ValueError(
+                f"[{op}] inp of {inp.dtype} must have a hidden size that is a multiple of 32; got "
+                f"{inp.shape[1]}"
+            )
+        pairs = inp.detach().contiguous().view(torch.bfloat16)
+        moved, permuted = _move(op, pairs, plan, probs, None, zero_unweighted=zero_unweighted)
+        return moved.view(inp.dtype), permuted
     weights = None if probs is None else _float32(op, probs)
     layout: ScaleLayout = "gemm"
     x: T = inp
@@ -289,19 +298,9 @@ def _move(
         layout = scale_layout or cast(ScaleLayout, inp.scale_layout)
     else:
         x = inp.contiguous()
-    codes = x.dtype if not isinstance(x, Fp8Tensor) and x.dtype in _CODES else None
-    if codes is not None:  # two move as one bfloat16
-        if x.shape[1] % 32:
-            raise ValueError(
-                f"[{op}] inp of {codes} must have a hidden size that is a multiple of 32; got "
-                f"{x.shape[1]}"
-            )
-        x = x.detach().view(torch.bfloat16)
     out, permuted = autograd.permute_pad(
         x, plan, weights, scale_layout=layout, zero_unweighted=zero_unweighted
     )
-    if codes is not None:
-        out = out.view(codes)
     return out, None if probs is None or permuted is None else permuted.to(probs.dtype)
 
 
