@@ -172,9 +172,9 @@ def test_main_grad_accumulates_the_sum(recipe: Fp8Recipe | None, dtype: torch.dt
     batches = microbatches()
     layer = batches[0].experts(recipe=recipe)
     for w in layer.parameters():
-        w.main_grad = torch.full(w.shape, 7.0, dtype=dtype)  # what beta 0 must overwrite
-    for n, b in enumerate(batches):
-        b.run(layer, overwrite_main_grad=n == 0)
+        w.main_grad = torch.zeros(w.shape, dtype=dtype)
+    for b in batches:
+        b.run(layer)
     assert weight_grads(layer) == [None, None]
     exact = [
         b.run(b.experts(recipe=recipe, dtype=torch.float32)) for b in batches
@@ -229,10 +229,10 @@ def test_deferred_wgrad_equals_immediate(recipe: Fp8Recipe | None, main_grad: bo
         layer = batches[0].experts(recipe=recipe, delay_wgrad=delay)
         if main_grad:
             for w in layer.parameters():
-                w.main_grad = torch.full(w.shape, 7.0)
-        for n, b in enumerate(batches):
+                w.main_grad = torch.zeros(w.shape)
+        for b in batches:
             before = [w.main_grad.clone() if main_grad else w.grad for w in layer.parameters()]
-            b.run(layer, overwrite_main_grad=n == 0)
+            b.run(layer)
             if delay:  # nothing has arrived yet
                 now = [w.main_grad if main_grad else w.grad for w in layer.parameters()]
                 assert all(a is b or torch.equal(a, b) for a, b in zip(now, before, strict=True))

@@ -8,7 +8,6 @@ import multiprocessing
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,15 +79,12 @@ def test_a_backward_for_some_inputs_leaves_the_others_alone(
     whole = [x.grad.clone(), *(g.clone() for g in grads)]
     for g in grads:
         g.zero_()
-    for weight in layer.parameters():
-        weight._main_grad_writes = 7
     (dx,) = torch.autograd.grad(out, x, p.dout, retain_graph=True)
     assert torch.equal(dx, whole[0])
     x.grad = None
     out.backward(p.dout, inputs=[x], retain_graph=True)
     assert torch.equal(x.grad, whole[0])
     assert not any(g.any() for g in grads)
-    assert [w._main_grad_writes for w in layer.parameters()] == [7, 7]
     out.backward(p.dout, inputs=[layer.down_proj], retain_graph=True)
     assert not grads[0].any()
     assert torch.equal(grads[1], whole[2])
@@ -209,8 +205,7 @@ def test_anomaly_detection_sees_no_placeholder(zero: bool) -> None:
 
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_main_grad_at_any_address(delay: bool, dtype: torch.dtype, overwrite: bool) -> None:
+def test_main_grad_at_any_address(delay: bool, dtype: torch.dtype) -> None:
     """Plain Megatron DDP packs gradients into one buffer without padding."""
     grads = []
     for place in (lambda t: t, unaligned):
@@ -218,42 +213,12 @@ def test_main_grad_at_any_address(delay: bool, dtype: torch.dtype, overwrite: bo
         for w in layer.parameters():
             w.main_grad = place(torch.full(w.shape, 0.5, dtype=dtype))
         for _ in range(2):
-            p.run(layer, overwrite_main_grad=overwrite)
+            p.run(layer)
             layer.backward_dw()
         grads.append([w.main_grad for w in layer.parameters()])
     assert grads[1][0].data_ptr() % 16
     for aligned, packed in zip(*grads, strict=True):
         assert torch.equal(aligned, packed)
-
-
-@pytest.mark.parametrize("word", [np.bool_(True), 1, None, torch.tensor(True)], ids=repr)
-def test_overwrite_is_a_bool(word: Any) -> None:
-    p, layer = small()
-    with pytest.raises(ValueError, match="overwrite_main_grad must be True or False; got"):
-        p.run(layer, overwrite_main_grad=word)
-
-
-@pytest.mark.parametrize("delay", [False, True])
-def test_overwrite_of_what_was_added_is_refused(delay: bool) -> None:
-    """The microbatch that overwrites goes back last: what the other one added would be lost."""
-    p, layer = small(delay_wgrad=delay)
-    grads = main_grads(layer)
-    outs = [layer(p.x, p.topk_idx, p.probs, overwrite_main_grad=first) for first in (True, False)]
-
-    def back(out: Tensor) -> None:
-        out.backward(p.dout)
-        layer.backward_dw()
-
-    back(outs[1])
-    added = [g.clone() for g in grads]
-    with pytest.raises(RuntimeError, match=r"overwrite_main_grad=True must be .* first"):
-        back(outs[0])
-    assert all(map(torch.equal, grads, added))
-    (layer._delayed or []).clear()
-    for first in (True, False, True):  # step after step, it is the way not to zero
-        p.run(layer, overwrite_main_grad=first)
-        layer.backward_dw()
-    assert all(map(torch.equal, grads, added))
 
 
 # ---- grad_dtype ---------------------------------------------------------------------------------

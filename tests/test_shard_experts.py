@@ -166,10 +166,10 @@ def gradients(group: Any, options: dict[str, Any], main_grad: bool) -> list[Tens
     held = [w.to_local() if isinstance(w, DTensor) else w for w in layer.parameters()]
     if main_grad:
         for w, mine in zip(layer.parameters(), held, strict=True):
-            w.main_grad = torch.full(mine.shape, 9.0)
-    for first in (True, False):
+            w.main_grad = torch.zeros(mine.shape)
+    for _ in range(2):
         part = [t.chunk(ranks)[rank] for t in (p.x, p.topk_idx, p.probs, p.dout)]
-        layer(*part[:3], overwrite_main_grad=first).backward(part[3])
+        layer(*part[:3]).backward(part[3])
     found = []
     for w in layer.parameters():
         if main_grad:
@@ -235,9 +235,9 @@ def replicated_experts(_: Any, main_grad: bool) -> None:
     part = [t.chunk(4)[dist.get_rank()] for t in (p.x, p.topk_idx, p.probs, p.dout)]
     if main_grad:
         for w in layer.parameters():
-            w.main_grad = torch.full(w.to_local().shape, 9.0)
-    for first in (True, False):
-        layer(*part[:3], overwrite_main_grad=first).backward(part[3])
+            w.main_grad = torch.zeros(w.to_local().shape)
+    for _ in range(2):
+        layer(*part[:3]).backward(part[3])
         twin(p.x, p.topk_idx, p.probs).backward(p.dout)
     for w, its in zip(layer.parameters(), twin.parameters(), strict=True):
         grad = DTensor.from_local(w.main_grad, mesh, w.placements) if main_grad else w.grad

@@ -644,9 +644,9 @@ def test_main_grad_holds_the_sum(name: str, dtype: torch.dtype, device: torch.de
     batches = microbatches(device)
     layer = layer_of(batches[0], **OPTIONS[name])
     for w in layer.parameters():
-        w.main_grad = torch.full(w.shape, 7.0, dtype=dtype, device=device)  # to be overwritten
-    for n, b in enumerate(batches):
-        b.run(layer, overwrite_main_grad=n == 0)
+        w.main_grad = torch.zeros(w.shape, dtype=dtype, device=device)
+    for b in batches:
+        b.run(layer)
     assert [w.grad for w in layer.parameters()] == [None, None]
     # Of float32 parameters the gradients are float32: what main_grad has to add up.
     exact = [b.run(layer_of(b, dtype=torch.float32, **OPTIONS[name])) for b in batches]
@@ -672,10 +672,10 @@ def test_deferred_wgrad_equals_immediate(main_grad: bool, device: torch.device) 
         layer = layer_of(batches[0], delay_wgrad=delay)
         if main_grad:
             for w in layer.parameters():
-                w.main_grad = torch.full(w.shape, 7.0, device=device)
-        for n, b in enumerate(batches):
+                w.main_grad = torch.zeros(w.shape, device=device)
+        for b in batches:
             before = [w.grad for w in layer.parameters()]
-            b.run(layer, overwrite_main_grad=n == 0)
+            b.run(layer)
             if delay:
                 assert all(w.grad is g for w, g in zip(layer.parameters(), before, strict=True))
             layer.backward_dw()

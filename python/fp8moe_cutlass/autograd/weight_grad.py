@@ -32,15 +32,12 @@ class Destination:
     """Where one forward's gradient of one weight goes.
 
     A weight with a `main_grad` (float32 or bfloat16, of the weight's shape, at any address) gets
-    its gradient added there, or written where `overwrite`; else it is what .grad adds up, in the
-    weight's grad_dtype.
+    its gradient added there; else it is what .grad adds up, in the weight's grad_dtype.
     """
 
     weight: Any  # torch.nn.Parameter with Megatron's attributes, or any tensor
     dtype: torch.dtype  # of the gradient
     shape: torch.Size  # of the gradient
-    overwrite: bool = False
-    writes: int = 0  # to main_grad, by backwards that had run at the forward
     average: Average | None = None
     returned: bool = False  # by autograd.grad, which was asked for it: main_grad has no part in it
 
@@ -57,11 +54,6 @@ class Destination:
                 dist.all_reduce(grad, group=replicas)
             return cast(grad, self.dtype)
         eager = not torch.compiler.is_compiling()
-        if eager and self.overwrite and _writes(self.weight) != self.writes:
-            raise RuntimeError(
-                "[MoEExperts] overwrite_main_grad=True must be of the backward that runs first; "
-                "got a main_grad that another backward has written since the forward"
-            )
         into = main_grad.clone() if eager and main_grad.data_ptr() % 16 else main_grad
         if eager and into is not main_grad:
             slow_path(
@@ -70,15 +62,13 @@ class Destination:
                 "which is copied back; align each parameter's part of a flat gradient buffer",
             )
         if replicas is None:
-            wgrad.run(into, not self.overwrite, "float32", workspace)
+            wgrad.run(into, True, "float32", workspace)
         else:
             grad = wgrad.run(None, False, "float32", workspace)
             dist.all_reduce(grad, group=replicas)
-            _ = into.copy_(grad) if self.overwrite else into.add_(grad)
+            into.add_(grad)
         if into is not main_grad:
             main_grad.copy_(into)
-        if eager:
-            self.weight._main_grad_writes = _writes(self.weight) + 1
         if hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
         return None
@@ -167,17 +157,14 @@ class WeightGrads:
 def weight_grads(
     gate_up: Any,
     down: Any,
-    overwrite: bool = False,
     pending: list[Pending] | None = None,
     average: Average | None = None,
 ) -> WeightGrads:
     """Of a forward that runs now."""
-    return WeightGrads(
-        _destination(gate_up, overwrite, average), _destination(down, overwrite, average), pending
-    )
+    return WeightGrads(_destination(gate_up, average), _destination(down, average), pending)
 
 
-def _destination(weight: Any, overwrite: bool, average: Average | None) -> Destination:
+def _destination(weight: Any, average: Average | None) -> Destination:
     dtype: torch.dtype = weight.dtype
     if isinstance(weight, torch.nn.Parameter) or not torch.compiler.is_compiling():
         dtype = _grad_dtype(weight)
@@ -185,9 +172,8 @@ def _destination(weight: Any, overwrite: bool, average: Average | None) -> Desti
         raise RuntimeError(
             f"[MoEExperts] grad_dtype cannot be compiled; got {dtype} of a {weight.dtype} weight"
         )
-    writes = 0 if torch.compiler.is_compiling() else _writes(weight)
     shape = weight.shape if average is None else held(weight).shape
-    return Destination(weight, dtype, shape, overwrite, writes, average)
+    return Destination(weight, dtype, shape, average)
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot read the attribute
@@ -195,10 +181,6 @@ def _grad_dtype(weight: Any) -> torch.dtype:
     named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
     dtype: torch.dtype = named or weight.dtype
     return dtype
-
-
-def _writes(weight: Any) -> int:
-    return getattr(weight, "_main_grad_writes", 0)
 
 
 _placeholders: dict[Any, Tensor] = {}

@@ -89,7 +89,6 @@ def experts(
     *,
     num_experts: int,
     weights: Fp8Weights | None = None,
-    overwrite_main_grad: bool = False,
     dispatch: Mapping[str, Any] | None = None,
     combine: Mapping[str, Any] | None = None,
 ) -> Tensor:
@@ -99,7 +98,7 @@ def experts(
     x [T, H] float, topk_idx [T, S] of deep_ep.topk_idx_t (-1: none) over all num_experts,
     topk_weights [T, S] f32. dispatch, combine: further arguments of the buffer's methods (config,
     num_sms, expert_alignment, num_worst_tokens, ...); not those of events: all runs in the order of
-    the current stream. weights, overwrite_main_grad: as of MoEExperts.
+    the current stream. weights: as of MoEExperts.
     """
     _recipe(layer)
     if num_experts % layer.num_experts:
@@ -113,7 +112,7 @@ def experts(
     probs = topk_weights.float()
     # Ranks that asked for different gradients would wait for each other: all move both.
     need = Need(gate_up=layer.gate_up_proj.requires_grad, down=layer.down_proj.requires_grad)
-    return layer.run(move, x, topk_idx, probs, weights, overwrite_main_grad, need=need)
+    return layer.run(move, x, topk_idx, probs, weights, need=need)
 
 
 def _recipe(layer: MoEExperts) -> Fp8Recipe:

@@ -25,7 +25,7 @@ from fp8moe_cutlass.autograd.streams import in_backward
 from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import whole
-from fp8moe_cutlass.nn._validate import check_bool, check_inputs, check_mask, check_rows
+from fp8moe_cutlass.nn._validate import check_inputs, check_mask, check_rows
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
@@ -85,7 +85,6 @@ class ExpertBlock:
         no_expert: int = -1,
         capacity: int | None = None,
         weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
     ) -> Tensor:
         """x [..., H] float, topk_idx [..., S] int32 or int64, topk_weights [..., S] float
         -> out [..., H] in x's dtype (under autocast: in the autocast dtype).
@@ -97,10 +96,6 @@ class ExpertBlock:
         beyond are dropped. Not with a group.
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
         parameters'. None: the parameters, quantized now.
-        overwrite_main_grad: this forward's backward writes main_grad instead of adding to it. It
-        must be the first one to run after the optimizer's step; one that runs later raises, but
-        not where it or the one before is compiled, nor under a reentrant checkpoint: then what
-        was added is lost.
         """
         gate_up = self._held_gate_up()
         check_inputs(gate_up, x, topk_idx, topk_weights)
@@ -116,7 +111,7 @@ class ExpertBlock:
         move = self._move
         if masked:
             topk_idx, move = _ids(topk_idx), Local(topk_idx.shape[1], capacity)
-        out = self.run(move, x, topk_idx, probs, weights, overwrite_main_grad)
+        out = self.run(move, x, topk_idx, probs, weights)
         return out if len(shape) == 2 else out.view(shape)
 
     def forward_rows(
@@ -126,7 +121,6 @@ class ExpertBlock:
         probs: Tensor | None = None,
         *,
         weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
     ) -> Tensor:
         """The block over rows that came grouped by local expert: rows [R, H] float -> [R, H] in
         their dtype, in the same order, for callers that move tokens themselves. Nothing is moved
@@ -136,14 +130,14 @@ class ExpertBlock:
         ops.plan_from_counts, for experts whose rows begin at multiples of its align. Rows past
         their sum influence nothing; what comes out there, and as their gradient, is unspecified.
         probs [R]: multiply the activation, before it is quantized. None: the caller weights.
-        weights, overwrite_main_grad: as of forward.
+        weights: as of forward.
         """
         check_rows(self._held_gate_up(), rows, counts, probs)
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         probs = None if probs is None else probs.float().contiguous()
         move = Grouped(grouped_plan(self.recipe, counts, rows))
-        return self.run(move, rows.contiguous(), None, probs, weights, overwrite_main_grad)
+        return self.run(move, rows.contiguous(), None, probs, weights)
 
     def run(
         self,
@@ -152,14 +146,13 @@ class ExpertBlock:
         topk_idx: Tensor | None,
         probs: Tensor | None,
         weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
         **how: Any,
     ) -> Tensor:
         """The block over these parameters by any `move`, as autograd.experts, which takes `how`."""
         gate_up, down = self.local_weights()  # once: a look-up takes a microsecond
         if torch.compiler.is_compiling():
             self._check_compilable()
-        weights, grads = self._prepare(gate_up, down, weights, overwrite_main_grad)
+        weights, grads = self._prepare(gate_up, down, weights)
         how |= {"move": move, "weights": weights, "grads": grads, "counters": self._counters}
         return experts(x, topk_idx, probs, gate_up, down, self._options, **how)
 
@@ -174,11 +167,10 @@ class ExpertBlock:
         return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
 
     def _prepare(
-        self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None, overwrite_main_grad: bool
+        self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None
     ) -> tuple[Fp8Weights | None, WeightGrads]:
         """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
         them, and where the gradients go."""
-        check_bool("MoEExperts", "overwrite_main_grad", overwrite_main_grad)
         own = (gate_up, down)  # whose attributes say where gradients go
         if self._average is not None:
             own = (self.gate_up_proj, self.down_proj)
@@ -192,7 +184,7 @@ class ExpertBlock:
             weights = self._reused.weights_of(self)
         elif own[0].is_leaf and own[0].grad is not None and not torch.compiler.is_compiling():
             _say_what_repeats(self.recipe)
-        return weights, weight_grads(*own, overwrite_main_grad, self._delayed, self._average)
+        return weights, weight_grads(*own, self._delayed, self._average)
 
     def _held_gate_up(self) -> Any:
         return self.gate_up_proj if self._average is None else held(self.gate_up_proj)

@@ -46,8 +46,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     `with reuse_fp8_weights(model):`. Frozen parameters cost what their use does: nothing is saved
     or made for a gradient that nobody takes.
 
-    A parameter with `main_grad` gets its gradient added there, or written with
-    overwrite_main_grad=True (autograd/weight_grad.py); else in .grad, in its grad_dtype.
+    A parameter with `main_grad` gets its gradient added there; else in .grad, in its grad_dtype.
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and

@@ -88,7 +88,6 @@ class MoE(nn.Module):
         padding: Tensor | None = None,
         return_routing: Literal[False] = False,
         weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
     ) -> Tensor: ...
 
     @overload
@@ -100,7 +99,6 @@ class MoE(nn.Module):
         padding: Tensor | None = None,
         return_routing: Literal[True],
         weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
     ) -> tuple[Tensor, Routing]: ...
 
     def forward(
@@ -111,13 +109,12 @@ class MoE(nn.Module):
         padding: Tensor | None = None,
         return_routing: bool = False,
         weights: Fp8Weights | None = None,
-        overwrite_main_grad: bool = False,
     ) -> Tensor | tuple[Tensor, Routing]:
         """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype), or
         with return_routing (that, the Routing of the T tokens of x).
 
         topk_idx [..., top_k] int64 and padding [...] bool: as of Router. All of x's sizes but the
-        last two count its sequences. weights, overwrite_main_grad: as of MoEExperts.
+        last two count its sequences. weights: as of MoEExperts.
         """
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(
@@ -126,11 +123,7 @@ class MoE(nn.Module):
             padding=None if padding is None else padding.reshape(-1),
             sequences=max(math.prod(x.shape[:-2]), 1),
         )
-        out: Tensor = self.experts(
-            *(tokens, routing.topk_idx, routing.topk_weights),
-            weights=weights,
-            overwrite_main_grad=overwrite_main_grad,
-        )
+        out: Tensor = self.experts(tokens, routing.topk_idx, routing.topk_weights, weights=weights)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens).to(out.dtype)
         out = out.view(x.shape)
