@@ -216,7 +216,7 @@ def test_counts_of_earlier_microbatches(name: str) -> None:
     torch.testing.assert_close(together, whole)
     a, b = (torch.autograd.grad(t, router.weight)[0] for t in (together, whole))
     torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="counts must come with sequences=1; got 2"):
+    with pytest.raises(ValueError, match="counts must come without sequences; got 2"):
         router.balancing_loss(parts[0], counts=counts, sequences=2)
 
 

@@ -214,7 +214,7 @@ class Router(nn.Module):
         return Routing(idx, topk_weights, logits, scores, counts, padding, replayed, losses)
 
     def balancing_loss(
-        self, routing: Routing, *, sequences: int = 1, counts: Tensor | None = None
+        self, routing: Routing, *, sequences: int | None = None, counts: Tensor | None = None
     ) -> Tensor:
         """E / (k T) * sum over e of n_e * (mean over tokens of p_te), a scalar; 1 when balanced.
 
@@ -222,21 +222,23 @@ class Router(nn.Module):
         e among their k best scores, without bias and groups, as Megatron does; for k = 1 this is
         eq. 4 of Switch Transformers. Padding counts nowhere.
         sequences: the tokens are this many sequences of equal length, one after the other, and the
-          loss is the mean of theirs (DeepSeek-V3). A sequence of padding has loss 0.
-        With a group and sequences=1, n_e and T are those of all ranks, p of this rank's tokens: the
+          loss is the mean of theirs (DeepSeek-V3), each with its own n_e and T, with a group too.
+          A sequence of padding has loss 0.
+        Without sequences, a group's n_e and T are those of all ranks, p of this rank's tokens: the
         ranks' losses, averaged by their tokens, are the loss of one process. Collective.
         counts: [E], take these n_e and their T instead, such as the sum of `count(routing)` over
           the microbatches of a step so far (Megatron's global_aux_loss).
         """
         tokens = routing.scores.shape[0]
-        if sequences < 1 or tokens % sequences:
+        if sequences is not None and (sequences < 1 or tokens % sequences):
             raise ValueError(
                 f"[Router] sequences must divide the number of tokens {tokens}; got {sequences}"
             )
         if counts is None:
             counts = self._counted(routing, sequences)
-        elif sequences > 1:
-            raise ValueError(f"[Router] counts must come with sequences=1; got {sequences}")
+        elif sequences is not None:
+            raise ValueError(f"[Router] counts must come without sequences; got {sequences}")
+        sequences = sequences or 1
         p = routing.scores
         if self.rule.score != "softmax":
             p = p / (p.sum(dim=1, keepdim=True) + 1e-20)
@@ -254,11 +256,16 @@ class Router(nn.Module):
     def count(self, routing: Routing) -> Tensor:
         """[E] i64, the n_e of balancing_loss: how many tokens have e among their k best scores,
         without bias, groups and padding; with a group, on all ranks. Collective."""
-        return self._counted(routing, 1)
+        return self._counted(routing, None)
 
     @torch.no_grad()
     def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
-        """Raise the bias of experts below the mean load by `rate`, lower that of those above."""
+        """Raise the bias of experts below the mean load by `rate`, lower that of those above.
+
+        Once per step, after all backwards: a checkpointed forward runs again in its backward, and
+        must route by the same bias. tokens_per_expert [E] must be that of all ranks that route
+        parts of one batch, as with a group it is, or their biases will differ.
+        """
         if self.selection_bias is None:
             raise ValueError("[Router] update_selection_bias needs selection_bias=True")
         load = tokens_per_expert.float()
@@ -297,20 +304,21 @@ class Router(nn.Module):
             losses["z"] = z_loss(routing)
         return losses
 
-    def _counted(self, routing: Routing, sequences: int) -> Tensor:
-        """The n_e of each sequence, [sequences * E] i64; of one sequence, over the group."""
-        grouped = self.rule.has_closed_groups
-        if sequences == 1 and not (routing.replayed or self.selection_bias is not None or grouped):
+    def _counted(self, routing: Routing, sequences: int | None) -> Tensor:
+        """The n_e of each sequence, [sequences * E] i64; None: of the batch, over the group."""
+        unlike = routing.replayed or self.selection_bias is not None or self.rule.has_closed_groups
+        of_batch = sequences is None or (sequences == 1 and self.group is None)
+        if of_batch and not unlike:
             return routing.tokens_per_expert
         own = {**self.rule.options(), "topk_groups": self.rule.num_groups}
         counts: Tensor = router_topk(
             routing.logits.detach(),
             self.top_k,
             padding=routing.padding,
-            sequences=sequences,
+            sequences=sequences or 1,
             **own,
         ).tokens_per_expert
-        return self._summed(counts) if sequences == 1 else counts
+        return self._summed(counts) if sequences is None else counts
 
     def _summed(self, counts: Tensor) -> Tensor:
         if self.group is not None:
