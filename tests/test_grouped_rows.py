@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.autograd import Grouped, Options, bf16, experts
-from moe_problem import Problem, problem
+from fp8moe_cutlass.autograd import Grouped, Options, bf16, experts, grouped_plan
+from host_copies import HostCopies
+from moe_problem import Problem, problem, unaligned
 
 OPTIONS: dict[str, Options] = {
     "default": Options(),
@@ -124,6 +126,76 @@ def test_forward_rows_is_the_block(recipe: Any, form: str, extra: int) -> None:
     assert torch.equal(got[4], want.ddown)
 
 
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("fill", [1.0, torch.nan])
+def test_padding_between_experts_influences_nothing(
+    recipe: Any, preactivation: str, fill: float
+) -> None:
+    """Rows that begin at multiples of 16, with anything between them, against rows without."""
+    p = problem(90, 1, 5)
+    p.topk_idx[p.topk_idx == 2] = 4  # an empty expert
+    _, order = grouped(p, Options())
+    counts = torch.bincount(p.topk_idx.flatten(), minlength=5)
+    want = step_of_rows(p.experts(recipe=recipe), p, order, counts)
+    plan = ops.plan_from_counts(counts, capacity=90, align=16)
+    at = plan.row_of.flatten().long()
+
+    def spread(t: Tensor) -> Tensor:
+        wide = torch.full((plan.rows, *t.shape[1:]), fill, dtype=t.dtype)
+        return wide.index_copy(0, at, t)
+
+    layer = p.experts(recipe=recipe, preactivation=preactivation)
+    rows = spread(p.x[order]).requires_grad_()
+    probs = spread(p.probs.flatten()[order]).requires_grad_()
+    out = layer.forward_rows(rows, plan, probs)
+    out.backward(spread(p.dout[order]))
+    for got, its in zip((out, rows.grad, probs.grad), want[:3], strict=True):
+        assert torch.equal(got[at], its)
+    assert torch.equal(layer.gate_up_proj.grad, want[3])
+    assert torch.equal(layer.down_proj.grad, want[4])
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of one row": lambda t: t[:1].expand_as(t),
+    "of one number": lambda t: t[:1, :1].expand_as(t),
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "every second column": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "unaligned": unaligned,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", VIEWS)
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_gradients_of_any_strides(recipe: Any, form: str, dtype: torch.dtype) -> None:
+    """As a dense copy of them."""
+    p = problem(9, 1, 4)
+    dout = VIEWS[form](p.dout.to(dtype))
+    layer = p.experts(recipe=recipe)
+    wanted = p.x.to(dtype).requires_grad_(), *layer.parameters()
+    out = layer.forward_rows(wanted[0], [3, 0, 5, 1])
+    got, want = (
+        torch.autograd.grad(out, wanted, d, retain_graph=True) for d in (dout, dout.contiguous())
+    )
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("form", ["transposed", "every second column"])
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_rows_and_weights_of_any_strides(recipe: Any, form: str) -> None:
+    p = problem(9, 1, 4)
+    move, _ = grouped(p, Options(recipe))
+    leaves = [t.requires_grad_() for t in (p.x, p.gate_up, p.down)]
+
+    def step(view: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x, gate_up, down = map(view, leaves)
+        out = experts(x, None, None, gate_up, down, Options(recipe), move=move)
+        return [out, *torch.autograd.grad(out, leaves, p.dout)]
+
+    assert all(map(torch.equal, step(VIEWS[form]), step(torch.clone)))
+
+
 def test_forward_rows_compiled_delayed_and_with_weights() -> None:
     p = problem(96, 1, 4)
     _, order = grouped(p, Options())
@@ -180,3 +252,29 @@ def test_an_id_that_is_no_expert(recipe: Any) -> None:
     assert torch.equal(layer(p.x, ids, p.probs, no_expert=4), want)
     with pytest.raises(ValueError, match=r"ids must lie in \[-1, 4\); got 4"):
         layer(p.x, ids, p.probs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts_are_read_before_the_call_returns(dtype: torch.dtype) -> None:
+    """Of host memory, which may be pinned, a copy is sent; the meta device stands for a GPU."""
+    counts = torch.tensor([3, 0, 5, 1], dtype=dtype)
+    with HostCopies() as copies:
+        grouped_plan(None, counts, torch.empty(9, 256, device="meta"))
+    assert copies.read
+    assert counts.data_ptr() not in copies.read
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_pinned_counts_may_be_overwritten(recipe: Any) -> None:
+    p = problem(96, 1, 4)
+    _, order = grouped(p, Options())
+    layer = p.experts(recipe=recipe).cuda()
+    rows = p.x[order].cuda()
+    counts = torch.bincount(p.topk_idx.flatten(), minlength=4).int()
+    want = layer.forward_rows(rows, counts.cuda())
+    pinned = counts.pin_memory()
+    torch.cuda._sleep(100_000_000)  # the copy waits for it
+    out = layer.forward_rows(rows, pinned)
+    pinned.zero_()
+    assert torch.equal(out, want)

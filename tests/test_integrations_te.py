@@ -12,6 +12,7 @@ import reference_te as ref
 from fp8moe_cutlass import Fp8Tensor, ops
 from fp8moe_cutlass.integrations import transformer_engine as te
 from fp8moe_cutlass.integrations.transformer_engine.row_id_map import repack
+from host_copies import HostCopies
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -374,6 +375,25 @@ def test_sort_chunks(device: str, on_cpu: bool) -> None:
     moved = te.moe_sort_chunks_by_index(q, sizes.to(where), order.to(where))
     equal(moved.scale_inv, q.scale_inv.cpu()[index])
     equal(moved.dequantize("float32"), q.dequantize("float32").cpu()[index])
+
+
+def test_sizes_of_chunks_are_read_before_the_call_returns(device: str) -> None:
+    """Pinned memory may be overwritten: of host memory a copy is sent."""
+    sizes, order = torch.tensor([5, 0, 27]), torch.tensor([2, 0, 1])
+    if device == "cpu":  # what a GPU would read, by the meta device
+        with HostCopies() as copies:
+            te.moe_sort_chunks_by_index(torch.empty(32, H, device="meta"), sizes, order)
+        assert len(copies.read) == 2
+        assert not {sizes.data_ptr(), order.data_ptr()} & {*copies.read}
+        return
+    x = torch.randn(32, H, device=device)
+    want = te.moe_sort_chunks_by_index(x, sizes.to(device), order.to(device))
+    pinned = sizes.pin_memory(), order.pin_memory()
+    torch.cuda._sleep(100_000_000)  # the copies wait for it
+    out = te.moe_sort_chunks_by_index(x, *pinned)
+    for t in pinned:
+        t.zero_()
+    assert torch.equal(out, want)
 
 
 # ---- edges --------------------------------------------------------------------------------------

@@ -25,10 +25,17 @@ class Groups(NamedTuple):
     offsets: Tensor  # [E] i32: the end of each expert's rows
     order: Any = None  # [R] i64: the assignment (token * S + slot) of each row
     row_of: Any = None  # [T, S] i64: the row of each assignment; -1 where it is dropped
+    padding: Any = None  # [R] bool: rows between the experts' own; None: there are none
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """tokens [T, C] -> their rows [R, C]."""
         return tokens if self.order is None else tokens[self.order // self.row_of.shape[1]]
+
+    def without_padding(self, rows: Tensor) -> Tensor:
+        """rows [R, ...], zero where they are padding."""
+        if self.padding is None:
+            return rows
+        return rows.masked_fill(self.padding.view(-1, *[1] * (rows.ndim - 1)), 0.0)
 
     def sums_of(self, rows: Tensor) -> Tensor:
         """rows [R, C] -> the sum of each token's [T, C]."""
@@ -41,6 +48,7 @@ class Saved(NamedTuple):
     offsets: Tensor  # the fields of Groups
     order: Tensor | None
     row_of: Tensor | None
+    padding: Tensor | None
     x: Tensor  # [T, H] bf16
     z: Tensor | None  # [R, 2I] bf16; None: computed again
     probs: Tensor | None
@@ -77,8 +85,8 @@ class Wgrad(NamedTuple):
 
 
 def enter(t: Tensor, recipe: None, *, gradient: bool = False, grouped: bool = False) -> Tensor:
-    """t in bfloat16."""
-    return t.bfloat16()
+    """t in bfloat16, dense."""
+    return t.bfloat16().contiguous()
 
 
 def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Groups:
@@ -116,8 +124,8 @@ def dropped(topk_idx: Tensor, groups: Groups) -> Tensor:
 def weights(
     gate_up: Tensor, down: Tensor, given: None, options: Options, need: Need | None
 ) -> ForwardWeights:
-    """The parameters in bfloat16."""
-    return ForwardWeights((gate_up.bfloat16(), down.bfloat16()), (gate_up, down))
+    """The parameters in bfloat16, dense."""
+    return ForwardWeights((enter(gate_up, None), enter(down, None)), (gate_up, down))
 
 
 def forward(
@@ -132,6 +140,7 @@ def forward(
     """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16, and what `backward` reads, if there is a
     `need`. Grouped: x [R, H], probs [R] or None -> out [R, H]."""
     gate_up, down = weights.multiplied
+    x, probs = groups.without_padding(x), None if probs is None else groups.without_padding(probs)
     z = rows_times(groups.rows_of(x), gate_up.mT, groups)
     h = swiglu(z, _row_probs(probs, z, groups))
     out = groups.sums_of(rows_times(h, down.mT, groups))
@@ -145,9 +154,10 @@ def backward(
     dout: Tensor, saved: Saved, options: Options, need: Need, counters: Counters | None = None
 ) -> Gradients:
     """The gradients of `forward`, given that of its output, of x's form, in bf16."""
-    groups = Groups(*saved[:3])
-    x, z, probs, gate_up, down = saved[3:]
-    gate_up, down = gate_up.bfloat16(), down.bfloat16()
+    groups = Groups(*saved[:4])
+    x, z, probs, gate_up, down = saved[4:]
+    gate_up, down = enter(gate_up, None), enter(down, None)
+    dout = groups.without_padding(dout)
     if z is None:
         z = rows_times(groups.rows_of(x), gate_up.mT, groups)
     dy = groups.rows_of(dout)

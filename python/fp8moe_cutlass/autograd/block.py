@@ -22,6 +22,7 @@ from fp8moe_cutlass.autograd.body import Gradients, Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.saved import load, save
+from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._call import watched_once
@@ -119,8 +120,11 @@ def grouped_plan(
     """The plan of rows [R, H] that came grouped: counts [E] of each expert's on any device, or a
     plan of ops.plan_from_counts."""
     if isinstance(counts, RoutingPlan):
-        return bf16.Groups(counts.row_offsets[1:].contiguous()) if recipe is None else counts
-    counts = torch.as_tensor(counts).to(rows.device, torch.int32, non_blocking=True)
+        if recipe is not None:
+            return counts
+        padding = counts.token_of_row < 0 if counts.align > 1 else None
+        return bf16.Groups(counts.row_offsets[1:].contiguous(), padding=padding)
+    counts = now_on(rows.device, torch.as_tensor(counts).int())
     if recipe is None:
         return bf16.Groups(counts.cumsum(0, dtype=torch.int32))
     return ops.plan_from_counts(counts, capacity=rows.shape[0])

@@ -41,6 +41,15 @@ def written(device: torch.device) -> Written | None:
     return Written(device) if eager_gpu else None
 
 
+def now_on(device: torch.device, t: Tensor) -> Tensor:
+    """t on `device`, with the values that it has now. The device reads pinned memory later, where
+    the caller may have written by then: it gets a pageable copy, which is read before this returns.
+    """
+    if t.device.type != "cpu" or device.type == "cpu" or torch.compiler.is_compiling():
+        return t.to(device)  # which waits where a compiler might leave the copy out
+    return t.clone().to(device, non_blocking=True)
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward, as a checkpointed forward does that is computed again.
     torch has no public word for it; without the private one: no."""

@@ -127,8 +127,9 @@ class ExpertBlock:
         and nothing is read by the host.
 
         counts: rows of each local expert [E], on the host or on the device; or a plan of
-        ops.plan_from_counts, for experts whose rows begin at multiples of its align. Rows past
-        their sum influence nothing; what comes out there, and as their gradient, is unspecified.
+        ops.plan_from_counts, for experts whose rows begin at multiples of its align. Padding rows
+        and rows past their sum influence nothing; what comes out there, and as their gradient, is
+        unspecified. Counts in host memory are read before this returns.
         probs [R]: multiply the activation, before it is quantized. None: the caller weights.
         weights: as of forward.
         """

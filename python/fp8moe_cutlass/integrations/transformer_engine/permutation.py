@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import autograd, ops
+from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.integrations.transformer_engine import row_id_map as maps
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -344,10 +345,10 @@ def _chunks(
             raise ValueError(
                 f"[{op}] sorted_index must be a permutation of the {chunks} chunks; got {places}"
             )
-    ends = split_sizes.to(device, non_blocking=True).cumsum(0)
+    ends = now_on(device, split_sizes).cumsum(0)
     chunk = torch.searchsorted(ends, torch.arange(inp.shape[0], device=device), right=True)
     place = torch.full((chunks + 1,), -1, dtype=torch.int32, device=device)
-    order = sorted_index.to(device, torch.int64, non_blocking=True)
+    order = now_on(device, sorted_index).long()
     place[order] = torch.arange(chunks, dtype=torch.int32, device=device)
     return ops.route(chunks, topk_idx=place[chunk].unsqueeze(1))
 
