@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-pytest.importorskip("accelerate", reason="the extra `transformers` is not installed: no accelerate")
+pytest.importorskip("accelerate", reason="no accelerate is installed")
 
 import accelerate
 import safetensors.torch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("trl", reason="the extra `transformers` is not installed: no trl")
+pytest.importorskip("trl", reason="no trl is installed")
 
 import datasets
 import peft

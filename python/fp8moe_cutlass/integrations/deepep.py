@@ -16,9 +16,10 @@ DeepEP moves float8_e4m3fn with float32 scales [tokens, H / 128]: H is a multipl
 e4m3 in both directions. Routing weights are applied here, before the second GEMM, as combine adds
 without weights; low-latency combine applies them itself, so there they are left to it.
 
-Written from DeepEP's public documentation: README, docs/legacy.md, the docstrings of Buffer and
-ElasticBuffer and what its tests expect, as of July 2026. Tested on the CPU against a stand-in that
-keeps that contract. Not run: DeepEP itself, in any mode, and this file on a GPU.
+What has run: DeepEP 1.2.1's Buffer on two H100s of one host. Every output and gradient was equal,
+bit for bit, to those of nn.MoEExperts(group=) over NCCL. ElasticBuffer, the expanded and the
+low-latency layouts are written from DeepEP's documentation and have run on the CPU alone, against a
+stand-in that keeps its contract.
 """
 
 from __future__ import annotations

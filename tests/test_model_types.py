@@ -1,0 +1,74 @@
+"""docs/reference/model-types.md: its table is what the installed transformers has.
+
+    python tests/test_model_types.py
+
+prints the table anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+
+from fp8moe_cutlass.integrations import transformers as fp8moe
+from transformers_models import experts_classes
+
+PAGE = Path(__file__).parent.parent / "docs/reference/model-types.md"
+
+
+def rows() -> Iterator[str]:
+    """A line per experts class: the model types of its folder, its name, whether it runs."""
+    modules = {**experts_classes(), **without_implementation()}
+    for name, module in sorted(modules.items(), key=lambda item: item[1].__module__):
+        folder = module.__module__.split(".")[-2]
+        types = ", ".join(f"`{t}`" for t in CONFIG_MAPPING if of_experts(t, folder))
+        [found] = fp8moe.check(nn.ModuleList([module]))
+        runs = found.reason is None or "meta device" in found.reason
+        yield f"| {types} | `{name}` | {'yes' if runs else f'no: {found.reason}'} |"
+
+
+def of_experts(model_type: str, folder: str) -> bool:
+    """Whether a model type of transformers/models/FOLDER has a number of experts in its config."""
+    if model_type_to_module_name(model_type) != folder:
+        return False
+    config = CONFIG_MAPPING[model_type]().get_text_config()
+    parts = [config, getattr(config, "ffn_config", None)]  # DBRX has it there
+    names = {n for p in parts if p is not None for n in (*vars(p), *type(p).attribute_map)}
+    return any(re.search(r"num(_local|_routed)?_experts$|n_routed_experts$", n) for n in names)
+
+
+def without_implementation() -> dict[str, Any]:
+    """The experts classes that no experts implementation computes: empty modules of them."""
+    found = {}
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        code = file.read_text()
+        module: Any = None
+        for name in re.findall(r"^class (\w+Experts)\(", code, re.MULTILINE):
+            if "Shared" in name or re.search(rf"@use_experts_imp.*\nclass {name}\(", code):
+                continue
+            module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+            cls = getattr(module, name)
+            found[name] = cls.__new__(cls)
+            nn.Module.__init__(found[name])
+    return found
+
+
+def test_the_table_is_what_transformers_has() -> None:
+    text = PAGE.read_text()
+    if f"transformers {transformers.__version__.rpartition('.')[0]}" not in text:
+        pytest.skip(f"the page is about another transformers than {transformers.__version__}")
+    assert re.findall(r"^\| `.*$", text, re.MULTILINE) == list(rows())
+
+
+if __name__ == "__main__":
+    print("| model type | experts class | FP8 |", "|---|---|---|", *rows(), sep="\n")
