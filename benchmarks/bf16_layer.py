@@ -31,9 +31,9 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8moe_cutlass.autograd.bf16 import sum_slots, swiglu
 from fp8moe_cutlass.autograd.body import Need
-from fp8moe_cutlass.bench.layer import SHAPES
-from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
+from layer import SHAPES
+from torch_experts import TorchExperts
 
 QUICK = {"tiny": {"E": 8, "S": 2, "H": 128, "I": 64}}
 OURS, BEST, MOVED = "recipe=None", "torch bf16", "torch bf16, the same exchange"

@@ -1,17 +1,25 @@
-"""What the scripts share: their arguments, and how a record is shown and written."""
+"""What the scripts share: their arguments, what a record says of the machine, the form of its rows,
+and how a record is shown and written."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp8moe_cutlass.bench.record import OnResult, Record
+from fp8moe_cutlass.doctor import driver
+from timing import Limits, Sample
 
+Record = dict[str, Any]
+OnResult = Callable[[Record], None]
 Run = Callable[[torch.device, argparse.Namespace, OnResult], Record]
 
 
@@ -32,12 +40,87 @@ def main(arguments: argparse.ArgumentParser, run: Run) -> None:
 
 def show(row: dict[str, Any]) -> None:
     """One line per row: a log keeps what a killed run has done."""
-    shape = " ".join(f"{name}{value}" for name, value in row["shape"].items())
-    words = (row["op"], row.get("model"), row.get("variant"), row.get("who"), shape)
+    words = (row["op"], row.get("model"), row.get("variant"), row.get("who"))
     ms = f": {row['ms']:.3f} ms" if row.get("ms") else ""
-    print(", ".join(filter(None, words)) + ms, flush=True)
+    print(", ".join(filter(None, (*words, shape_text(row["shape"])))) + ms, flush=True)
+
+
+def shape_text(shape: dict[str, int]) -> str:
+    return " ".join(f"{name}{value}" for name, value in shape.items())
 
 
 def write(record: Record, path: Path) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path}; `python benchmarks/table.py {path}` shows it")
+
+
+def ignore(row: Record) -> None:
+    """An OnResult that shows nothing."""
+
+
+def row(
+    op: str,
+    shape: dict[str, int],
+    variant: str,
+    sample: Sample,
+    *,
+    peers: dict[str, float],
+    limit_ms: float | None,
+    bytes: int = 0,
+    flops: int = 0,
+    **more: Any,
+) -> Record:
+    """One result. limit_ms: what the machine's limit allows; peers: others' milliseconds."""
+    return {
+        "op": op,
+        "shape": shape,
+        "variant": variant,
+        "ms": sample.ms,
+        "host_us": sample.host_us,
+        "bytes": bytes,
+        "flops": flops,
+        "limit_ms": limit_ms,
+        "peers": peers,
+        "repeat": sample.repeat,
+        **more,
+    }
+
+
+def environment(limits: Limits) -> Record:
+    """Machine, software, commit, date, and the limits measured in this run."""
+    cuda = limits.device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": processor(),
+        "threads": torch.get_num_threads(),
+        "driver": driver() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "launch_us": 1e3 * limits.launch.ms if limits.launch else None,
+        "launch_host_us": limits.launch.host_us if limits.launch else None,
+        "copy_tb_s": limits.copy_tb_s,
+        "tensor_tflops": limits.tensor_tflops,
+    }
+
+
+def processor() -> str:
+    """The CPU's name as Linux has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def commit() -> str | None:
+    """The sources' commit: FP8MOE_COMMIT where they are no clone, else what git says."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        said = ""
+    return os.environ.get("FP8MOE_COMMIT") or said or None

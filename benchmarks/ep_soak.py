@@ -18,13 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import parser, show, write
-from fp8moe_cutlass.bench.contender import Shape
-from fp8moe_cutlass.bench.ep_team import Team
-from fp8moe_cutlass.bench.record import OnResult, Record, environment, ignore
-from fp8moe_cutlass.bench.timing import Limits
-from fp8moe_cutlass.launch import processes
+from common import OnResult, Record, environment, ignore, parser, show, write
+from contender import Shape
+from ep_team import Team
 from fp8moe_cutlass.nn import MoEExperts
+from launch import processes
+from timing import Limits
 
 RATE = 0.02
 SHAPES: dict[str, Shape] = {
@@ -144,7 +143,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1000, help="at least 20")
     given = arguments.parse_args()
     steps = max(20, given.steps)
-    with processes(given.ranks, torch.device(given.device), (__file__,)) as device:
+    with processes(given.ranks, torch.device(given.device)) as device:
         team = Team(dist.group.WORLD, device)
         shape = SHAPES["cpu" if given.quick else device.type]
         row = run_soak(team, steps, shape, show if team.rank == 0 else ignore)

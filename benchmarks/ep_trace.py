@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from common import parser, write
-from fp8moe_cutlass.bench.contender import Shape
-from fp8moe_cutlass.bench.ep import SHAPES
-from fp8moe_cutlass.bench.ep_team import Team
-from fp8moe_cutlass.launch import processes
+from contender import Shape
+from ep import SHAPES
+from ep_team import Team
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
 from kernel_trace import trace
+from launch import processes
 
 Event = dict[str, Any]
 Span = tuple[float, float]  # ms from the first event
@@ -121,7 +121,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=2)
     given = arguments.parse_args()
-    with processes(given.ranks, torch.device(given.device), (__file__,)) as device:
+    with processes(given.ranks, torch.device(given.device)) as device:
         team = Team(dist.group.WORLD, device)
         name, mine = next(iter(SHAPES["quick" if given.quick else device.type].items()))
         events = trace_of(team, mine)

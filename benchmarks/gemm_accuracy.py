@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from common import main, parser
+from common import OnResult, Record, environment, main, parser
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
-from fp8moe_cutlass.bench.gemm import Case, Operands
-from fp8moe_cutlass.bench.record import OnResult, Record, environment
-from fp8moe_cutlass.bench.timing import Limits
 from fp8moe_cutlass.tensor import scale_shape
 from fp8moe_cutlass.verify import reference
 from fp8moe_cutlass.verify.compare import array, gemm_error, quantized
 from gemm_baselines import PEERS
+from gemm_cases import Case, Operands
+from timing import Limits
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-23}

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor
-from fp8moe_cutlass.bench.gemm import TORCH, Factory, Operands
+from gemm_cases import Factory, Operands
+from timing import Run
 
 TILE = 128
 Product = Callable[[], Tensor]
-PEERS: dict[str, Factory] = dict(TORCH)
+PEERS: dict[str, Factory] = {}
 
 
 def gemm_peer(name: str) -> Callable[[Factory], Factory]:
@@ -68,6 +69,17 @@ def flat_segments(t: Fp8Tensor, padded: list[int]) -> tuple[Tensor, Tensor]:
         scale = scale.repeat_interleave(TILE, dim=0)[:columns].t()
     scale = scale[: sum(padded) // TILE, :columns].contiguous()
     return torch.cat(parts).view(t.data.dtype), scale.t()
+
+
+@gemm_peer("torch._grouped_mm bf16")
+def grouped_mm(o: Operands) -> Run | None:
+    """torch's own grouped GEMM, in bf16."""
+    if o.x.device.type != "cuda":
+        return None
+    ends, dtype = o.plan.row_offsets[1:], torch.bfloat16
+    if o.case.gemm == "wgrad":
+        return lambda: torch._grouped_mm(o.other.t(), o.x, offs=ends, out_dtype=dtype)
+    return lambda: torch._grouped_mm(o.x, o.other.transpose(1, 2), offs=ends, out_dtype=dtype)
 
 
 @gemm_peer("DeepGEMM")

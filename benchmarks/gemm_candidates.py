@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from common import main, parser
+import gemm_cases
+from common import OnResult, Record, environment, main, parser
 from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
-from fp8moe_cutlass.bench import gemm as bench
-from fp8moe_cutlass.bench.gemm import Case
-from fp8moe_cutlass.bench.record import OnResult, Record, environment
-from fp8moe_cutlass.bench.timing import Limits, Run, event
+from gemm_cases import Case
+from timing import Limits, Run, event
 
 # Hidden and intermediate sizes.
 MODELS = {
@@ -50,7 +49,7 @@ SECONDS = 1.0  # per case
 
 def recorded() -> Iterator[Case]:
     """The cases of five models that gemm.py times beside other libraries."""
-    for model, (m, h, i, e) in bench.MODELS.items():
+    for model, (m, h, i, e) in gemm_cases.MODELS.items():
         for routing in ("balanced", "ragged"):
             for n, k in ((2 * i, h), (h, i)):
                 yield Case("fprop", model, m, n, k, e, routing)

@@ -1,37 +1,48 @@
-"""The full record of the expert layer: other libraries, CUDA graphs, other routings, memory, few
-tokens, main_grad, and the kernels of a step.
+"""A training step of the expert layer beside other libraries, with CUDA graphs, other routings,
+memory, few tokens, main_grad, and the kernels of a step.
 
-The rows of `bench layer` come first. Where a contender fails, a row's "errors" name it.
+A step is forward and backward. The first figure quantizes the weights in every forward, as training
+does that does not accumulate gradients. The second reuses FP8 weights, as the later microbatches of
+an accumulation do. All run in one process, in turn: 12 steps back to back, the median of two
+rounds; `sustained_ms` is the mean of about a second. Where a contender fails, a row's "errors" name
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import layer_memory
-from common import main, parser
-from fp8moe_cutlass.bench.contender import Contender, Inputs, Shape
-from fp8moe_cutlass.bench.layer import (
-    OURS,
-    QUANTIZING,
-    REUSING,
-    TORCH,
-    Factory,
-    LayerBench,
-    run_layer,
-)
-from fp8moe_cutlass.bench.record import OnResult, Record
-from fp8moe_cutlass.bench.timing import Limits, Run, Runs
-from fp8moe_cutlass.bench.torch_experts import TorchExperts
+from common import OnResult, Record, environment, ignore, main, parser, row
+from contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import profile, roles
-from layer_baselines import peers
+from layer_baselines import TORCH, Factory, peers
+from timing import CudaTimer, Limits, Run, Runs, burst
+from torch_experts import TorchExperts
 
+SHAPES: dict[str, dict[str, Shape]] = {
+    "cuda": {
+        "DeepSeek-V3, 32 experts": block(4096, 32, 8, 7168, 2048),
+        "DeepSeek-V3, 8 experts": block(4096, 8, 8, 7168, 2048),
+        "Qwen3-235B, 16 experts": block(4096, 16, 8, 4096, 1536),
+        "DeepSeek-V2-Lite, 64 experts": block(4096, 64, 6, 2048, 1408),
+        "Qwen3-30B, 128 experts": block(4096, 128, 8, 2048, 768),
+    },
+    "cpu": {"small": block(512, 4, 2, 512, 256)},
+    "quick": {"tiny": block(64, 4, 2, 256, 128)},
+}
+OURS = "fp8moe"
+# The variants of a record's rows; the second has the FP8 weights from before.
+QUANTIZING = "forward+backward, quantizing weights"
+REUSING = "forward+backward"
 FEW_TOKENS = (1, 16, 64, 512)
 # What saves memory: the variant, preactivation, what is kept of z.
 MEMORY = (
@@ -40,13 +51,29 @@ MEMORY = (
 )
 
 
-class FullLayerBench(LayerBench):
+def limit(shape: Shape, limits: Limits, parts: int, experts_used: int) -> Record:
+    """flops (parts 1: forward, 3: forward and backward), the least bytes, and the time that the
+    larger of both takes at the limits of this run."""
+    t, s, h, i = (shape[name] for name in "TSHI")
+    flops = parts * 6 * t * s * h * i
+    # Weights: read in FP8 by forward and by dgrad; gradients written in bf16.
+    weights = 3 * experts_used * h * i * (1 if parts == 1 else 4)
+    moved = weights + parts * 2 * 2 * t * h
+    ms = max(flops / limits.tensor_tflops / 1e9, moved / limits.copy_tb_s / 1e9)
+    return {"bytes": moved, "flops": flops, "limit_ms": ms}
+
+
+class LayerBench:
     """All rows of one shape. No contender that fails ends the run."""
 
     def __init__(self, model: str, shape: Shape, device: torch.device, limits: Limits) -> None:
+        self.model, self.shape, self.device, self.limits = model, shape, device, limits
         self.errors: dict[str, str] = {}
-        self.peers = peers(device)
-        super().__init__(model, shape, device, limits)
+        self.layer = MoEExperts(shape["E"], shape["H"], shape["I"], device=device)
+        self.inputs = Inputs.random(shape, device)
+        self.modules: dict[str, nn.Module] = {OURS: self.layer}
+        for name, factory in peers(device).items():
+            self.add(name, factory)
 
     def attempt(self, name: str, action: Callable[[], Any]) -> Any:
         """What `action` returns; None where it fails, with its error noted."""
@@ -64,14 +91,50 @@ class FullLayerBench(LayerBench):
 
         self.attempt(name, build)
 
-    def row(self, variant: str, runs: Runs, parts: int = 3, **more: Any) -> Record:
+    def steps(self, variant: str, *names: str, reuse: bool) -> Record:
+        """The row of whole steps of the contenders `names` (default: all)."""
+        chosen = {n: m for n, m in self.modules.items() if n in (names or self.modules)}
+        runs: Runs = {n: Contender(m, self.inputs, reuse).step for n, m in chosen.items()}
+        return self.row(variant, runs, sustained=True)
+
+    def row(self, variant: str, runs: Runs, parts: int = 3, **how: Any) -> Record:
+        """One row, as of `timed`; one with an error where a run fails."""
         found: Record | None = self.attempt(
-            variant, lambda: LayerBench.row(self, variant, runs, parts, **more)
+            variant, lambda: self.timed(variant, runs, parts, **how)
         )
         if found is None:
             place = {"op": "layer", "shape": self.shape, "model": self.model, "variant": variant}
             found = place | {"ms": None, "peers": {}, "error": self.errors.pop(variant)}
         return found | ({"errors": dict(self.errors)} if self.errors else {})
+
+    def timed(
+        self,
+        variant: str,
+        runs: Runs,
+        parts: int,
+        *,
+        sustained: bool = False,
+        tokens: int | None = None,
+        experts_used: int | None = None,
+    ) -> Record:
+        """One row: the time of runs[OURS], and beside it the others'. parts: see `limit`."""
+        shape = {**self.shape, "T": tokens or self.shape["T"]}
+        samples = burst(runs, self.device)
+        ours = samples.pop(OURS)
+        lasting: Record = {}
+        if sustained and self.device.type == "cuda":
+            long = {name: CudaTimer().sustained(run) for name, run in runs.items()}
+            lasting = {"sustained_ms": long.pop(OURS), "sustained_peers": long}
+        return row(
+            "layer",
+            shape,
+            variant,
+            ours,
+            peers={name: sample.ms for name, sample in samples.items()},
+            model=self.model,
+            **limit(shape, self.limits, parts, experts_used or shape["E"]),
+            **lasting,
+        )
 
     def rows(self) -> Iterator[Record]:
         yield self.steps(QUANTIZING, OURS, TORCH, reuse=False)
@@ -208,8 +271,24 @@ def graph(c: Contender, run: Run) -> Run:
     return captured.replay
 
 
+def run_layer(device: torch.device, quick: bool = False, on_result: OnResult = ignore) -> Record:
+    """The record of every shape. quick: one tiny shape."""
+    torch.manual_seed(0)
+    limits = Limits(device)
+    results: list[Record] = []
+    for model, shape in SHAPES["quick" if quick else device.type].items():
+        torch._dynamo.reset()
+        for found in LayerBench(model, shape, device, limits).rows():
+            results.append(found)
+            on_result(found)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"environment": environment(limits), "results": results}
+
+
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
-    return run_layer(device, given.quick, on_result, FullLayerBench)
+    return run_layer(device, given.quick, on_result)
 
 
 if __name__ == "__main__":

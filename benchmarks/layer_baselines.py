@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8moe_cutlass.bench.layer import TORCH, Factory
-from fp8moe_cutlass.bench.torch_experts import TorchExperts, swiglu
 from fp8moe_cutlass.nn import MoEExperts
+from torch_experts import TorchExperts, swiglu
+
+TORCH = "torch bf16"
+Factory = Callable[[MoEExperts, int], nn.Module]  # of the layer and the number of slots
 
 
 def peers(device: torch.device) -> dict[str, Factory]:

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import common
-from fp8moe_cutlass.bench.record import environment
-from fp8moe_cutlass.bench.timing import Limits
+from common import environment
+from timing import Limits
 
 BASE, FP8, EXPERTS, LAYER = "TE bf16", "TE FP8 blockwise", "our experts", "our layer"
 VARIANTS = (BASE, FP8, EXPERTS, LAYER)

@@ -11,25 +11,17 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+import layer_plot
+import plot_style as style
+from common import Record
+from ep import ALL_TO_ALL, SAME_EXCHANGE, STEP
 from ep_trace import EXCHANGE, boxes_of, overlapped
-from fp8moe_cutlass import plot_style as style
-from fp8moe_cutlass.bench import layer_plot
-from fp8moe_cutlass.bench.ep import ALL_TO_ALL, SAME_EXCHANGE, STEP
-from fp8moe_cutlass.bench.layer import REUSING, TORCH
-from fp8moe_cutlass.train.plot import plot as plot_train
+from layer_baselines import TORCH
 from sweep import tokens_per_expert
-
-Record = dict[str, Any]
-
-
-def place_of(record: Record) -> str:
-    e = record["environment"]
-    return f"{e['gpu'] or e['cpu']}, torch {e['torch'].partition('+')[0]}"
-
+from train_plot import plot as plot_train
 
 # ---- operators ----------------------------------------------------------------------------------
 
@@ -60,59 +52,10 @@ def plot_ops(record: Record, path: Path) -> None:
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("% of the limit; the bar and the number: the median shape")
     figure.suptitle(
-        f"Operators on {place_of(record)}\n"
+        f"Operators on {style.place_of(record)}\n"
         "beside a copy of the same bytes (GEMMs: dense arithmetic); a dot per shape",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
-    style.save(figure, path)
-
-
-# ---- layer --------------------------------------------------------------------------------------
-
-# Which kernels of a step belong together, in the order of the bars.
-PARTS = {
-    "forward GEMMs": ("fprop-1", "fprop-2"),
-    "dgrad GEMMs": ("dgrad-1", "dgrad-2"),
-    "wgrad GEMMs": ("wgrad-1", "wgrad-2"),
-    "SwiGLU and its backward": ("swiglu", "swiglu backward"),
-    "quantize, permute, unpermute": (
-        *("route", "quantize x", "quantize dout", "permute x", "permute dout"),
-        *("unpermute", "permute backward"),
-    ),
-    "transposes for wgrad": ("transpose x", "transpose dout"),
-}
-PART_COLORS = ("#00573f", "#00795c", "#5fae94", "#d98a1f", "#2f6db3", "#8458a8")
-
-
-def plot_kernels(record: Record, path: Path) -> None:
-    """Where the time of a step with reused weights goes, in percent."""
-    rows = [r for r in record["results"] if r["variant"] == REUSING and r.get("kernels")]
-    figure, axes = style.subplots(height=1.9 + 0.55 * len(rows))
-    for y, row in enumerate(rows):
-        start, limit = 0.0, 100 * row["limit_ms"] / row["ms"]
-        for (part, roles), color in zip(PARTS.items(), PART_COLORS, strict=True):
-            share = sum(row["kernels"].get(role, 0.0) for role in roles) / 10 / row["ms"]
-            label = part if y == 0 else None
-            axes.barh(y, share, left=start, height=0.7, color=color, label=label)
-            if share > 4:
-                middle = start + share / 2
-                middle -= 3 * (abs(middle - limit) < 2.5)  # beside the limit's line
-                axes.text(middle, y, f"{share:.0f}", ha="center", va="center", color="white")
-            start += share
-        rest = max(100 - start, 0.0)
-        label = "between kernels, and lower clocks" if y == 0 else None
-        axes.barh(y, rest, left=start, height=0.7, color="#d5d7da", label=label)
-        axes.text(101, y, f"{row['ms']:.2f} ms", va="center", fontsize=10)
-        axes.plot([limit] * 2, [y - 0.42, y + 0.42], color="white", linewidth=3)
-        axes.plot([limit] * 2, [y - 0.42, y + 0.42], color=style.LIMIT, linewidth=1.5)
-    axes.plot([], [], color=style.LIMIT, linewidth=1.5, label="limit of the arithmetic")
-    axes.set_yticks(range(len(rows)), [row["model"].replace(", ", "\n") for row in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, 112)
-    axes.set_xlabel("% of a step (forward and backward, weights reused)")
-    axes.set_title(f"Where a step's time goes, {place_of(record)}", loc="left")
-    figure.legend(loc="outside lower left", ncols=3, fontsize=9)
     style.save(figure, path)
 
 
@@ -161,7 +104,7 @@ def plot_ep(record: Record, path: Path) -> None:
         axes.set_xlabel("GPUs")
     below[0].set_ylabel("million tokens/s in a step")
     figure.suptitle(
-        f"Expert parallelism, {place_of(record)}, {record['environment']['backend']}",
+        f"Expert parallelism, {style.place_of(record)}, {record['environment']['backend']}",
         fontsize=12, x=0.01, ha="left",
     )  # fmt: skip
     figure.legend(handles=below[0].get_lines(), loc="outside lower center", ncols=3)
@@ -220,7 +163,8 @@ def plot_sweep(record: Record, path: Path) -> None:
     for place in axes[-1]:
         place.set_xlabel("tokens per expert")
     figure.suptitle(
-        f"How many times faster a step is in FP8 than in bf16, {place_of(record)}", fontsize=12
+        f"How many times faster a step is in FP8 than in bf16, {style.place_of(record)}",
+        fontsize=12,
     )
     style.save(figure, path)
 
@@ -266,7 +210,7 @@ def draw(record: Record, path: Path, kernels: bool = False) -> None:
         return plot_train(record, path)
     op = record["results"][0]["op"]
     if op == "layer":
-        return (plot_kernels if kernels else layer_plot.plot)(record, path)
+        return (layer_plot.plot_kernels if kernels else layer_plot.plot)(record, path)
     if op == "sweep":
         return plot_sweep(record, path)
     return (plot_ep if "ranks" in record["environment"] else plot_ops)(record, path)

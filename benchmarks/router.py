@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common import main, parser
+from common import OnResult, Record, environment, main, parser, row
 from fp8moe_cutlass.autograd import gate_logits, router_topk
-from fp8moe_cutlass.bench.record import OnResult, Record, environment, row
-from fp8moe_cutlass.bench.timing import Limits, burst
 from fp8moe_cutlass.nn import MoEExperts, Router, RoutingRule
+from timing import Limits, burst
 
 Step = Callable[[], object]
 V3 = RoutingRule(

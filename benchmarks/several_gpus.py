@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import common
+from common import environment
 from fp8moe_cutlass import Fp8Recipe
-from fp8moe_cutlass.bench.record import environment
-from fp8moe_cutlass.bench.timing import Limits
-from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
+from timing import Limits
+from torch_experts import TorchExperts
 
 BASE = "bf16, fully_shard"
 # Variant: the recipe, whether group= shares the experts, and a capacity of so many times the

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 
 import torch
 
-from common import main, parser
-from fp8moe_cutlass.bench.contender import Contender, Inputs, Shape, block
-from fp8moe_cutlass.bench.layer import OURS, TORCH
-from fp8moe_cutlass.bench.record import OnResult, Record, environment, ignore
-from fp8moe_cutlass.bench.timing import Limits, Run, Runs, back_to_back
-from fp8moe_cutlass.bench.torch_experts import TorchExperts
+from common import OnResult, Record, environment, ignore, main, parser
+from contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.nn import MoEExperts
-from layer import graph
+from layer import OURS, graph
+from layer_baselines import TORCH
+from timing import Limits, Run, Runs, back_to_back
+from torch_experts import TorchExperts
 
 GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
     "cuda": {

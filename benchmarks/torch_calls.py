@@ -1,4 +1,4 @@
-"""What stands beside some operators in `bench ops`: the same work in torch.
+"""What stands beside some operators in the record of ops.py: the same work in torch.
 
 A reference is registered for one operator under a name. It gets the Work's inputs and returns the
 call to time, or None where it does not apply (another device, another variant).

@@ -25,10 +25,10 @@ import transformers
 from torch import Tensor
 
 import common
-from fp8moe_cutlass.bench.record import environment
-from fp8moe_cutlass.bench.timing import Limits
+from common import environment
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import reuse_fp8_weights
+from timing import Limits
 
 BASE, OURS, REMADE = "grouped_mm", "fp8moe", "fp8moe, remade"
 STEPS = 20  # of losses

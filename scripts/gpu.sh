@@ -8,7 +8,7 @@
 # --layer      benchmarks/layer.py: layer.json and layer.png
 # --gemm       benchmarks/gemm.py in GEMM_SECONDS (360) and gemm_accuracy.py: gemm.json, accuracy.json
 # --sweep      benchmarks/sweep.py in SWEEP_SECONDS (90): sweep.json and sweep.png
-# --ep         on all GPUs: the tests of distributed, bench ep (ep.json, ep.png), a trace (trace.json,
+# --ep         on all GPUs: the tests of distributed, ep.py (ep.json, ep.png), a trace (trace.json,
 #              trace.png), SOAK_STEPS (1000) of a soak (soak.json), train by one GPU and by all
 #              (train-1.json, train-ep.json)
 # --train-cuda MINUTES  train --size h200 on every Python source here, TRAIN_SEEDS (3) seeds: loss.json
@@ -16,7 +16,7 @@
 # --oracle     builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize   the GPU tests under compute-sanitizer, SANITIZE_SECONDS (500) for each of SANITIZE_TOOLS
 #              (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test
-# --ncu        Nsight Compute's counters of every kernel of bench ops: ncu.csv
+# --ncu        Nsight Compute's counters of every kernel of ops.py: ncu.csv
 # --only PATTERN  pytest -k, for --tests and --sanitize
 # --op OP      only this operator, for --bench and --ncu; may be repeated
 # --quick      tiny shapes
@@ -119,7 +119,7 @@ if [[ ${on[ep]-} ]]; then
   # NVLink multicast is shared by a whole host; the exchange has no use for it.
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
   run ep-tests -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_distributed_gpu.py
-  cli ep bench ep --device cuda --ranks "$ranks" --json "$out/ep.json" "${quick[@]}"
+  record ep ep --ranks "$ranks"
   draw ep
   record trace ep_trace --ranks "$ranks"
   draw trace
@@ -151,7 +151,7 @@ fi
 if [[ ${on[ncu]-} ]]; then
   step "ncu"
   ncu --clock-control none --kernel-name regex:fp8moe --set basic --csv --page raw \
-    "$python" -m fp8moe_cutlass bench ops --device cuda "${ops[@]}" "${quick[@]}" >"$out/ncu.csv" || status=1
+    "$python" benchmarks/ops.py --json "$out/ncu.json" "${ops[@]}" "${quick[@]}" >"$out/ncu.csv" || status=1
 fi
 step "done, status $status"
 [[ ${on[pack]-} ]] && (cd "$out" && tar czf logs.tgz --remove-files -- *.log *.txt *.xml)

@@ -1,29 +1,24 @@
-"""bench ep, benchmarks/ep_soak.py and ep_trace.py at tiny sizes over gloo."""
+"""What benchmarks/ep*.py count at tiny sizes over gloo: rows, time, overlap, losses."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ep
 import ep_soak
+import ep_team
 import ep_trace
-from fp8moe_cutlass.bench import ep, ep_team
-from fp8moe_cutlass.bench.contender import Inputs
+from contender import Inputs
 from fp8moe_cutlass.nn import MoEExperts
 from ranks import Pool, results
 
 CPU = torch.device("cpu")
 RANKS = 2
 TINY = ep.SHAPES["quick"]["tiny"]
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -31,64 +26,6 @@ def pool() -> Iterator[Pool]:
     made = Pool(RANKS, {RANKS: list(range(RANKS))})
     yield made
     made.close()
-
-
-def python(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, args)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-
-
-# ---- the commands -------------------------------------------------------------------------------
-
-
-def test_command_writes_what_it_shows(tmp_path: Path) -> None:
-    out = tmp_path / "ep.json"
-    command = ("-m", "fp8moe_cutlass", "bench", "ep", "--ranks", RANKS, "--quick", "--json", out)
-    done = python(*command)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(out.read_text())
-    assert record["environment"]["ranks"] == RANKS
-    assert record["environment"]["backend"] == "gloo"
-    rows = record["results"]
-    exchanges = ["dispatch", "dispatch of a gradient", "combine"]
-    layers = ["layer, forward", ep.STEP]
-    variants = ["random, exact", "zipf, exact", "random, capacity 1.25"]
-    assert [(r["variant"], r["op"]) for r in rows] == [
-        (variant, op) for variant in variants for op in exchanges + layers
-    ]
-    for row in rows:
-        assert row["shape"] == {"W": 2, **TINY, "E": 8}
-        assert 0 < row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
-        assert row["limit_ms"] > 0
-        assert row["rows_sent"] <= TINY["T"]
-        timed = f"tiny, {row['op']}, {row['variant']}, "
-        assert [line.startswith(timed) for line in done.stdout.splitlines()].count(True) == 1
-        # Rows of 256 codes, 2 scales, 2 ids and 2 probs: 288 bytes; a gradient's 272; bf16's 512.
-        there, back = (288, 272), (512, 512 + 8)
-        width = dict(zip(exchanges, (288, 272, 512), strict=True)) | {
-            "layer, forward": there[0] + back[0],
-            ep.STEP: sum(there) + sum(back),
-        }
-        assert row["bytes"] == round(row["rows_sent"] * width[row["op"]])
-        if row["op"] in layers:
-            assert row["flops"] == (3 if "backward" in row["op"] else 1) * 6 * 32 * 2 * 256 * 128
-            assert row["efficiency"] == pytest.approx(row["alone_ms"] / row["ms"])
-            assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["ms"] * 1e3)
-            assert row["peers"].keys() == {ep.SAME_EXCHANGE}
-            assert row["dropped"] == 0 or "capacity" in row["variant"]
-    assert len({r["rows_sent"] for r in rows if "capacity" in r["variant"]}) == 1
-
-
-def test_the_soak_as_a_script(tmp_path: Path) -> None:
-    out = tmp_path / "soak.json"
-    given = ("--device", "cpu", "--ranks", RANKS, "--steps", 20, "--json", out)
-    done = python(BENCHMARKS / "ep_soak.py", *given)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(out.read_text())["results"]
-    assert row["passed"]
-    assert len(row["loss"]) == len(row["loss_alone"]) == 20
-    assert "passed" in done.stdout
 
 
 # ---- counting -----------------------------------------------------------------------------------
@@ -122,8 +59,8 @@ def slowest(group: Any) -> dict[str, float]:
 
 def test_the_slowest_rank_counts(pool: Pool) -> None:
     for found in results(pool.run(RANKS, slowest)):
-        assert 2.0 <= found["equal"] < 15.0
-        assert found["one"] >= 20.0
+        assert found["equal"] >= 2.0
+        assert found["one"] >= 20.0  # also on the rank that does not sleep
 
 
 # ---- the trace ----------------------------------------------------------------------------------

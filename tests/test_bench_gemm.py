@@ -1,4 +1,4 @@
-"""bench gemm, benchmarks/gemm.py and gemm_accuracy.py, as far as a machine without a GPU goes."""
+"""benchmarks/gemm*.py, as far as a machine without a GPU goes: cases, baselines, accuracy."""
 
 from __future__ import annotations
 
@@ -8,53 +8,29 @@ from typing import Any
 import pytest
 import torch
 
-import gemm as full
+import gemm
 import gemm_accuracy
 import gemm_baselines
+from cases import transposed
+from common import ignore
 from fp8moe_cutlass import RoutingPlan, ops
-from fp8moe_cutlass.bench import gemm
-from fp8moe_cutlass.bench.cases import transposed
-from fp8moe_cutlass.bench.record import ignore
 
 CPU = torch.device("cpu")
-
-
-def test_rows_and_peers() -> None:
-    def failing(o: gemm.Operands) -> Any:
-        raise RuntimeError("no such product")
-
-    peers = {"same": lambda o: gemm.call_of(o)[0], "failing": failing, "none": lambda o: None}
-    record = gemm.run_gemm(CPU, quick=True, peers=peers)
-    assert [row["op"] for row in record["results"]] == ["fprop", "dgrad", "wgrad", "wgrad"]
-    assert record["left_out"] == []
-    for row in record["results"]:
-        s = row["shape"]
-        assert row["flops"] == 2 * s["M"] * s["N"] * s["K"]
-        assert row["ms"] > 0
-        assert row["peers"].keys() == {"same"}
-        assert row["peers_failed"] == {"failing": "RuntimeError: no such product"}
-
-
-def test_a_budget_leaves_out_and_says_so() -> None:
-    record = gemm.run_gemm(CPU, quick=True, budget=-1.0)
-    assert record["results"] == []
-    assert len(record["left_out"]) == len(gemm.QUICK)
 
 
 def test_geometric_means() -> None:
     row = {"op": "fprop", "ms": 1.0, "peers": {"a": 2.0}}
     rows = [row, {**row, "peers": {"a": 8.0}}, {**row, "op": "wgrad", "peers": {}}]
-    assert list(full.summary({"results": rows})) == ["fprop, burst: 4.000 of a over 2 cases"]
+    assert list(gemm.summary({"results": rows})) == ["fprop, burst: 4.000 of a over 2 cases"]
 
 
 def test_cases_have_every_model_and_kind() -> None:
-    both = list(gemm.cases()), full.all_cases()
-    for cases in both:
-        assert len(set(cases)) == len(cases)
-        assert all(c.m % c.e == 0 for c in cases)
-        for name in gemm.PASSES:
-            assert {c.model for c in cases if c.gemm == name} >= set(gemm.MODELS)
-    kinds = {(c.dtype, c.columns, c.accumulate) for c in both[1] if c.gemm == "wgrad"}
+    cases = gemm.all_cases()
+    assert len(set(cases)) == len(cases)
+    assert all(c.m % c.e == 0 for c in cases)
+    for name in gemm.PASSES:
+        assert {c.model for c in cases if c.gemm == name} >= set(gemm.MODELS)
+    kinds = {(c.dtype, c.columns, c.accumulate) for c in cases if c.gemm == "wgrad"}
     assert kinds == {
         ("float32", "block", False),
         ("float32", "block", True),

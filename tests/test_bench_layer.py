@@ -1,4 +1,4 @@
-"""bench layer and benchmarks/layer.py: the arithmetic of their rows; all of it at tiny sizes."""
+"""benchmarks/layer.py: the arithmetic of its rows; all of it at tiny sizes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-import layer as full
+import layer
 import layer_memory as memory
+from contender import Contender, Inputs, block, routing
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.bench import layer, layer_plot
-from fp8moe_cutlass.bench.contender import Contender, Inputs, block, routing
-from fp8moe_cutlass.bench.layer import OURS, QUANTIZING, REUSING, SHAPES, TORCH, limit
-from fp8moe_cutlass.bench.torch_experts import TorchExperts
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import Kernel, kernels_of, profile, roles
-from layer_baselines import IndexingTorchExperts, peers
+from layer import OURS, QUANTIZING, REUSING, SHAPES, limit
+from layer_baselines import TORCH, IndexingTorchExperts, peers
 from moe_problem import problem
 from reference import relative_error
+from torch_experts import TorchExperts
 
 CPU = torch.device("cpu")
 V3 = SHAPES["cuda"]["DeepSeek-V3, 32 experts"]
@@ -146,7 +145,7 @@ LIMITS: Any = SimpleNamespace(device=CPU, launch=None, tensor_tflops=0.1, copy_t
 def record() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "Limits", lambda device: LIMITS)
-        yield layer.run_layer(CPU, quick=True, bench=full.FullLayerBench)
+        yield layer.run_layer(CPU, quick=True)
 
 
 def test_the_full_record(record: dict[str, Any]) -> None:
@@ -169,14 +168,6 @@ def test_the_full_record(record: dict[str, Any]) -> None:
     assert saved == {"torch bf16, index_select and index_add": None}
 
 
-def test_bars_of_the_plot() -> None:
-    quantizing = {"ms": 3.0, "peers": {TORCH: 5.0}}
-    reusing = {"ms": 2.0, "peers": {TORCH: 4.0, "SonicMoE bf16": 6.0}}
-    rows = {QUANTIZING: quantizing, REUSING: reusing}
-    keys = (QUANTIZING, REUSING, TORCH, "SonicMoE bf16", "none")
-    assert [layer_plot.ms_of(rows, key) for key in keys] == [3.0, 2.0, 4.0, 6.0, 0.0]
-
-
 def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, *args: Any) -> Any:
         raise RuntimeError("no such kernel")
@@ -184,10 +175,7 @@ def test_a_failing_contender_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchExperts, "forward", broken)
     monkeypatch.setattr(layer, "Limits", lambda device: LIMITS)
     monkeypatch.setitem(SHAPES, "quick", {"tiny": block(16, 2, 2, 128, 128)})
-    rows = layer.run_layer(CPU, quick=True, bench=full.FullLayerBench)["results"]
+    rows = layer.run_layer(CPU, quick=True)["results"]
     errors = dict.fromkeys(peers(CPU), "RuntimeError: no such kernel")
     assert all(row["errors"] == errors for row in rows)
     assert all(row["ms"] > 0 and not row["peers"] for row in rows)
-    # The installed command has no such net: the shape is an error, and the command goes on.
-    (row,) = layer.run_layer(CPU, quick=True)["results"]
-    assert (row["ms"], row["error"]) == (None, "no such kernel")

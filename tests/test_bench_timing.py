@@ -1,4 +1,4 @@
-"""How bench takes its times, as far as a machine without a GPU goes."""
+"""How benchmarks take their times, as far as a machine without a GPU goes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fp8moe_cutlass.bench import timing
-from fp8moe_cutlass.bench.timing import CpuTimer, Limits, balanced_orders, burst
+import timing
+from timing import CpuTimer, Limits, balanced_orders, burst
 
 CPU = torch.device("cpu")
 

@@ -1,12 +1,11 @@
-"""doctor --explain: the kernel's choice and how its tiles fit, against tiles counted one by one."""
+"""How the tiles of the chosen GEMM fit, against tiles counted one by one; benchmarks/explain.py."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from fp8moe_cutlass import _C, cli, doctor
+import explain
+from fp8moe_cutlass import _C
 
 DTYPES = ("bfloat16", "float32")
 
@@ -103,40 +102,16 @@ def test_bad_sizes_are_refused(bad: tuple[int, ...]) -> None:
             _C.explain_grouped_gemm("fprop", 1, 1, 1, 1, 1, *options)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["fp8moe-cutlass", "doctor", *args])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return int(stop.value.code or 0)
-
-
-def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--explain", "32768,4096,7168,8", "--sms", "132") == 0
-    out = capsys.readouterr().out
-    assert "5504 tiles = 41.70 waves" in out
-    assert all(f"{name} " in out for name in ("fprop", "dgrad", "wgrad"))
-    assert out.count("static schedule") == 3
-    assert run(monkeypatch, "--explain", "32768,4096,7168,64", "--sms", "132") == 0
-    out = capsys.readouterr().out
-    assert out.count("static schedule") == 2
-    assert "dynamic schedule" in out[out.index("wgrad ") :]
-    megatron = ("--wgrad-dtype", "float32", "--accumulate")
-    assert run(monkeypatch, "--explain", "32768,768,1408,32", "--sms", "132", *megatron) == 0
-    out = capsys.readouterr().out
-    assert "wgrad adds to float32, operands scaled 128x128" in " ".join(out.split())
-    assert "tile 192x128" in out[out.rindex("wgrad ") :]
-    assert run(monkeypatch, "--explain", "16,16,16,1", "--sms", "1", "--columns", "row") == 2
-    assert "columns must be block or column; got row" in capsys.readouterr().err
-
-
-def test_command_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "--explain", "1,2,3") == 2
-    assert "M,N,K,E; got 1,2,3" in capsys.readouterr().err
-    for sizes, sms in (("1,9223372036854775808,1,1", "1"), ("1,1,1,1", "9223372036854775808")):
-        assert run(monkeypatch, "--explain", sizes, "--sms", sms) == 2
-        err = " ".join(capsys.readouterr().err.split())
-        assert f"must be below 2^63; got {sizes} and {sms}" in err
-    monkeypatch.setattr(doctor, "board", lambda: (7, 2.5))
-    assert "7 SMs, memory of 2.50 TB/s" in doctor.explain("16,16,16,1", None)[0]
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("32768,4096,7168,8 --sms 132", ["5504 tiles = 41.70 waves", "fprop", "dgrad", "wgrad"]),
+        ("32768,4096,7168,64 --sms 132", ["dynamic schedule"]),
+        ("32768,768,1408,32 --sms 132 --accumulate --wgrad-dtype float32", ["wgrad: tile 192x128"]),
+        ("16,16,16,1", ["7 SMs, memory of 2.50 TB/s"]),
+    ],
+)
+def test_script(monkeypatch: pytest.MonkeyPatch, args: str, words: list[str]) -> None:
+    monkeypatch.setattr(_C, "gemm_board", lambda: (7, 2.5))
+    printed = "\n".join(explain.explain(explain.parser().parse_args(args.split())))
+    assert all(word in printed for word in words)

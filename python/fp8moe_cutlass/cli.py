@@ -1,14 +1,12 @@
-"""fp8moe-cutlass doctor | verify | bench | train."""
+"""fp8moe-cutlass doctor | verify | train."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from .train import Trainer
 
 app = typer.Typer(
-    help="Casting-free blockwise FP8 for Mixture-of-Experts: look at, check, time and train.",
+    help="Casting-free blockwise FP8 for Mixture-of-Experts: look at, check and train.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -76,33 +74,13 @@ def device_of(name: str) -> torch.device:
 
 
 @app.command()
-def doctor(
-    explain: Annotated[
-        str | None,
-        typer.Option(metavar="M,N,K,E", help="The GEMM kernels of M rows by weight [E, N, K]."),
-    ] = None,
-    sms: Annotated[int | None, typer.Option(help="SMs, where no GPU is here to ask.")] = None,
-    wgrad_dtype: Annotated[
-        str, typer.Option(help="Of --explain: what wgrad writes, bfloat16 or float32 (main_grad).")
-    ] = "bfloat16",
-    accumulate: Annotated[
-        bool, typer.Option("--accumulate", help="Of --explain: wgrad adds to what is there.")
-    ] = False,
-    columns: Annotated[
-        str, typer.Option(help="Of --explain: wgrad's operands, block (128x128) or column (1x128).")
-    ] = "block",
-) -> None:
+def doctor() -> None:
     """What was built, what is here, and what would run where."""
-    from .doctor import explain as explained
     from .doctor import report
 
     console = Console()
     tick = "✓" if console.encoding.startswith("utf") else "+"
-    if explain is None:
-        sections = report()
-    else:
-        sections = dict([explained(explain, sms, wgrad_dtype, accumulate, columns)])
-    for title, findings in sections.items():
+    for title, findings in report().items():
         console.print(f"\n[bold]{title}[/]")
         for f in findings:
             mark = {None: " ", True: f"[green]{tick}[/]", False: "[yellow]![/]"}[f.good]
@@ -129,144 +107,6 @@ def verify(device: Device = "cpu", seed: Seed = 0) -> None:
     failed = sum(not check.passed for check in results)
     console.print(f"{len(results) - failed} of {len(results)} checks passed on {device}")
     raise typer.Exit(1 if failed else 0)
-
-
-# ---- bench --------------------------------------------------------------------------------------
-
-bench = typer.Typer(
-    help="Time the operators, the layer, the GEMMs or the exchange between ranks.",
-    no_args_is_help=True,
-)
-app.add_typer(bench, name="bench")
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes: does everything run?")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the record to this file.")]
-
-
-@bench.command("ops")
-def bench_ops(
-    device: Device = "cpu",
-    op: Annotated[
-        list[str] | None, typer.Option(help="Only this operator; may be repeated.")
-    ] = None,
-    quick: Quick = False,
-    json_path: Json = None,
-) -> None:
-    """Each operator beside its limit: a copy of the same bytes or, for a GEMM, dense arithmetic."""
-    place = device_of(device)
-    from .bench.ops import run_ops
-
-    timed(json_path, lambda show: run_ops(place, op, quick, show))
-
-
-@bench.command("layer")
-def bench_layer(
-    device: Device = "cpu",
-    quick: Quick = False,
-    json_path: Json = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the steps as bars.")] = None,
-) -> None:
-    """A training step of one MoE layer, weights quantized in each step or reused, beside bf16."""
-    place = device_of(device)
-    from .bench.layer import run_layer
-    from .bench.layer_plot import plot as draw
-
-    if plot is not None:
-        check_written(plot)
-        check_drawn(plot)
-    record = timed(json_path, lambda show: run_layer(place, quick, show))
-    if plot is not None:
-        draw(record, plot)
-        print(f"wrote {plot}")
-
-
-@bench.command("gemm")
-def bench_gemm(
-    device: Device = "cpu",
-    budget: Annotated[
-        float, typer.Option(min=1, help="Seconds after which no further case begins.")
-    ] = 480.0,
-    quick: Quick = False,
-    json_path: Json = None,
-) -> None:
-    """The grouped GEMMs of model layers (on the CPU: tiny ones), beside torch's in bf16."""
-    place = device_of(device)
-    from .bench.gemm import run_gemm
-
-    record = timed(json_path, lambda show: run_gemm(place, quick, budget, show))
-    for case in record["left_out"]:
-        print(f"left out for lack of time: {case}")
-
-
-@bench.command("ep")
-def bench_ep(
-    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU per process.")] = "cpu",
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default: one per GPU, or 2 on the CPU.")
-    ] = None,
-    quick: Quick = False,
-    json_path: Json = None,
-) -> None:
-    """Expert parallelism: dispatch, combine and a step of the layer between processes."""
-    place = device_of(device)
-    import torch
-
-    from .bench.ep import run_ep
-    from .launch import processes
-
-    check_written(json_path)  # before this process becomes several
-    with processes(ranks or (torch.cuda.device_count() if device == "cuda" else 2), place) as mine:
-        timed(json_path, lambda show: run_ep(mine, quick, show), int(os.environ["RANK"]) == 0)
-
-
-def timed(
-    json_path: Path | None,
-    run: Callable[[Callable[[Any], None]], dict[str, Any]],
-    first: bool = True,
-) -> dict[str, Any]:
-    """The record of `run`, which is given what shows a row. Prints and writes it, if this process
-    is the first one."""
-    from .bench.tables import COLUMNS, environment_text, lines, title
-
-    check_written(json_path)
-    console = console_for_tables()
-    with console.status("timing") if first else nullcontext() as status:
-
-        def show(row: dict[str, Any]) -> None:
-            if status is not None:
-                status.update(title(row))
-            if not console.is_terminal and row["ms"]:  # a log keeps what a killed run has done
-                print(f"{title(row)}: {row['ms']:.3f} ms", flush=True)
-
-        record = run(show)
-    if first:
-        table = Table(*COLUMNS)
-        for line in lines(record):
-            table.add_row(*line)
-        console.print(environment_text(record))
-        console.print(table)
-        if json_path is not None:
-            json_path.write_text(json.dumps(record, indent=1) + "\n")
-            console.print(f"wrote {json_path}")
-    return record
-
-
-def check_written(path: Path | None) -> None:
-    """ValueError where the file could not be written: before minutes of timing, not after."""
-    if path is None:
-        return
-    if not path.parent.is_dir() or path.is_dir():
-        raise ValueError(f"an output needs a folder that exists, and a file in it; got {path}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"an output must be writable; got {path}")
-
-
-def check_drawn(path: Path) -> None:
-    """ValueError where matplotlib cannot write a file of this suffix."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.lower().removeprefix(".") not in known:
-        raise ValueError(f"--plot must end in one of .{', .'.join(known)}; got {path}")
 
 
 # ---- train --------------------------------------------------------------------------------------

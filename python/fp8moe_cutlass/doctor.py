@@ -8,13 +8,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from fp8moe_cutlass import _C
 from fp8moe_cutlass.version import VersionMismatch, __version__, require_same
 
 HOPPER = (9, 0)
-H100_TB_S = 3.35  # of its memory
 MIN_TORCH = (2, 11)  # the first with DLPack's C exchange API; older ones work through __dlpack__
 
 
@@ -178,60 +176,3 @@ def report() -> dict[str, list[Finding]]:
         "What is here": here(cards, torch),
         "What would run": advice(info, cards, torch),
     }
-
-
-def board() -> tuple[int, float]:
-    """SMs of the first visible GPU, and its memory's TB/s; ValueError where none would run."""
-    try:
-        return _C.gemm_board()
-    except (_C.DeviceUnavailable, _C.UnsupportedDevice, _C.CudaError) as error:
-        raise ValueError(
-            "--explain: CUDA tensors do not run here; give the number of SMs with --sms"
-        ) from error
-
-
-def explain(
-    sizes: str,
-    sms: int | None,
-    wgrad_dtype: str = "bfloat16",
-    accumulate: bool = False,
-    columns: str = "block",
-) -> tuple[str, list[Finding]]:
-    """What the grouped GEMMs of "M,N,K,E" run on CUDA: a title, and a finding for each product.
-
-    M rows of all E experts, weight [E, N, K]. sms: of a GPU with an H100's memory; None asks the
-    one that is here.
-    fprop and dgrad write bfloat16; wgrad writes `wgrad_dtype` ("float32" for a float32 main_grad),
-    or adds to it (`accumulate`), from operands scaled as Fp8Recipe.columns says.
-    """
-    try:
-        m, n, k, experts = (int(part) for part in sizes.split(","))
-    except ValueError:
-        raise ValueError(f"--explain needs four whole numbers M,N,K,E; got {sizes}") from None
-    sms, tb_s = board() if sms is None else (sms, H100_TB_S)
-    if max(map(abs, (m, n, k, experts, sms))) >= 2**63:  # _C takes no more
-        raise ValueError(f"--explain and --sms must be below 2^63; got {sizes} and {sms}")
-    found = []
-    for name in ("fprop", "dgrad", "wgrad"):
-        wgrad = {"out_dtype": wgrad_dtype, "accumulate": accumulate, "columns": columns}
-        options: dict[str, Any] = wgrad if name == "wgrad" else {}
-        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms, memory_tb_s=tb_s, **options)
-        tile_m, tile_n = c["tile"]
-        found.append(
-            Finding(
-                name,
-                f"tile {tile_m}x{tile_n}, {c['stages']} stages "
-                f"({c['shared_bytes'] / 1024:.0f} KB), "
-                f"raster groups of {c['raster_group']} rows of tiles, "
-                f"{'dynamic' if c['dynamic'] else 'static'} schedule; "
-                f"{c['tiles']} tiles = {c['waves']:.2f} waves ({100 * c['idle']:.1f}% idle), "
-                f"{100 * c['waste']:.1f}% of the arithmetic wasted",
-            )
-        )
-    operands = "128x128" if columns == "block" else "1x128"
-    return (
-        f"M {m}, weight [{experts}, {n}, {k}], rows spread evenly, {sms} SMs, "
-        f"memory of {tb_s:.2f} TB/s; wgrad {'adds to' if accumulate else 'writes'} {wgrad_dtype}, "
-        f"operands scaled {operands}",
-        found,
-    )

@@ -1,4 +1,4 @@
-"""The same expert layer in bf16 torch, as fast as torch goes: what `bench layer` compares with."""
+"""The same expert layer in bf16 torch, as fast as torch goes: a baseline of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench ep`: expert parallelism over N processes: dispatch, combine, and a step of the layer.
+"""Expert parallelism over N processes: dispatch, combine, and a step of the layer.
 
 A row is what a group of W ranks does. `limit_ms` of an exchange is the bare all-to-all of the same
 bytes; of the layer, its four bare exchanges and its arithmetic at the tensor peak. A rank has as
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common import OnResult, Record, environment, ignore, parser, row, show, write
+from contender import Contender, Inputs, Shape, block, routing
+from ep_team import Bf16Layer, Legs, Team
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.ops import packed_row_bytes
-
-from .contender import Contender, Inputs, Shape, block, routing
-from .ep_team import Bf16Layer, Legs, Team
-from .record import OnResult, Record, environment, ignore, row
-from .timing import Limits, Runs
+from launch import processes
+from timing import Limits, Runs
 
 WORLDS = (1, 2, 4, 8)
 SPARE = 1.25  # capacity over the mean of a balanced routing
@@ -183,3 +183,19 @@ def run_ep(device: torch.device, quick: bool = False, on_result: OnResult = igno
     backend = f"nccl {'.'.join(map(str, version))}" if version else "gloo"
     place = {"ranks": dist.get_world_size(), "backend": backend}
     return {"environment": environment(limits) | place, "results": results}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, help="processes; default: a GPU each, or 2")
+    given = arguments.parse_args()
+    ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
+    with processes(ranks, torch.device(given.device)) as device:
+        first = dist.get_rank() == 0
+        record = run_ep(device, given.quick, show if first else ignore)
+        if first:
+            write(record, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The ranks of `bench ep`: how a group is timed, and the exchanges of a step one by one."""
+"""The ranks of ep.py: how a group is timed, and the exchanges of a step one by one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from contender import Inputs
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
-
-from .contender import Inputs
-from .timing import Run, Runs, Sample, back_to_back
+from timing import Run, Runs, Sample, back_to_back
 
 
 class Team:
@@ -114,7 +113,7 @@ class Legs:
 
 class Bf16Layer(nn.Module):
     """The layer in bf16 torch with the same exchange and parameters. On a GPU torch.compile fuses
-    what it can, as in `bench layer`."""
+    what it can, as in layer.py."""
 
     def __init__(self, layer: MoEExperts, capacity: Any) -> None:
         super().__init__()

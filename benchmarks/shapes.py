@@ -1,4 +1,4 @@
-"""The shapes at which `bench ops` times each operator, by kind of operator. Letters as in
+"""The shapes at which ops.py times each operator, by kind of operator. Letters as in
 docs/reference/layouts.md.
 
 cuda: layers of DeepSeek-V3, DeepSeek-V2-Lite and Qwen3. cpu: smaller, yet past the caches. quick:

@@ -1,4 +1,4 @@
-"""What `bench ops` times of each operator: a generator that builds random inputs and yields Work.
+"""What ops.py times of each operator: a generator that builds random inputs and yields Work.
 
 Work is data: the call, the bytes it must move, the arithmetic it must do, and the inputs by name,
 from which a reference builds the same work in another library.
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 from fp8moe_cutlass.typing import Columns
-
-from .shapes import Shape
+from shapes import Shape
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""The scripts in benchmarks/ at tiny sizes, and what table.py and plot.py make of every record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemm
+import ops as ops_script
+import plot
+import table
+from cases import CASES
+from common import ignore
+from fp8moe_cutlass import ops
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
+RECORDS = sorted(ROOT.glob("docs/benchmarks/*.json"))
+
+
+def script(name: str, *args: object) -> str:
+    """What `python benchmarks/NAME.py ARGS...` prints."""
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *map(str, args)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_times(record: dict[str, Any]) -> None:
+    """The rows have a time, its limit and its work."""
+    assert record["environment"]["copy_tb_s"] > 0
+    for row in record["results"]:
+        assert 0 < row["repeat"]["min"] <= row["ms"] <= row["repeat"]["max"]
+        assert row["limit_ms"] > 0
+        assert row["bytes"] > 0
+
+
+def test_every_operator_has_a_case() -> None:
+    # plan_from_* are route's other forms, packed_row_bytes a number, zero_workspace no operator.
+    assert {op for op in ops.__all__ if op.islower()} - set(CASES) == {
+        *("plan_from_counts", "plan_from_row_id_map", "packed_row_bytes", "zero_workspace")
+    }
+
+
+def test_ops() -> None:
+    record = ops_script.run_ops(CPU, quick=True)
+    assert_times(record)
+    assert {row["op"] for row in record["results"]} == set(CASES)
+    for row in record["results"]:
+        assert (row["flops"] > 0) == row["op"].startswith("grouped_gemm")
+
+
+def test_a_script_writes_its_record(tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    printed = script("ops", "--device", "cpu", "--quick", "--op", "dequantize", "--json", out)
+    record = json.loads(out.read_text())
+    assert_times(record)
+    (row,) = record["results"]
+    assert row["bytes"] == 256 * 256 + 256 * 2 * 4 + 256 * 256 * 2  # codes, scales, bf16
+    assert f"dequantize, row, M256 K256: {row['ms']:.3f} ms" in printed
+    assert "table.py" in printed
+
+
+def test_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(o: Any) -> Any:
+        raise RuntimeError("no such product")
+
+    peers = {"same": lambda o: gemm.call_of(o)[0], "failing": failing, "none": lambda o: None}
+    monkeypatch.setattr(gemm, "PEERS", peers)
+    record = gemm.run(CPU, Namespace(quick=True, budget=60.0, only=None), ignore)
+    assert_times(record)
+    assert [row["op"] for row in record["results"]] == ["fprop", "dgrad", "wgrad", "wgrad"]
+    assert record["left_out"] == []
+    for row in record["results"]:
+        s = row["shape"]
+        assert row["flops"] == 2 * s["M"] * s["N"] * s["K"]
+        assert row["peers"].keys() == {"same"}
+        assert row["peers_failed"] == {"failing": "RuntimeError: no such product"}
+    late = gemm.run(CPU, Namespace(quick=True, budget=-1.0, only=None), ignore)
+    assert (late["results"], len(late["left_out"])) == ([], len(gemm.QUICK))
+
+
+def test_ep(tmp_path: Path) -> None:
+    """Two ranks over gloo, each row timed once."""
+    out = tmp_path / "ep.json"
+    printed = script("ep", "--device", "cpu", "--ranks", 2, "--quick", "--json", out)
+    record = json.loads(out.read_text())
+    assert_times(record)
+    place = record["environment"]
+    assert (place["ranks"], place["backend"]) == (2, "gloo")
+    exchanges = ["dispatch", "dispatch of a gradient", "combine"]
+    variants = ["random, exact", "zipf, exact", "random, capacity 1.25"]
+    assert [(row["variant"], row["op"]) for row in record["results"]] == [
+        (variant, op)
+        for variant in variants
+        for op in (*exchanges, "layer, forward", "layer, forward+backward")
+    ]
+    # Rows of 256 codes, 2 scales, 2 ids and 2 probs: 288 bytes; a gradient's 272; bf16's 512.
+    there, back = (288, 272), (512, 512 + 8)
+    width = dict(zip(exchanges, (288, 272, 512), strict=True)) | {
+        "layer, forward": there[0] + back[0],
+        "layer, forward+backward": sum(there) + sum(back),
+    }
+    for row in record["results"]:
+        assert row["bytes"] == round(row["rows_sent"] * width[row["op"]])
+        assert row["shape"]["E"] == 8
+        assert printed.count(f"{row['op']}, tiny, {row['variant']}, ") == 1
+
+
+# ---- showing records ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_every_committed_record_is_a_table(path: Path) -> None:
+    record = json.loads(path.read_text())
+    if "traceEvents" in record:
+        with pytest.raises(SystemExit, match=r"plot\.py"):
+            list(table.tables_of(record))
+        return
+    for head, *rows in table.tables_of(record):
+        assert rows
+        assert all(len(row) == len(head) for row in rows)
+
+
+DRAWN = ["memory-bound-h200", "layer-h200", "sweep-h200", "ep-2-h200", "ep-trace-h200", "train-cpu"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_records_are_drawn(name: str, tmp_path: Path) -> None:
+    record = json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text())
+    for kernels in {False, name == "layer-h200"}:
+        plot.draw(record, tmp_path / "p.png", kernels)
+        assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_committed_plots_are_small() -> None:
+    plots = [*ROOT.glob("docs/benchmarks/*.png")]
+    assert len(plots) > 5
+    assert all(path.stat().st_size < 150_000 for path in plots)
