@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
