@@ -1,12 +1,13 @@
 """Modules: MoEExperts (the experts), Router (by a RoutingRule, with LossCoefficients) and MoE
 (both, and a shared expert); z_loss; reuse_fp8_weights; shard_experts and clip_grad_norm_."""
 
+from fp8moe_cutlass.nn.clip import clip_grad_norm_
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.moe import MoE, SharedExpert
 from fp8moe_cutlass.nn.reuse import reuse_fp8_weights
 from fp8moe_cutlass.nn.router import LossCoefficients, Router, Routing, z_loss
 from fp8moe_cutlass.nn.rule import RoutingRule
-from fp8moe_cutlass.nn.shard import clip_grad_norm_, shard_experts
+from fp8moe_cutlass.nn.shard import shard_experts
 
 __all__ = [
     "LossCoefficients",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,11 @@ class MoEExperts(ExpertBlock, nn.Module):
       and the ids in topk_idx count the experts of all ranks, and a rank passes its own tokens, as
       many as it likes or none. Forward and backward are collective: every rank runs both.
       A weight's gradient sums over the tokens of all ranks, so a loss averaged over ranks wants
-      it divided by W, which a data-parallel average does to the replicated weights. shard_experts
-      does that, and makes the parameters such that state dicts and optimizers know the whole.
+      it divided by W, which a data-parallel average does to the replicated weights.
+      torch takes such plain parameters for copies of one another: torch.distributed.checkpoint
+      keeps one rank's, and its clip_grad_norm_ gives each rank a norm of its own, where nn's gives
+      the whole model's. shard_experts divides the gradients, and makes DTensors of the parameters,
+      of which torch knows the whole.
     capacity: None (exact) drops nothing; the host waits for the device once a forward, to learn
       how many rows arrive. An int, the rows a rank may send to a rank, or (rows, assignments a
       rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers of fixed
@@ -92,6 +96,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self._options = Options(recipe, preactivation, transposed_weights)
         self._delayed = [] if delay_wgrad else None
         self._move = _move(group, num_experts, capacity, device)
+        _layers.add(self)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
@@ -149,6 +154,10 @@ class MoEExperts(ExpertBlock, nn.Module):
         if self._exchange is not None:
             self._exchange.check()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _layers.add(self)
+
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
@@ -176,6 +185,15 @@ class MoEExperts(ExpertBlock, nn.Module):
             said.append(f"capacity={self.capacity}")
             said.append(f"local_experts={self.local_experts}")
         return ", ".join(said)
+
+
+_layers: WeakSet[MoEExperts] = WeakSet()  # of this process
+
+
+def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
+    """By the plain parameters of which each rank of a group holds its share: the group."""
+    layers = [m for m in _layers if m._average is None]  # else they are DTensors
+    return {p: m.group for m in layers if m.group is not None for p in m.parameters()}
 
 
 def _move(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fp8moe_cutlass.autograd.weight_grad import Average
 from fp8moe_cutlass.distributed import Exchange, GroupMove
@@ -59,33 +58,6 @@ def shard_experts(
             names.append(f"{name}.{weight}")
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
     return ignored
-
-
-@torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ for parameters of any kind at once: plain tensors, which every
-    rank holds, and DTensors of any meshes. Returns the norm of the whole model's gradient, the same
-    on every rank. Collective.
-
-    Where all parameters are DTensors of one mesh, torch's own function does the same.
-    """
-    kinds: dict[Any, list[Tensor]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
-    norms = []
-    for of_a_kind in kinds.values():
-        norm: Any = nn.utils.get_total_norm([p.grad for p in of_a_kind], norm_type)  # type: ignore[misc]
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
-    for of_a_kind in kinds.values():
-        nn.utils.clip_grads_with_norm_(of_a_kind, max_norm, total)
-    return total
 
 
 def _mesh(group: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_
 
 State = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Alone:
 
     def clip(self, model: nn.Module, limit: float) -> None:
         """Complete the gradients, and scale them to a norm of at most `limit`."""
-        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        clip_grad_norm_(model.parameters(), limit)
 
     def whole(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         """Both state_dicts, as one process has them. Collective."""
@@ -82,11 +82,7 @@ class Ranks(Alone):
         summed = torch.split(flat, [p.numel() for p in replicated])
         for p, g in zip(replicated, summed, strict=True):
             p.grad = g.view_as(p)
-        # In the model's order, not the set's: the norm is a sum, and two runs give the same bits.
-        mine = [p.grad for p in model.parameters() if p in shared and p.grad is not None]
-        squares = self.total(nn.utils.get_total_norm(mine).square())
-        norm = (flat.norm().square() + squares).sqrt()
-        nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+        super().clip(model, limit)
 
     def whole(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         return self._map(model, optimizer, super().whole(model, optimizer), self._join)
