@@ -291,3 +291,21 @@ def test_dtypes_do_not_depend_on_the_default(recipe: Fp8Recipe | None) -> None:
     out.sum().backward()
     assert out.dtype == x.dtype
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in moe.parameters())
+
+
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (2, 3, 4, 64)])
+def test_sizes_before_the_last_one(shape: tuple[int, ...]) -> None:
+    """topk_idx and padding have x's, and are no other tokens' that reshape alike."""
+    moe = moe_of(recipe=None)
+    x = torch.randn(shape)
+    out, routing = moe(x, return_routing=True)
+    idx = routing.topk_idx.view(*shape[:-1], 2)
+    padding = torch.zeros(shape[:-1], dtype=torch.bool)
+    assert torch.equal(moe(x, topk_idx=idx, padding=padding), out)
+    assert torch.equal(out.view(-1, 64), moe(x.view(-1, 64)))
+    for wrong in (idx.transpose(0, -2), idx.view(-1, 2)) if len(shape) > 2 else (idx[None],):
+        with pytest.raises(ValueError, match=r"\[MoE\] topk_idx must be .* leading sizes \(.*got"):
+            moe(x, topk_idx=wrong)
+    for wrong in (padding.mT, padding.flatten()) if len(shape) > 2 else (padding[None],):
+        with pytest.raises(ValueError, match=r"\[MoE\] padding must be .* x's leading"):
+            moe(x, padding=wrong)

@@ -461,3 +461,97 @@ def test_a_replayed_token_may_name_an_expert_twice() -> None:
     routing = router(x, topk_idx=torch.tensor([[5, 5]] * 3))
     assert torch.equal(routing.topk_weights, routing.scores[:, [5, 5]])
     assert int(routing.tokens_per_expert[5]) == 6
+
+
+# ---- padding that is not finite ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_padding_that_is_not_finite_influences_nothing(rule: RoutingRule, bad: float) -> None:
+    """Losses and gradients as of padding of zeros."""
+    router = router_of(rule)
+    router.coefficients = LossCoefficients(balancing=1.0, balancing_per_sequence=1.0, z=1.0)
+    x, padding = torch.randn(12, 32), torch.zeros(12, dtype=torch.bool)
+    padding[4:6] = padding[11] = True
+
+    def step(fill: float) -> list[Tensor]:
+        tokens = x.clone()
+        tokens[5, 7] = tokens[11] = fill
+        routing = router(tokens, padding=padding, sequences=2)
+        kept = routing.topk_weights[~padding].square().sum() + z_loss(routing)
+        grads = torch.autograd.grad(kept, [*router.parameters()], allow_unused=True)
+        return [*routing.losses.values(), kept.detach(), *(g for g in grads if g is not None)]
+
+    zeros = x.clone()
+    zeros[5] = zeros[11] = 0.0
+    x = zeros
+    assert all(map(torch.equal, step(bad), step(0.0)))
+    assert all(t.isfinite().all() for t in step(bad))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_of_logits_that_are_not_finite_in_padding(bad: float) -> None:
+    """Of a Routing that another router made."""
+    router = Router(32, 4, 2)
+    routing = router(torch.randn(6, 32), padding=torch.arange(6) == 3)
+    want = z_loss(routing), router.balancing_loss(routing)
+    for t in (routing.logits, routing.scores):
+        t.detach()[3] = bad
+    got = z_loss(routing), router.balancing_loss(routing)
+    assert all(map(torch.equal, got, want))
+
+
+# ---- what is refused when made -------------------------------------------------------------------
+
+WRONG_RULES: dict[str, tuple[Any, ...]] = {
+    "num_groups": (1.5, "1", True, None, torch.ones(2)),
+    "topk_groups": (1.0, "1", False),
+    "best_per_group": (1.0, "1", True),
+    "selection_bias": ("yes", 1, None),
+    "gate_bias": ("yes", 1),
+    "softmax_after_topk": (0,),
+    "normalize": (1, None),
+    "expert_scale": ("no",),
+    "constant_weights": (1,),
+    "score": (None, 1, True, torch.ones(2), ["softmax"]),
+    "select_by": (None, torch.ones(2)),
+    "closed_value": (False, "0", None, torch.zeros(2)),
+    "epsilon": ("1e-20", None, True, math.inf, math.nan, torch.ones(2)),
+    "input_norm_eps": (-1.0, False, "1e-6", math.nan),
+    "routed_scaling_factor": ("2.5", None, math.nan, -1.0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_a_rule_refuses_wrong_types_when_made(name: str) -> None:
+    for value in WRONG_RULES[name]:
+        with pytest.raises(ValueError, match=rf"^\[RoutingRule\] {name} must be .*; got"):
+            RoutingRule(**{name: value})
+
+
+def test_sizes_beyond_the_operator_are_refused_when_made() -> None:
+    Router(16, 1024, 32)
+    with pytest.raises(ValueError, match=r"\[Router\] num_experts must be at most 1024; got 1025"):
+        Router(16, 1025, 2)
+    with pytest.raises(ValueError, match=r"\[Router\] top_k must be at most 32; got 33"):
+        Router(16, 64, 33)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("meta", [True, False])
+def test_a_selection_bias_is_loaded_as_float32(
+    dtype: torch.dtype, assign: bool, meta: bool
+) -> None:
+    rule = RoutingRule(selection_bias=True)
+    state = Router(16, 4, 2, rule).state_dict() | {"selection_bias": torch.arange(4).to(dtype)}
+    router = Router(16, 4, 2, rule, device="meta" if meta else None)
+    if meta and not assign:
+        router.to_empty(device="cpu")
+    model = torch.nn.Sequential(router)
+    model.load_state_dict({f"0.{name}": t for name, t in state.items()}, assign=assign)
+    assert router.selection_bias.dtype == torch.float32
+    router.update_selection_bias(torch.tensor([9, 1, 9, 1]), rate=2**-20)
+    assert router.selection_bias.tolist() == [-(2**-20), 1 + 2**-20, 2 - 2**-20, 3 + 2**-20]
+    router(torch.randn(3, 16))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
+
+MOST_EXPERTS = 1024  # that a plan has, and that a router chooses among
+MOST_CHOSEN = 32  # of a token
 
 
 def check_int(op: str, name: str, value: Any) -> None:
@@ -25,10 +29,46 @@ def check_bool(op: str, name: str, value: Any) -> None:
         raise ValueError(f"[{op}] {name} must be True or False; got {value!r}")
 
 
+def check_number(op: str, name: str, value: Any) -> None:
+    """ValueError unless value is a finite number of at least 0; True is none."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) < math.inf:
+        raise ValueError(f"[{op}] {name} must be finite and not negative; got {value!r}")
+
+
 def check_tensor(op: str, name: str, value: Any) -> None:
-    """ValueError unless value is a tensor of torch's; an Fp8Tensor is none."""
+    """ValueError unless value is a dense tensor of torch's; an Fp8Tensor, a nested or sparse tensor
+    and a DTensor are none."""
+    got = None
     if not isinstance(value, Tensor):
-        raise ValueError(f"[{op}] {name} must be a torch.Tensor; got {type(value).__name__}")
+        got = type(value).__name__
+    elif value.is_nested or value.layout != torch.strided:
+        got = "a nested tensor" if value.is_nested else str(value.layout)
+    elif is_sharded(value):
+        got = "a DTensor: pass its to_local()"
+    if got is not None:
+        raise ValueError(f"[{op}] {name} must be a torch.Tensor; got {got}")
+
+
+def check_tokens(op: str, name: str, t: Any, hidden_size: int, least: int = 2) -> None:
+    """ValueError unless t is a tensor [..., hidden_size] of floats, of `least` dimensions."""
+    check_tensor(op, name, t)
+    if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"[{op}] {name} must be bfloat16, float16 or float32; got {t.dtype}")
+    if t.ndim < least or t.shape[-1] != hidden_size:
+        raise ValueError(f"[{op}] {name} must be [..., {hidden_size}]; got {tuple(t.shape)}")
+
+
+def check_leading(op: str, name: str, t: Any, x: Tensor, last: str | None = None) -> None:
+    """ValueError unless t is a tensor with the sizes of x but its last one; then a size of its own,
+    if `last` names one."""
+    check_tensor(op, name, t)
+    leading, own = x.shape[:-1], t.shape if last is None else t.shape[:-1]
+    if own != leading or (last is not None and not (t.ndim and t.shape[-1])):
+        sizes = "[...]" if last is None else f"[..., {last}]"
+        raise ValueError(
+            f"[{op}] {name} must be {sizes} with x's leading sizes {tuple(leading)}; "
+            f"got {tuple(t.shape)}"
+        )
 
 
 def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, multiple: int) -> None:
@@ -75,18 +115,12 @@ def check_options(
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
     """What MoEExperts.forward takes, given its gate_up_proj."""
     _check_ready(weight)
-    given = (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights))
-    for name, t in given:
-        check_tensor("MoEExperts", name, t)
-    _check_x(weight, x, "x")
+    check_tokens("MoEExperts", "x", x, weight.shape[-1])
+    check_leading("MoEExperts", "topk_idx", topk_idx, x, "slots")
+    check_tensor("MoEExperts", "topk_weights", topk_weights)
     if topk_idx.dtype not in (torch.int32, torch.int64, torch.bool):
         raise ValueError(
             f"[MoEExperts] topk_idx must be int32, int64 or a bool mask; got {topk_idx.dtype}"
-        )
-    if topk_idx.ndim != x.ndim or topk_idx.shape[:-1] != x.shape[:-1] or not topk_idx.shape[-1]:
-        raise ValueError(
-            f"[MoEExperts] topk_idx must be [..., slots] with x's leading sizes "
-            f"{tuple(x.shape[:-1])}; got {tuple(topk_idx.shape)}"
         )
     if topk_weights.shape != topk_idx.shape:
         raise ValueError(
@@ -97,7 +131,7 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise ValueError(
             f"[MoEExperts] topk_weights must be floating point; got {topk_weights.dtype}"
         )
-    for name, t in given:
+    for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         _check_device(weight, name, t)
 
 
@@ -125,10 +159,9 @@ def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool)
 def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:
     """What MoEExperts.forward_rows takes, given its gate_up_proj."""
     _check_ready(weight)
-    check_tensor("MoEExperts", "rows", rows)
+    check_tokens("MoEExperts", "rows", rows, weight.shape[-1])
     if rows.ndim != 2:
         raise ValueError(f"[MoEExperts] rows must be [R, H]; got {tuple(rows.shape)}")
-    _check_x(weight, rows, "rows")
     _check_device(weight, "rows", rows)
     _check_counts(weight.shape[0], len(rows), counts)
     if probs is not None:
@@ -176,14 +209,6 @@ def _check_ready(weight: Tensor) -> None:
             "[MoEExperts] parameters must be whole in a forward; got a DTensor: call the module "
             "given to fully_shard"
         )
-
-
-def _check_x(weight: Tensor, x: Tensor, name: str) -> None:
-    hidden_size = weight.shape[-1]
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"[MoEExperts] {name} must be bfloat16, float16 or float32; got {x.dtype}")
-    if x.ndim < 2 or x.shape[-1] != hidden_size:
-        raise ValueError(f"[MoEExperts] {name} must be [..., {hidden_size}]; got {tuple(x.shape)}")
 
 
 def _check_device(weight: Tensor, name: str, t: Tensor) -> None:

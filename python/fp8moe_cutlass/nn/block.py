@@ -25,7 +25,7 @@ from fp8moe_cutlass.autograd.streams import in_backward
 from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import whole
-from fp8moe_cutlass.nn._validate import check_inputs, check_mask, check_rows
+from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
@@ -99,6 +99,7 @@ class ExpertBlock:
         """
         gate_up = self._held_gate_up()
         check_inputs(gate_up, x, topk_idx, topk_weights)
+        check_int("MoEExperts", "no_expert", no_expert)
         masked = topk_idx.dtype == torch.bool
         if masked or capacity is not None:
             check_mask(gate_up, topk_idx, capacity, self._exchange is not None)

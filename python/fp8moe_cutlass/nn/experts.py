@@ -15,7 +15,7 @@ from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import is_sharded, take_share, writable
-from fp8moe_cutlass.nn._validate import check_bool, check_options, check_sizes
+from fp8moe_cutlass.nn._validate import MOST_EXPERTS, check_bool, check_options, check_sizes
 from fp8moe_cutlass.nn.block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -99,6 +99,11 @@ class MoEExperts(ExpertBlock, nn.Module):
         _layers.add(self)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
+        if recipe is not None and e > MOST_EXPERTS:
+            raise ValueError(
+                f"[MoEExperts] num_experts must be at most {MOST_EXPERTS} per rank with an FP8 "
+                f"recipe; got {e}"
+            )
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory))
         self.reset_parameters()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
+from fp8moe_cutlass.nn._validate import check_bool, check_leading, check_tokens
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.router import Router, Routing
 
@@ -113,9 +114,16 @@ class MoE(nn.Module):
         """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype), or
         with return_routing (that, the Routing of the T tokens of x).
 
-        topk_idx [..., top_k] int64 and padding [...] bool: as of Router. All of x's sizes but the
-        last two count its sequences. weights: as of MoEExperts.
+        topk_idx [..., top_k] int64 and padding [...] bool, with x's leading sizes: as of Router.
+        All of x's sizes but the last two count its sequences. weights: as of MoEExperts.
         """
+        # Shapes that the reshapes would hide; the router and the experts check the rest.
+        check_tokens("MoE", "x", x, self.experts.hidden_size, least=1)
+        if topk_idx is not None:
+            check_leading("MoE", "topk_idx", topk_idx, x, "top_k")
+        if padding is not None:
+            check_leading("MoE", "padding", padding, x)
+        check_bool("MoE", "return_routing", return_routing)
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(
             tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,13 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits, router_topk
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
-from fp8moe_cutlass.nn._validate import check_int, check_tensor
+from fp8moe_cutlass.nn._validate import (
+    MOST_CHOSEN,
+    MOST_EXPERTS,
+    check_int,
+    check_number,
+    check_tensor,
+)
 from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule
 
@@ -39,10 +44,7 @@ class LossCoefficients:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, Real) or not 0.0 <= float(value) < math.inf:
-                raise ValueError(
-                    f"[LossCoefficients] {name} must be finite and not negative; got {value!r}"
-                )
+            check_number("LossCoefficients", name, value)
 
 
 class Routing(NamedTuple):
@@ -89,7 +91,13 @@ class Router(nn.Module):
             check_int("Router", name, size)
             if size < 1:
                 raise ValueError(f"[Router] {name} must be at least 1; got {size}")
+        if num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"[Router] num_experts must be at most {MOST_EXPERTS}; got {num_experts}"
+            )
         check_int("Router", "top_k", top_k)
+        if top_k > MOST_CHOSEN:
+            raise ValueError(f"[Router] top_k must be at most {MOST_CHOSEN}; got {top_k}")
         if not isinstance(rule, RoutingRule):
             raise ValueError(f"[Router] rule must be a RoutingRule; got {rule!r}")
         rule.check(num_experts, top_k)
@@ -188,11 +196,12 @@ class Router(nn.Module):
         topk_idx [T, top_k] int64, each in [0, num_experts): the experts to take instead of the best
         (replay). Weights, scores and losses are those of x all the same. A token may name an expert
         twice. Other ids raise on the CPU; on a GPU their weights are NaN.
-        padding [T] bool: tokens that no loss and no load counts; they are routed all the same.
+        padding [T] bool: tokens that no loss and no load counts; they are routed all the same. One
+        that is not finite is routed as zeros, and reaches no gradient here.
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
         self._check(x, topk_idx, padding)
-        logits = self._logits(x)
+        logits = self._logits(x if padding is None else _finite(x, padding))
         scores, idx, topk_weights, counts = router_topk(
             logits,
             self.top_k,
@@ -240,6 +249,8 @@ class Router(nn.Module):
             raise ValueError(f"[Router] counts must come without sequences; got {sequences}")
         sequences = sequences or 1
         p = routing.scores
+        if routing.padding is not None:
+            p = p.masked_fill(routing.padding[:, None], 0.0)  # by no product: 0 * NaN is NaN
         if self.rule.score != "softmax":
             p = p / (p.sum(dim=1, keepdim=True) + 1e-20)
         counts = counts.view(sequences, self.num_experts)
@@ -247,7 +258,6 @@ class Router(nn.Module):
         length: Tensor | int = max(tokens // sequences, 1)
         if routing.padding is not None:
             real = ~routing.padding
-            p = p * real[:, None]
             length = real.view(sequences, tokens // sequences).sum(dim=1, keepdim=True).clamp(min=1)
         p = p.view(sequences, tokens // sequences, self.num_experts).sum(dim=1)
         loss: Tensor = self.num_experts * (share * p / length).sum(dim=1).mean()
@@ -335,6 +345,13 @@ class Router(nn.Module):
             logits = gate_logits(x, weight.float() * scale) * torch.rsqrt(square + eps)
         return logits if self.bias is None else logits + self.bias.float()
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        name = f"{prefix}selection_bias"
+        bias = state_dict.get(name)
+        if isinstance(bias, Tensor):
+            state_dict[name] = bias.float()  # also with assign=True
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         bias = self.selection_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -368,8 +385,15 @@ def with_loss(weights: Tensor, loss: Tensor) -> Tensor:
 
 def z_loss(routing: Routing) -> Tensor:
     """The mean over the tokens, without padding, of logsumexp(logits)^2 (ST-MoE), a scalar."""
-    square = routing.logits.logsumexp(dim=1).square()
-    if routing.padding is None:
-        return square.sum() / max(square.shape[0], 1)
-    real = ~routing.padding
-    return (square * real).sum() / real.sum().clamp(min=1)
+    logits, padding = routing.logits, routing.padding
+    if padding is None:
+        return logits.logsumexp(dim=1).square().sum() / max(logits.shape[0], 1)
+    square = logits.masked_fill(padding[:, None], 0.0).logsumexp(dim=1).square()
+    return square.masked_fill(padding, 0.0).sum() / (~padding).sum().clamp(min=1)
+
+
+def _finite(x: Tensor, padding: Tensor) -> Tensor:
+    """x [T, H], zero in the rows of padding that are not finite: the gate's gradient sums over all
+    rows, and 0 * NaN is NaN."""
+    lost = padding & ~x.detach().sum(dim=1, dtype=torch.float32).isfinite()
+    return x.masked_fill(lost[:, None], 0.0)

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
+
+from fp8moe_cutlass.nn._validate import check_bool, check_int, check_number
+
+_SWITCHES = (
+    "selection_bias",
+    "gate_bias",
+    "softmax_after_topk",
+    "normalize",
+    "expert_scale",
+    "constant_weights",
+)
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
@@ -67,8 +79,18 @@ class RoutingRule:
             ("select_by", self.select_by, ("scores", "logits")),
             ("closed_value", self.closed_value, (0.0, -math.inf)),
         ):
-            if value not in words:
+            if isinstance(value, bool) or not isinstance(value, str | Real) or value not in words:
                 raise ValueError(f"[RoutingRule] {name} must be one of {words}; got {value!r}")
+        for name in ("num_groups", "topk_groups"):
+            check_int("RoutingRule", name, getattr(self, name))
+        if self.best_per_group is not None:
+            check_int("RoutingRule", "best_per_group", self.best_per_group)
+        for name in _SWITCHES:
+            check_bool("RoutingRule", name, getattr(self, name))
+        check_number("RoutingRule", "epsilon", self.epsilon)
+        check_number("RoutingRule", "routed_scaling_factor", self.routed_scaling_factor)
+        if self.input_norm_eps is not None:
+            check_number("RoutingRule", "input_norm_eps", self.input_norm_eps)
         if self.num_groups < 1:
             raise ValueError(f"[RoutingRule] num_groups must be at least 1; got {self.num_groups}")
         if not 1 <= self.topk_groups <= self.num_groups:
@@ -89,10 +111,6 @@ class RoutingRule:
         if self.selection_bias and self.select_by == "logits":
             raise ValueError(
                 "[RoutingRule] selection_bias must come with select_by 'scores'; got 'logits'"
-            )
-        if not 0.0 <= self.epsilon < math.inf:
-            raise ValueError(
-                f"[RoutingRule] epsilon must be finite and not negative; got {self.epsilon}"
             )
 
     def check(self, num_experts: int, top_k: int) -> None:
