@@ -153,6 +153,52 @@ def test_training_equals_one_process(
             assert relative_error(got - before, its - before) < TOLERANCE
 
 
+# ---- ties ---------------------------------------------------------------------------------------
+
+
+class Tied(Net):
+    """A weight of two layers, which another module has too, by two names; and a layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1].down_proj = self.experts[0].down_proj
+        self.experts.append(self.experts[0])
+        self.linears.append(nn.Linear(H, H))
+        self.other = nn.Module()
+        self.other.one = self.other.two = self.experts[1].gate_up_proj
+
+
+def tied(group: Any, how: str) -> list[Tensor]:
+    net = Tied()
+    count = len(list(net.parameters()))
+    if group is None:
+        model: Any = net
+    else:
+        shared = shard_experts(net, group)
+        assert len(shared) == 3
+        if how == "ddp":
+            model = nn.parallel.DistributedDataParallel(net, process_group=group)
+        else:
+            model = fully_shard(net, mesh=mesh_of(group), ignored_params=shared)
+    assert net.experts[1].down_proj is net.experts[0].down_proj
+    assert net.other.one is net.other.two is net.experts[1].gate_up_proj
+    assert len(list(net.parameters())) == count
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, foreach=False)
+    for step in range(2):
+        backward(model, group, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(p) for p in net.parameters()]
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "ddp"])
+def test_tied_weights_stay_tied(pool: Pool, how: str) -> None:
+    start, want = [whole(p) for p in Tied().parameters()], tied(None, "")
+    for weights in results(pool.run(2, tied, how)):
+        for got, its, before in zip(weights, want, start, strict=True):
+            assert relative_error(got - before, its - before) < TOLERANCE
+
+
 # ---- gradients ----------------------------------------------------------------------------------
 
 

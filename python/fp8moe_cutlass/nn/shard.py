@@ -30,6 +30,9 @@ def shard_experts(
       as fully_shard has with this mesh.
     capacity: as of MoEExperts.
 
+    New parameters replace the old ones, wherever the model has them (ties stay): make optimizers
+    and Trainers after this, and after fully_shard.
+
     The parameters become DTensors [E, ...], sharded over the experts: state dicts, optimizers,
     torch.distributed.checkpoint and clip_grad_norm_ take them as they take those of fully_shard.
     From whole parameters a rank keeps its part. On the meta device nothing is allocated before
@@ -49,15 +52,17 @@ def shard_experts(
     for name, layer in layers:
         _refuse(name, layer)
     exchanges = [_exchange(layer, mesh, capacity) for _, layer in layers]  # which may refuse, too
-    ignored: set[nn.Parameter] = set()
+    made: dict[nn.Parameter, nn.Parameter] = {}  # by what they replace, wherever that is tied
+    for (_, layer), exchange in zip(layers, exchanges, strict=True):
+        _shard(layer, mesh, exchange, made)
     names: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    for (name, layer), exchange in zip(layers, exchanges, strict=True):
-        _shard(layer, mesh, exchange)
-        for weight in _WEIGHTS:
-            ignored.add(getattr(layer, weight))
-            names.append(f"{name}.{weight}")
+    for name, module in model.named_modules():
+        for key, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if p in made:
+                setattr(module, key, made[p])
+                names.append(f"{name}.{key}")
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-    return ignored
+    return set(made.values())
 
 
 def _mesh(group: Any) -> Any:
@@ -106,17 +111,20 @@ def _exchange(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | No
     return made
 
 
-def _shard(layer: MoEExperts, mesh: Any, exchange: Exchange) -> None:
+def _shard(
+    layer: MoEExperts, mesh: Any, exchange: Exchange, made: dict[nn.Parameter, nn.Parameter]
+) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     mine, whole = exchange.local_experts, layer.group is None
     layer._move = GroupMove(exchange)
     layer._average = Average(1 / mesh.size(), mesh.get_group(0) if mesh.ndim == 2 else None)
-    for name in _WEIGHTS:
-        w = getattr(layer, name)
+    for w in (layer.gate_up_proj, layer.down_proj):
+        if w in made:
+            continue
         part = w.detach()
         if whole:
             part = part[mine.start : mine.stop].clone()
         sharded = DTensor.from_local(part, mesh, placements, run_check=False)
-        setattr(layer, name, nn.Parameter(sharded, requires_grad=w.requires_grad))
+        made[w] = nn.Parameter(sharded, requires_grad=w.requires_grad)
