@@ -30,9 +30,16 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
+# What holds when a page's program has run.
+AFTER = {
+    "README.md": "assert {p for g in optimizer.param_groups for p in g['params']} == "
+    "set(moe.parameters())"
+}
+
+
 def program(page: str, *before: str) -> str:
     """All Python of a page, one block after the other. before: lines that run first."""
-    parts = [*before, *blocks(page, "python")]
+    parts = [*before, *blocks(page, "python"), AFTER.get(page, "")]
     if any("init_process_group" in part for part in parts):
         # A thread of torch's gloo may still release tensors. Where Python (before 3.14) ends under
         # it, it aborts the process: end without the interpreter's own end.

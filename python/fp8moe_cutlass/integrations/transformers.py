@@ -119,7 +119,8 @@ def swap(
     options: MoEExperts', such as recipe. NotImplementedError if an experts module cannot run, or
     none is there; then nothing is changed. Sharded experts (DTensor) are refused, and quantized
     models: swap before parallelizing or quantizing, or use `register`.
-    group, capacity: as of nn.shard_experts, which then makes this rank's share of them.
+    group, capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
+      parameters: swap before an optimizer or a Trainer is made.
     """
     names = _swap(model, **options)
     if group is not None:
