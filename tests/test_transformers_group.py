@@ -326,6 +326,42 @@ def test_resume_on_any_number_of_ranks(two: Pool, tmp_path: Path) -> None:
         assert torch.equal(w, through[2][name]), name
 
 
+def best(folder: str, adapters: bool) -> tuple[str, dict[str, Tensor]]:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    fp8moe.swap(model, group=dist.group.WORLD)
+    if adapters:
+        import peft
+
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+        model = peft.get_peft_model(model, config)
+    options = ARGUMENTS | {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
+    options |= {"eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    options |= {"metric_for_best_model": "eval_loss", "max_grad_norm": 1.0}
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(16)]
+    trainer = fp8moe.GroupTrainer(
+        model, TrainingArguments(folder, **options), train_dataset=data, eval_dataset=data
+    )
+    trainer.train()
+    return Path(trainer.state.best_model_checkpoint).name, whole_weights(model)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+def test_the_best_model_is_loaded_with_its_experts(
+    two: Pool, adapters: bool, tmp_path: Path
+) -> None:
+    """The metric falls, and the best is the greatest: the first step's."""
+    for name, weights in run(two, best, str(tmp_path), adapters):
+        assert name == "checkpoint-1"
+        if adapters:
+            saved = safetensors.torch.load_file(tmp_path / name / "adapter_model.safetensors")
+            for key, w in saved.items():
+                assert torch.equal(weights[key.replace(".weight", ".default.weight")], w), key
+            continue
+        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        for key, w in saved.named_parameters():
+            assert torch.equal(weights[key], w), key
+
+
 def test_adapters_on_attention_with_frozen_experts(two: Pool, tmp_path: Path) -> None:
     arguments = {**SAVING, "optim": "sgd", "learning_rate": 1.0, "max_steps": 2}
     folder = str(tmp_path / "ranks")
@@ -346,6 +382,18 @@ def refused() -> None:
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     with pytest.raises(ValueError, match="must have experts with a group; got none"):
         fp8moe.GroupTrainer(model, TrainingArguments("unused", use_cpu=True, report_to="none"))
+    fp8moe.swap(model, group=dist.group.WORLD)
+    saving: dict[str, Any] = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 500}
+    arguments = TrainingArguments(
+        "unused",
+        use_cpu=True,
+        report_to="none",
+        save_only_model=True,
+        load_best_model_at_end=True,
+        **saving,
+    )
+    with pytest.raises(ValueError, match="save_only_model must be False with load_best_model"):
+        fp8moe.GroupTrainer(model, arguments, eval_dataset=[{}])
 
 
 def test_a_model_without_a_group_is_refused(two: Pool) -> None:

@@ -91,6 +91,7 @@ class GroupMixin:
     lr_scheduler: Any
     model: Any
     optimizer: Any
+    state: Any
     is_fsdp_enabled: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,6 +99,11 @@ class GroupMixin:
         shared = [m for m in self.model.modules() if isinstance(m, MoEExperts) and m.group]
         if not shared:
             raise ValueError("[GroupMixin] model must have experts with a group; got none: swap")
+        if self.args.save_only_model and self.args.load_best_model_at_end:
+            raise ValueError(
+                "[GroupMixin] save_only_model must be False with load_best_model_at_end, which "
+                "reads what it leaves out; got True"
+            )
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             if plugin.fsdp_version != 2 or plugin.cpu_ram_efficient_loading:
@@ -173,6 +179,11 @@ class GroupMixin:
         state = self._model_state()
         state_dict_loader.load(state, checkpoint_id=_states(checkpoint))
         set_model_state_dict(self.model, state["model"], options=_options(self.model))
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled:
+            return super()._load_best_model()  # type: ignore[misc,no-any-return]
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.is_fsdp_enabled:
