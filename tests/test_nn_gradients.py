@@ -4,6 +4,7 @@ grad_dtype, deferral, saved-tensor hooks, and torch around them."""
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import threading
 from typing import Any
@@ -430,3 +431,30 @@ def test_no_second_copy_of_the_weights_under_torch_compile() -> None:
             t.nbytes for t in out.grad_fn.saved_tensors if t.data_ptr() not in own
         )
     assert kept["save"] - kept["recompute"] == 2 * 3 * 128 * 128 + 4 * 2 * 3
+
+
+# ---- what is not finite -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", ["x", "dout"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "recipe",
+    [Fp8Recipe(), Fp8Recipe(grad_dtype="e5m2"), Fp8Recipe(scale="fp32", columns="column"), None],
+    ids=["fp8", "e5m2", "fp32", "bf16"],
+)
+def test_what_a_grad_scaler_sees(recipe: Any, value: float, where: str, device: str) -> None:
+    """FP8 saturates an infinity, so that no overflow is found; a NaN is."""
+    p = problem(*SMALL)
+    (p.x if where == "x" else p.dout)[3, 5] = value
+    p.x, p.dout, p.topk_idx, p.probs = (t.to(device) for t in (p.x, p.dout, p.topk_idx, p.probs))
+    layer = p.experts(recipe=recipe, device=device)
+    got = p.run(layer)
+    optimizer = torch.optim.SGD(layer.parameters())
+    scaler = torch.amp.GradScaler(device, init_scale=1.0)
+    scaler.scale(torch.ones(1, device=device))
+    scaler.unscale_(optimizer)
+    [found] = scaler._found_inf_per_device(optimizer).values()
+    assert bool(found) == (recipe is None or math.isnan(value))
+    assert got.dx.isfinite().all() == (not found)
