@@ -23,6 +23,7 @@ from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.saved import load, save
 from fp8moe_cutlass.autograd.streams import now_on
+from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._call import watched_once
@@ -157,6 +158,7 @@ def experts(
     where gradients are needed. need: whose gradients a backward will be asked for; None: of what
     requires one.
     """
+    refuse_transforms("experts", x, probs, gate_up, down)
     move = move or Local(gate_up.shape[0])
     needs = [t is not None and t.requires_grad for t in (x, probs, gate_up, down)]
     if not (torch.is_grad_enabled() and any(needs)):

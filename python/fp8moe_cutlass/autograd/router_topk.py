@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
+from fp8moe_cutlass.autograd.transforms import refuse_transforms
 
 _OF_WEIGHTS = ("score", "softmax_after_topk", "normalize", "epsilon", "routed_scaling_factor")
 
@@ -27,6 +28,7 @@ def router_topk(
 
     Of a DTensor of logits, split over tokens or not at all, the results are DTensors.
     """
+    refuse_transforms("router_topk", logits)
     arrays = (logits, selection_bias, padding, given_idx)
     if hasattr(logits, "full_tensor"):
         return _of_dtensors(arrays, top_k, sequences, options)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -114,6 +115,7 @@ def check_options(
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
     """What MoEExperts.forward takes, given its gate_up_proj."""
+    refuse_transforms("MoEExperts", x, topk_weights)
     _check_ready(weight)
     check_tokens("MoEExperts", "x", x, weight.shape[-1])
     check_leading("MoEExperts", "topk_idx", topk_idx, x, "slots")
@@ -158,6 +160,7 @@ def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool)
 
 def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:
     """What MoEExperts.forward_rows takes, given its gate_up_proj."""
+    refuse_transforms("MoEExperts", rows, probs)
     _check_ready(weight)
     check_tokens("MoEExperts", "rows", rows, weight.shape[-1])
     if rows.ndim != 2:

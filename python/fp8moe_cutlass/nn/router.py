@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits, router_topk
+from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
 from fp8moe_cutlass.nn._validate import (
     MOST_CHOSEN,
@@ -282,6 +283,7 @@ class Router(nn.Module):
         self.selection_bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
     def _check(self, x: Tensor, topk_idx: Tensor | None, padding: Tensor | None) -> None:
+        refuse_transforms("Router", x, self.weight)
         check_tensor("Router", "x", x)
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
