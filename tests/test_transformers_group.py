@@ -378,6 +378,32 @@ def test_adapters_on_attention_with_frozen_experts(two: Pool, tmp_path: Path) ->
     assert all("lora" in name for name in saved)
 
 
+def adapted_experts(ranks: int) -> dict[str, Tensor]:
+    """Gradients of adapters on the experts."""
+    peft = pytest.importorskip("peft")
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    fp8moe.swap(model, group=dist.group.WORLD if ranks > 1 else None)
+    torch.manual_seed(1)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(target_modules=[], target_parameters=parameters, lora_dropout=0.0)
+    model = peft.get_peft_model(model, config)
+    ids = tokens(4).chunk(ranks)[dist.get_rank() if ranks > 1 else 0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if "lora_B" in name}
+
+
+def test_adapters_on_experts_of_one_process() -> None:
+    assert all(grad.any() for grad in adapted_experts(1).values())
+
+
+@pytest.mark.xfail(reason="LoRA on FP8 experts", strict=True)
+def test_adapters_on_shared_experts(two: Pool) -> None:
+    want = adapted_experts(1)
+    for found in run(two, adapted_experts, 2):
+        for name, grad in want.items():
+            assert error(found[name], grad) < BOUND, name
+
+
 def refused() -> None:
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     with pytest.raises(ValueError, match="must have experts with a group; got none"):
@@ -394,6 +420,9 @@ def refused() -> None:
     )
     with pytest.raises(ValueError, match="save_only_model must be False with load_best_model"):
         fp8moe.GroupTrainer(model, arguments, eval_dataset=[{}])
+    arguments = TrainingArguments("unused", use_cpu=True, report_to="none", optim="adafactor")
+    with pytest.raises(ValueError, match=r"optim must take DTensors, .*; got adafactor"):
+        fp8moe.GroupTrainer(model, arguments)
 
 
 def test_a_model_without_a_group_is_refused(two: Pool) -> None:

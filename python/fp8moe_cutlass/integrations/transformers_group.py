@@ -104,6 +104,10 @@ class GroupMixin:
                 "[GroupMixin] save_only_model must be False with load_best_model_at_end, which "
                 "reads what it leaves out; got True"
             )
+        if self.args.optim == "adafactor":
+            raise ValueError(
+                "[GroupMixin] optim must take DTensors, such as adamw_torch or sgd; got adafactor"
+            )
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             if plugin.fsdp_version != 2 or plugin.cpu_ram_efficient_loading:
