@@ -23,12 +23,12 @@ OnResult = Callable[[Record], None]
 Run = Callable[[torch.device, argparse.Namespace, OnResult], Record]
 
 
-def parser(about: str | None) -> argparse.ArgumentParser:
+def parser(about: str | None, json_required: bool = True) -> argparse.ArgumentParser:
     """--device, --quick and --json; a script adds its own."""
     made = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     made.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
-    made.add_argument("--json", type=Path, required=True, help="where the record goes")
+    made.add_argument("--json", type=Path, required=json_required, help="where the record goes")
     return made
 
 

@@ -1,5 +1,11 @@
-"""A training step of the expert layer beside other libraries, with CUDA graphs, other routings,
-memory, few tokens, main_grad, and the kernels of a step.
+"""A training step of the expert layer: of your model, or of five models beside other libraries.
+
+    python benchmarks/layer.py path/to/config.json [--tokens 8192] [--experts 32]
+    python benchmarks/layer.py --sizes 128 2048 768 8
+    python benchmarks/layer.py --json layer.json
+
+The first two print times and memory of one layer in FP8 and bf16. The last writes the full record:
+with CUDA graphs, other routings, memory, few tokens, main_grad, and the kernels of a step.
 
 A step is forward and backward. The first figure quantizes the weights in every forward, as training
 does that does not accumulate gradients. The second reuses FP8 weights, as the later microbatches of
@@ -20,6 +26,7 @@ import torch
 from torch import nn
 
 import layer_memory
+import model_layer
 from common import OnResult, Record, environment, ignore, main, parser, row
 from contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.nn import MoEExperts
@@ -292,4 +299,11 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
 
 
 if __name__ == "__main__":
-    main(parser(__doc__), run)
+    made = model_layer.with_arguments(parser(__doc__, json_required=False))
+    given = made.parse_args()
+    if sum(way is not None for way in (given.config, given.sizes, given.json)) != 1:
+        made.error("give one of a config.json, --sizes and --json")
+    if given.json is not None:
+        main(made, run)
+    else:
+        model_layer.show(given)
