@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fp8moe_cutlass.doctor import driver
+from fp8moe_cutlass.tools.doctor import driver
 from timing import Limits, Sample
 
 Record = dict[str, Any]

@@ -15,8 +15,8 @@ from torch import Tensor
 from common import OnResult, Record, environment, main, parser
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 from fp8moe_cutlass.tensor import scale_shape
-from fp8moe_cutlass.verify import reference
-from fp8moe_cutlass.verify.compare import array, gemm_error, quantized
+from fp8moe_cutlass.tools.verify import reference
+from fp8moe_cutlass.tools.verify.compare import array, gemm_error, quantized
 from gemm_baselines import PEERS
 from gemm_cases import Case, Operands
 from timing import Limits

@@ -99,7 +99,7 @@ def memory_lines(row: Record) -> Iterator[tuple[str, ...]]:
 
 
 def runs_of(record: Record) -> list[Record]:
-    """The runs of `train`, alone or beside those of several processes."""
+    """The runs of a training record, alone or beside those of several processes."""
     if "runs" in record:
         return [summary(run["variant"], run) for run in record["runs"]]
     parts = {

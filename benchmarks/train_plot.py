@@ -1,4 +1,4 @@
-"""The plot of `train`: losses, deviations and what FP8 cost."""
+"""The plot of a training record: losses, deviations and what FP8 cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     """Loss in bf16 and FP8 (the first seed), deviations from bf16 (all seeds), and what FP8 cost:
     the share of values that underflowed, the shifts of the transposes, each GEMM's SNR."""
     runs = record["runs"]
-    watched: list[Any] = next((r["telemetry"] for r in runs if r["variant"] == "fp8"), [])
+    watched: list[Any] = next((r.get("telemetry", []) for r in runs if r["variant"] == "fp8"), [])
     heights = (2.6, 1.5, 1.5, 1.5, 1.5) if watched else (2.6, 1.5)
     figure, (top, bottom, *cost) = style.subplots(
         len(heights), height=0.5 + 1.45 * sum(heights), height_ratios=heights

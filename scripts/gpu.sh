@@ -9,10 +9,7 @@
 # --gemm       benchmarks/gemm.py in GEMM_SECONDS (360) and gemm_accuracy.py: gemm.json, accuracy.json
 # --sweep      benchmarks/sweep.py in SWEEP_SECONDS (90): sweep.json and sweep.png
 # --ep         on all GPUs: the tests of distributed, ep.py (ep.json, ep.png), a trace (trace.json,
-#              trace.png), SOAK_STEPS (1000) of a soak (soak.json), train by one GPU and by all
-#              (train-1.json, train-ep.json)
-# --train-cuda MINUTES  train --size h200 on every Python source here, TRAIN_SEEDS (3) seeds: loss.json
-#              and loss.png. It goes on from runs/h200: call it again until it is done.
+#              trace.png), SOAK_STEPS (1000) of a soak (soak.json)
 # --oracle     builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize   the GPU tests under compute-sanitizer, SANITIZE_SECONDS (500) for each of SANITIZE_TOOLS
 #              (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test
@@ -31,11 +28,10 @@ cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/gpu.sh OUT_DIR [OPTION]...; the script begins with the list}
 shift
 declare -A on=()
-train= only= quick=() ops=()
+only= quick=() ops=()
 while (($#)); do
   case $1 in
     --tests | --bench | --layer | --gemm | --sweep | --ep | --oracle | --sanitize | --ncu | --pack) on[${1#--}]=1 ;;
-    --train-cuda) train=$2; shift ;;
     --only) only=$2; shift ;;
     --op) ops+=(--op "$2"); shift ;;
     --quick) quick=(--quick) ;;
@@ -43,7 +39,7 @@ while (($#)); do
   esac
   shift
 done
-chosen=$train
+chosen=
 for name in tests bench layer gemm sweep ep sanitize ncu; do chosen+=${on[$name]-}; done
 [[ $chosen ]] || on[tests]=1
 mkdir -p "$out"
@@ -68,7 +64,6 @@ run() {
 # record NAME SCRIPT ARGUMENT...: NAME.json
 record() { run "$1" "benchmarks/$2.py" --device cuda --json "$out/$1.json" "${quick[@]}" "${@:3}"; }
 draw() { [[ ! -e $out/$1.json ]] || "$python" benchmarks/plot.py "$out/$1.json" "$out/$1.png" || status=1; }
-cli() { run "$1" -m fp8moe_cutlass "${@:2}"; }
 
 step "environment"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$out/gpu.txt"
@@ -107,13 +102,6 @@ if [[ ${on[gemm]-} ]]; then
   record accuracy gemm_accuracy
 fi
 [[ ${on[sweep]-} ]] && { record sweep sweep --budget "${SWEEP_SECONDS:-90}"; draw sweep; }
-if [[ $train ]]; then
-  runs=runs/h200 size=h200
-  ((${#quick[@]})) && runs=runs/tiny size=tiny
-  cli train train --device cuda --size $size --every-python --seeds "${TRAIN_SEEDS:-3}" \
-    --out $runs --resume --minutes "$train"
-  for file in $runs/loss.*; do [[ ! -e $file ]] || cp "$file" "$out"; done
-fi
 if [[ ${on[ep]-} ]]; then
   ranks=$(nvidia-smi -L | wc -l)
   # NVLink multicast is shared by a whole host; the exchange has no use for it.
@@ -124,10 +112,6 @@ if [[ ${on[ep]-} ]]; then
   record trace ep_trace --ranks "$ranks"
   draw trace
   record soak ep_soak --ranks "$ranks" --steps "${SOAK_STEPS:-1000}"
-  small=(train --device cuda --size small --steps 300)
-  cli train-1 "${small[@]}" --out "$out/train-1"
-  cli train-ep "${small[@]}" --out "$out/train-ep" --ep "$ranks"
-  for name in train-1 train-ep; do mv "$out/$name/loss.json" "$out/$name.json" && rm -r "${out:?}/$name"; done
 fi
 if [[ ${on[sanitize]-} ]]; then
   # Large tensors, hundreds of random sizes and whole layers only make it slow.

@@ -93,15 +93,19 @@ def test_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_tutorial_commands_run(tmp_path: Path) -> None:
-    [*commands] = re.findall(
-        r"^fp8moe-cutlass (.*)$", (ROOT / "docs/tutorial/first-layer.md").read_text(), re.MULTILINE
-    )
-    assert commands == ["doctor", "verify", "train --size tiny"]
-    for command in commands:
-        run = [sys.executable, "-m", "fp8moe_cutlass", *command.split()]
+    text = (ROOT / "docs/tutorial/first-layer.md").read_text()
+    commands = re.findall(r"^(fp8moe-cutlass|python) (.*)$", text, re.MULTILINE)
+    assert commands == [
+        ("fp8moe-cutlass", "doctor"),
+        ("fp8moe-cutlass", "verify"),
+        ("python", "examples/language_model.py --size tiny"),
+    ]
+    for program, arguments in commands:
+        start = ["-m", "fp8moe_cutlass"] if program == "fp8moe-cutlass" else []
+        run = [sys.executable, *start, *arguments.replace("examples", f"{ROOT}/examples").split()]
         done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "runs/train/loss.json").exists()
+    assert (tmp_path / "runs/language-model/loss.json").exists()
 
 
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler on this machine")

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, ops, telemetry
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.train.pairs import seen_by_layers
 from moe_problem import Problem, assert_same, problem
 
 
@@ -228,19 +227,3 @@ def test_snr_of_each_gemm() -> None:
     )
     for name in found:
         assert (coarse[name] < found[name] - 3) == (name not in ("fprop-1", "fprop-2")), coarse
-
-
-def test_pairs_of_a_step() -> None:
-    """By keyword, an index that is not contiguous, backwards in another order than forwards."""
-    p, other = problem(64), problem(64, seed=1)
-    layer = p.experts()
-    with seen_by_layers(layer) as pairs:
-        first = layer(p.x, topk_weights=p.probs, topk_idx=p.topk_idx.t().contiguous().t())
-        second = layer(other.x, other.topk_idx, other.probs)
-        for out, q in ((second, other), (first, p)):
-            out.backward(q.dout)
-            _, inputs = pairs[""]
-            assert all(map(torch.equal, inputs, (q.x, q.topk_idx, q.probs, q.dout)))
-            assert telemetry.snr(layer, *inputs) == telemetry.snr(
-                layer, q.x, q.topk_idx, q.probs, q.dout
-            )

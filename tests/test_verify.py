@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8moe_cutlass.verify import checks
-from fp8moe_cutlass.verify.compare import Inputs
+from fp8moe_cutlass.tools.verify import checks
+from fp8moe_cutlass.tools.verify.compare import Inputs
 
 
 @pytest.mark.parametrize("seed", [2, 3, 5])

@@ -10,6 +10,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1] in _PATHS:
         print(_PATHS[sys.argv[1]]())
     else:
-        from fp8moe_cutlass.cli import main
+        from fp8moe_cutlass.tools.cli import main
 
         main()

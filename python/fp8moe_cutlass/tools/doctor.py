@@ -159,7 +159,7 @@ def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list
     found.append(cuda_tensors(info, cards))
     if torch is None:
         text = (
-            "do not run: nn, autograd and train need pip install 'fp8moe-cutlass[torch]'; ops on "
+            "do not run: nn and autograd need pip install 'fp8moe-cutlass[torch]'; ops on "
             "NumPy and other DLPack arrays, and the C++ library, run without"
         )
         found.append(Finding("torch layers", text, False))

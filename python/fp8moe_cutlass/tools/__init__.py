@@ -1,0 +1,1 @@
+"""The command line, `fp8moe-cutlass doctor | verify`, and what it runs."""
