@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import Fp8Tensor, ops
+from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, autograd, nn, ops
 
 E4M3 = torch.float8_e4m3fn
 BYTES = np.zeros((4, 128), np.uint8)
@@ -110,6 +110,23 @@ def test_moves_copies_and_layouts() -> None:
     assert torch.equal(gemm.scale_inv[:, :3], copy.scale_inv.T)
     assert not gemm.scale_inv[:, 3:].any()
     assert same(gemm.to_layout("row"), copy)
+
+
+def test_every_value_loads(tmp_path: Path) -> None:
+    """All classes of values that a call returns or takes."""
+    plan = ops.route(2, topk_idx=torch.tensor([[0, 1]]))
+    made = ops.quantize_weight(torch.randn(2, 32, 32))
+    weights = autograd.quantize_weights(torch.randn(2, 64, 32), torch.randn(2, 32, 32))
+    named = [getattr(ops, name) for name in ops.__all__]
+    tuples = [kind for kind in named if isinstance(kind, type)]
+    values = [kind(*torch.zeros(len(kind._fields))) for kind in [*tuples, nn.Routing]]
+    settings = [Fp8Recipe(), nn.RoutingRule(), nn.LossCoefficients(balancing=0.1)]
+    torch.save([plan, made, weights, values, settings], tmp_path / "values.pt")
+    _, pair, both, others, its_settings = torch.load(tmp_path / "values.pt")
+    assert same(pair.q_t, made.q_t)
+    assert same(both.down_t, weights.down_t)
+    assert [type(value) for value in others] == [type(value) for value in values]
+    assert its_settings == settings
 
 
 def test_files(tmp_path: Path) -> None:

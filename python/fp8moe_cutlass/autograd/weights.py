@@ -160,6 +160,9 @@ def _now_written(*parts: Any) -> Fp8Weights:
     return replace(Fp8Weights(*parts), written=written(parts[0].device))
 
 
+torch.serialization.add_safe_globals([_now_written])  # what torch.load takes
+
+
 def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor], list[bool]]:
     """Its FP8 tensors, and which of the four there are."""
     if not torch.compiler.is_compiling():

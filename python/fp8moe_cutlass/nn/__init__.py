@@ -8,6 +8,9 @@ from fp8moe_cutlass.nn.reuse import reuse_fp8_weights
 from fp8moe_cutlass.nn.router import LossCoefficients, Router, Routing, z_loss
 from fp8moe_cutlass.nn.rule import RoutingRule
 from fp8moe_cutlass.nn.shard import shard_experts
+from fp8moe_cutlass.ops._call import loadable
+
+loadable(LossCoefficients, Routing, RoutingRule)
 
 __all__ = [
     "LossCoefficients",

@@ -6,6 +6,7 @@ stride, device or word is a ValueError, and nothing is written then. docs/refere
 what each guarantees bit by bit.
 """
 
+from fp8moe_cutlass.ops._call import loadable
 from fp8moe_cutlass.ops._outputs import zero_workspace
 from fp8moe_cutlass.ops.act_quantize import (
     ActGradients,
@@ -39,6 +40,12 @@ from fp8moe_cutlass.ops.unpermute_unpad import (
     unpermute_unpad,
     unpermute_unpad_backward,
 )
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
+
+loadable(Fp8Recipe, Fp8Tensor, RoutingPlan, ActGradients, ActQuantized, Dispatch, Permuted)
+loadable(PermuteGradients, QuantizedWeight, RouterTopk, Unpacked, UnpermuteGradients)
 
 __all__ = [
     "ActGradients",

@@ -22,8 +22,6 @@ try:
     from torch.autograd.graph import increment_version
 
     from fp8moe_cutlass.ops._torch_op import register
-    from fp8moe_cutlass.routing import RoutingPlan
-    from fp8moe_cutlass.tensor import Fp8Tensor
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -33,7 +31,6 @@ T = TypeVar("T")
 version.require_same()
 
 if torch is not None:
-    torch.serialization.add_safe_globals([Fp8Tensor, RoutingPlan])  # what torch.load takes
     _C.attach_torch(torch.Tensor, torch.is_grad_enabled)
     _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
     _is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -41,6 +38,12 @@ if torch is not None:
     _modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
     _PRIVATE = (profiler, "_is_profiler_enabled"), (forward_ad, "_current_level")
     KNOWN = _modes is not None and all(hasattr(*at) for at in _PRIVATE)
+
+
+def loadable(*kinds: type) -> None:
+    """torch.load takes these classes by default."""
+    if torch is not None:
+        torch.serialization.add_safe_globals(list(kinds))
 
 
 class _Here(threading.local):
