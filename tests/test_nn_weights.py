@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizers
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.autograd import Fp8Weights, Options, experts, quantize_weights
-from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse, reuse_fp8_weights
 from moe_problem import assert_same, problem
 
 E, H, I, T = 2, 128, 128, 16
@@ -481,6 +481,33 @@ def test_what_reuse_refuses() -> None:
     with pytest.raises(ZeroDivisionError):  # not the parameter's change, which comes later
         enter(layer, lambda: (in_place(layer), 1 / 0))
     assert equal(step(layer), fresh(layer))
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_capture_of_a_part_of_a_scope_is_refused(
+    began: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph would read FP8 weights that the scope frees, or what no replay has made yet."""
+    capturing = began
+    monkeypatch.setattr(reuse, "capturing", lambda device: capturing)
+    layer = layer_of()
+    with pytest.raises(RuntimeError, match="keep the value as long as the graph; got MoEExperts"):  # noqa: PT012, SIM117
+        with reuse_fp8_weights(layer):
+            want = layer(*BATCH)
+            assert torch.equal(layer(*BATCH), want)
+            capturing = not began
+            layer(*BATCH)
+    weights = layer.quantize_weights()
+    assert torch.equal(layer(*BATCH, weights=weights), want)
+
+
+def test_check_waits_for_the_stream_that_wrote_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    waited: list[Fp8Weights] = []
+    with reuse_fp8_weights(layer, check=True):
+        layer(*BATCH)  # after which only check waits
+        monkeypatch.setattr(Fp8Weights, "wait", lambda weights: waited.append(weights))
+    assert waited
 
 
 class Subclass(MoEExperts):

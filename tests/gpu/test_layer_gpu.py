@@ -427,6 +427,46 @@ def test_two_streams_right_after_a_change(how: str, device: torch.device) -> Non
             assert torch.equal(outs[1], layer(q.x, q.topk_idx, q.probs))
 
 
+def test_check_on_another_stream_than_the_scopes(device: torch.device) -> None:
+    """Which compares codes that the scope's stream has yet to write."""
+    p = on(device, 64, 2, 4)
+    layer = layer_of(p)
+    for _ in range(10):
+        scale(layer)
+        streams = other_stream(), other_stream()
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            with torch.cuda.stream(streams[0]):
+                torch.cuda._sleep(20_000_000)
+                stack.enter_context(reuse_fp8_weights(layer, check=True))
+            with torch.cuda.stream(streams[1]):
+                out = layer(p.x, p.topk_idx, p.probs)
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            assert torch.equal(out, layer(p.x, p.topk_idx, p.probs))
+
+
+def test_a_graph_of_a_part_of_a_reuse_scope_is_refused(device: torch.device) -> None:
+    p = on(device, 64, 2, 4)
+    layer = layer_of(p)
+    with torch.no_grad():
+        want = layer(p.x, p.topk_idx, p.probs)
+    with torch.no_grad(), reuse_fp8_weights(layer):
+        layer(p.x, p.topk_idx, p.probs)
+        with (
+            pytest.raises(RuntimeError, match="must be in one capture of a CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            layer(p.x, p.topk_idx, p.probs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph), reuse_fp8_weights(layer):
+        outs = [layer(p.x, p.topk_idx, p.probs) for _ in range(2)]
+    filler = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(8)]
+    graph.replay()
+    assert all(torch.equal(out, want) for out in outs)
+    del filler
+
+
 @BOTH_COLUMNS
 @pytest.mark.parametrize("beside", ["replay", "eager"])
 def test_backwards_at_once(beside: str, name: str, device: torch.device) -> None:

@@ -50,6 +50,11 @@ def now_on(device: torch.device, t: Tensor) -> Tensor:
     return t.clone().to(device, non_blocking=True)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of `device` records a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward, as a checkpointed forward does that is computed again.
     torch has no public word for it; without the private one: no."""

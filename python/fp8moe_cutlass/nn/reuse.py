@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.shards import held
+from fp8moe_cutlass.autograd.streams import capturing
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
 
@@ -23,6 +24,7 @@ class Reused:
     def __init__(self, name: str, layer: ExpertBlock, check: bool) -> None:
         self.name, self.check = name, check
         self.weights: Fp8Weights | None = layer.quantize_weights()
+        self.captured = capturing(layer.down_proj.device)
         # An alias has its parameter's version counter, and keeps the address from being given away.
         self.seen = [(p, held(p).detach(), _version(p)) for p in _parameters(layer)]
 
@@ -32,8 +34,20 @@ class Reused:
         if _computed(layer):
             self.weights = None
         if self.weights is not None:
+            self._refuse_capture(layer)
             self.compare(layer)
         return self.weights
+
+    def _refuse_capture(self, layer: ExpertBlock) -> None:
+        """A CUDA graph would read these after the scope has freed them; and what a capture has
+        made holds no values before its replay."""
+        if torch.compiler.is_compiling() or capturing(layer.down_proj.device) == self.captured:
+            return
+        raise RuntimeError(
+            "[reuse_fp8_weights] the scope and its forwards must be in one capture of a CUDA "
+            "graph, or none of them: capture with weights=layer.quantize_weights(), and keep the "
+            f"value as long as the graph; got {self.name or type(layer).__name__}"
+        )
 
     def compare(self, layer: ExpertBlock) -> None:
         """RuntimeError if a parameter is not what it was."""
@@ -56,6 +70,8 @@ class Reused:
 
     def _compare_codes(self, layer: ExpertBlock) -> None:
         fresh = layer.quantize_weights()
+        if self.weights is not None:
+            self.weights.wait()  # the scope may have begun on another stream
         for name in ("gate_up", "down"):
             pair = tensors_of(getattr(self.weights, name)), tensors_of(getattr(fresh, name))
             if not all(_same(a, b) for a, b in zip(*pair, strict=True)):
@@ -84,15 +100,20 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
     counts no version is not seen (a fused optimizer, one of DTensors, a write through `.data` or by
     another process), except with `check`, which quantizes again in every eager forward and at the
     end, and compares all codes. Under fully_shard, which gathers the weights for each forward
-    anyway, it is refused. Computed weights (PEFT's target_parameters, parametrize, functional_call)
-    are quantized in every forward, as outside.
+    anyway, it is refused. Computed weights (parametrize, functional_call) are quantized in every
+    forward, as outside, and so are all that PEFT's target_parameters adapt, merged or not. A
+    forward is captured in a CUDA graph only where the graph has the whole scope.
     """
     named = blocks_of(module)
     if not named:
         raise ValueError(
             f"[reuse_fp8_weights] module must contain a MoEExperts; got {type(module).__name__}"
         )
-    layers = [(n, m) for n, m in named.items() if m.recipe is not None and not _computed(m)]
+    layers = [
+        (n, m)
+        for n, m in named.items()
+        if m.recipe is not None and not _computed(m) and not _is_adapted(n)
+    ]
     for name, layer in layers:
         _refuse(name, layer)
     try:
@@ -110,14 +131,19 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
 def _refuse(name: str, layer: ExpertBlock) -> None:
     got = None
     if layer._reused is not None:
-        got = "one that is inside already"
+        got = "one that is inside already: leave that scope first"
     elif layer._average is None and any(is_sharded(p) for p in _parameters(layer)):
         got = "a DTensor (fully_shard)"
     if got is not None:
         raise RuntimeError(
-            f"[reuse_fp8_weights] a layer must hold whole parameters of its own and be entered "
-            f"once; got {got}, in {name or type(layer).__name__}"
+            "[reuse_fp8_weights] a layer must hold whole parameters and be in one scope at a "
+            f"time; got {got}, in {name or type(layer).__name__}"
         )
+
+
+def _is_adapted(name: str) -> bool:
+    """Whether PEFT has the layer, by the name in its wrapper: it merges by writes to `.data`."""
+    return name.rpartition(".")[2] == "base_layer"
 
 
 def _computed(layer: ExpertBlock) -> bool:
