@@ -14,6 +14,7 @@ OUT/loss.json, and a plot to OUT/loss.png. `--resume` goes on from each run's la
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -169,13 +170,16 @@ def train(given: argparse.Namespace, implementation: str, data: Any) -> list[tup
     callbacks: list[TrainerCallback] = []
     if arguments.process_index == 0:
         callbacks.append(Bar(implementation, tokens))
+    reuse: Any = contextlib.nullcontext()
     if implementation != BF16:
-        callbacks.append(fp8moe.ReuseCallback())  # quantizes once per step, not per microbatch
+        reuse = fp8moe.ReuseCallback()  # quantizes once per step, not per microbatch
+        callbacks.append(reuse)
     of = fp8moe.GroupTrainer if shared(given, implementation) else Trainer
     trainer: Any = of(model, arguments, train_dataset=data, callbacks=callbacks)
     for printing in [c for c in trainer.callback_handler.callbacks if "Printer" in str(type(c))]:
         trainer.remove_callback(printing)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with reuse:
+        trainer.train(resume_from_checkpoint=checkpoint)
     return [(row["step"], float(row["loss"])) for row in trainer.state.log_history if "loss" in row]
 
 

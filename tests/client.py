@@ -220,8 +220,8 @@ def transformers(model: Any, path: Path, group: dist.ProcessGroup) -> None:
     names: list[str] = hf.swap(model, group=group)
     loaded = hf.from_pretrained(type(model), path, group=group)
     hf.save_pretrained(loaded, path)
-    callback = hf.ReuseCallback()
-    trainer = hf.GroupTrainer(model=model, callbacks=[callback])
+    with hf.ReuseCallback(check=True) as callback:
+        trainer = hf.GroupTrainer(model=model, callbacks=[callback])
     assert isinstance(trainer, hf.GroupMixin)
     assert found or names
 

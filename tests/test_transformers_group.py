@@ -258,11 +258,12 @@ def train(
     )
     of = fp8moe.GroupTrainer if ranks > 1 else transformers.Trainer
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(32)]
-    callbacks = [fp8moe.ReuseCallback()] if "gradient_accumulation_steps" in options else []
-    trainer = of(
-        model, TrainingArguments(folder, **options), train_dataset=data, callbacks=callbacks
-    )
-    trainer.train(resume_from_checkpoint=resume)
+    with fp8moe.ReuseCallback() as reuse:
+        callbacks = [reuse] if "gradient_accumulation_steps" in options else []
+        trainer = of(
+            model, TrainingArguments(folder, **options), train_dataset=data, callbacks=callbacks
+        )
+        trainer.train(resume_from_checkpoint=resume)
     if ranks > 1:
         assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
     rows = [row for row in trainer.state.log_history if "loss" in row]

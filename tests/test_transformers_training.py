@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -71,6 +72,12 @@ def examples(rows: int = 8) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in tokens(rows)]
 
 
+def reuse(check: bool | None) -> Any:
+    """No reuse where check is None."""
+    none: Any = contextlib.nullcontext()
+    return none if check is None else fp8moe.ReuseCallback(check=check)
+
+
 def trainer(model: Any, folder: Path, callbacks: Any = (), **arguments: Any) -> Any:
     return Trainer(
         model,
@@ -132,18 +139,21 @@ def test_the_bound_is_below_a_wrong_function(tmp_path: Path) -> None:
         assert error(back, want[weight]) > 1.5 * BOUND
 
 
+FOUR: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_steps": 2}
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_accumulation_with_reuse_is_bit_equal(
     how: str, tmp_path: Path, quantized: list[int]
 ) -> None:
     """Two optimizer steps of four microbatches over two layers."""
     found, counted = [], []
-    for callbacks in ([], [fp8moe.ReuseCallback()], [fp8moe.ReuseCallback(check=True)]):
+    for check in (None, False, True):
         model = model_of("Qwen3Moe")
         HOW[how](model)
         quantized[0] = 0
-        arguments = {"gradient_accumulation_steps": 4, "max_steps": 2}
-        trainer(model, tmp_path, callbacks, **arguments).train()
+        with reuse(check) as callback:
+            trainer(model, tmp_path, [callback] if callback else [], **FOUR).train()
         found.append(weights_of(model))
         counted.append(quantized[0])
         assert all(block._reused is None for block in blocks_of(model).values())
@@ -151,6 +161,51 @@ def test_accumulation_with_reuse_is_bit_equal(
         assert torch.equal(found[1][name], want)
         assert torch.equal(found[2][name], want)
     assert counted[:2] == [16, 4]
+
+
+class Interrupt(transformers.TrainerCallback):  # type: ignore[misc]
+    """Raises behind the first microbatch of the second step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_reuse_ends_with_an_exception(where: str, how: str, tmp_path: Path) -> None:
+    """Then all is as without it: loaded weights, and a Trainer whose fused optimizer counts no
+    version. The interrupted Trainer is still a name. inside: where the exception is caught."""
+    arguments: dict[str, Any] = FOUR | {"optim": "adamw_torch_fused", "learning_rate": 1e-2}
+    found = []
+    for check in (None, False):
+        model = model_of("Qwen3Moe", num_hidden_layers=1)
+        HOW[how](model)
+        start = copy.deepcopy(model.state_dict())
+        caught = contextlib.suppress(KeyboardInterrupt)
+        with caught, reuse(check) as callback:
+            callbacks = [callback] if callback else []
+            old = trainer(model, tmp_path, [*callbacks, Interrupt()], **arguments)
+            with caught if where == "inside" else contextlib.nullcontext():
+                old.train()
+            model.load_state_dict(start)
+            trainer(model, tmp_path, callbacks, **arguments).train()
+        if where == "outside":
+            model.load_state_dict(start)
+            trainer(model, tmp_path, **arguments).train()
+        found.append(weights_of(model))
+    for name, want in found[0].items():
+        assert torch.equal(found[1][name], want)
+
+
+def test_what_reuse_refuses(tmp_path: Path) -> None:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    callback = fp8moe.ReuseCallback()
+    with pytest.raises(RuntimeError, match=r"must run inside `with ReuseCallback\(\) as reuse:`"):
+        trainer(model, tmp_path, [callback]).train()
+    message = r"must have experts in FP8: .*got Qwen3MoeForCausalLM, which runs \['eager'\]"
+    with pytest.raises(ValueError, match=message), callback:
+        trainer(model, tmp_path, [callback]).train()
 
 
 # ---- PEFT ----------------------------------------------------------------------------------------
@@ -196,6 +251,27 @@ def test_peft(name: str, how: str) -> None:
         if p.requires_grad:
             assert torch.equal(p.grad, got[adapter])
         assert "lora" in adapter or p.grad is None
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_merging_inside_a_reuse_scope_counts(how: str) -> None:
+    """PEFT merges by writes to `.data`, which count no version."""
+    model, _ = adapted(how, PEFT["experts"])
+    ids = tokens()
+    with torch.no_grad():
+        plain = model(input_ids=ids).logits
+        with reuse_fp8_weights(model):
+            model.merge_adapter()
+            got = model(input_ids=ids).logits
+            model.unmerge_adapter()
+            with model.disable_adapter():
+                without = model(input_ids=ids).logits
+            model = model.merge_and_unload()
+            unloaded = model(input_ids=ids).logits
+        assert error(got, plain) < 0.05
+        assert error(without, plain) > 0.1
+        assert torch.equal(unloaded, model(input_ids=ids).logits)
+        assert error(unloaded, plain) < 0.05
 
 
 # ---- TRL -----------------------------------------------------------------------------------------
@@ -264,12 +340,13 @@ def test_trl(name: str, tmp_path: Path) -> None:
 def test_grpo_reuses_in_generation(tmp_path: Path, quantized: list[int]) -> None:
     """ReuseCallback's scope covers the generation that GRPO does within a step."""
     found, counted = [], []
-    for callbacks in ([], [fp8moe.ReuseCallback()]):
+    for check in (None, False):
         model = model_of("Qwen3Moe", num_hidden_layers=1)
         HOW["register"](model)
         quantized[0] = 0
         torch.manual_seed(0)
-        reinforcement("GRPO", model, tmp_path, callbacks)
+        with reuse(check) as callback:
+            reinforcement("GRPO", model, tmp_path, [callback] if callback else [])
         counted.append(quantized[0])
         found.append(weights_of(model))
     assert counted[0] > 6

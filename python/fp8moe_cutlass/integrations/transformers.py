@@ -12,24 +12,32 @@ go by the class and its flags. docs/how-to/hugging-face.md.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import TrainerCallback
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.integrations.transformers_check import (
+    OWN_FORWARD,
+    WEIGHTS,
+    Experts,
+    check,
+    chosen,
+    refused,
+    registered,
+    unfit,
+)
 from fp8moe_cutlass.integrations.transformers_group import (
     GroupMixin,
     GroupTrainer,
     from_pretrained,
     save_pretrained,
 )
-from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights, shard_experts
+from fp8moe_cutlass.integrations.transformers_reuse import ReuseCallback
+from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_options
 from fp8moe_cutlass.nn.block import ExpertBlock, finders
@@ -48,26 +56,7 @@ __all__ = [
 ]
 
 
-class _Experts(nn.Module):
-    pass
-
-
-# What transformers makes of an experts class without a gate of its own.
-_Plain: Any = use_experts_implementation(_Experts)
-
-
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
-_WEIGHTS = ("gate_up_proj", "down_proj")
-_registered: dict[str, Options] = {}  # what `register` has named
-
-
-class Experts(NamedTuple):
-    """An experts module of a model."""
-
-    name: str
-    kind: str  # its class
-    runs: str  # what computes it now: "MoEExperts", or the name of an experts implementation
-    reason: str | None  # why it cannot run in FP8; None: it can
+_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]  # a module's attributes for them
 
 
 def register(
@@ -89,13 +78,8 @@ def register(
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        reason = _refused(self)
-        if reason is not None:
-            kind = type(self).__name__
-            raise NotImplementedError(f"[transformers] {kind} cannot run in FP8: {reason}")
-        block: Any = self.__dict__.get("_fp8moe")  # that reuse or telemetry has found
-        if block is None or block._options is not options:
-            block = _Registered(self, options)
+        _raise(self, refused(self))
+        block = _kept(self, options) or _Registered(self, options)
         # Under expert parallelism num_experts, then the local number, is no expert.
         out: Tensor = block.forward(
             hidden_states, top_k_index, top_k_weights, no_expert=self.num_experts
@@ -103,7 +87,8 @@ def register(
         return out
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
-    _registered[name] = options
+    ALL_FP8_EXPERTS_FUNCTIONS.register(name, forward)  # which it refuses by name
+    registered[name] = options
 
 
 def swap(
@@ -118,7 +103,9 @@ def swap(
 
     options: MoEExperts', such as recipe. NotImplementedError if an experts module cannot run, or
     none is there; then nothing is changed. Sharded experts (DTensor) are refused, and quantized
-    models: swap before parallelizing or quantizing, or use `register`.
+    models: swap before parallelizing or quantizing, or use `register`. ValueError for options of a
+    model whose experts are swapped already. Hooks on the experts modules go on. Afterwards
+    `set_experts_implementation` has nothing to act on: the next forward raises RuntimeError.
     group, capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
       parameters: swap before an optimizer or a Trainer is made.
     """
@@ -136,13 +123,16 @@ def swap_on_meta(model: nn.Module, **options: Any) -> list[str]:
 
 def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
     found = check(model)
-    swappable = [e for e in found if e.runs not in ("MoEExperts", "its own forward")]
-    if meta:
-        bad = [e for e in swappable if _refused(model.get_submodule(e.name)) is not None]
-    else:
-        bad = [e for e in swappable if e.reason is not None]
-    if not swappable:
-        bad = [e for e in found if e.reason is not None]
+    swappable = [e for e in found if e.runs not in ("MoEExperts", OWN_FORWARD)]
+    if not swappable and options and any(e.runs == "MoEExperts" for e in found):
+        raise ValueError(
+            "[transformers] swap: options must be those of the first swap; got "
+            f"{', '.join(options)} for experts that are MoEExperts already: load the model again"
+        )
+    bad = [e for e in found if e.reason is not None]
+    if swappable:
+        reasons = ((e, _unswappable(model, e, meta, **options)) for e in swappable)
+        bad = [e._replace(reason=reason) for e, reason in reasons if reason is not None]
     if bad:
         raise NotImplementedError(
             "[transformers] swap: " + "; ".join(f"{e.name} ({e.kind}): {e.reason}" for e in bad)
@@ -153,55 +143,39 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         )
     for name in (e.name for e in swappable):
         module: Any = model.get_submodule(name)
-        experts, hidden, intermediate = module.down_proj.shape
-        dtype = module.down_proj.dtype
-        layer = MoEExperts(experts, hidden, intermediate, dtype=dtype, device="meta", **options)
+        layer = SwappedExperts(module, **options)
         if not meta:
-            for weight in _WEIGHTS:
+            for weight in WEIGHTS:
                 setattr(layer, weight, getattr(module, weight))
         layer.train(module.training)
         model.set_submodule(name, layer)
     return [e.name for e in swappable]
 
 
-def check(model: nn.Module) -> list[Experts]:
-    """Every experts module of `model`, and whether it can run in FP8. Changes nothing.
+class SwappedExperts(MoEExperts):
+    """What `swap` puts in the place of an experts module of transformers, on the meta device."""
 
-    `runs` is what computes it now: compare it with the name that was asked for. transformers
-    ignores `set_experts_implementation` for a model whose class stands outside its own files.
-    """
-    quantized = any(getattr(m, "hf_quantizer", None) is not None for m in model.modules())
-    found = []
-    for name, m in model.named_modules():
-        kind = type(m).__name__
-        if isinstance(m, MoEExperts):
-            found.append(Experts(name, kind, "MoEExperts", None))
-        elif _chosen(m):
-            reason = "the model is quantized" if quantized else _refused(m) or _unusable(m)
-            runs = getattr(m.config, "_experts_implementation", None) or "eager"
-            found.append(Experts(name, kind, runs, reason))
-        elif kind.endswith("Experts"):
-            reason = "its class takes no experts implementation of transformers"
-            found.append(Experts(name, kind, "its own forward", reason))
-    return found
+    def __init__(self, module: Any, **options: Any) -> None:
+        w = module.down_proj
+        super().__init__(*w.shape, dtype=w.dtype, device="meta", **options)
+        self.config = module.config
+        self._implementation = self.config._experts_implementation
+        vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As of nn.MoEExperts; RuntimeError after set_experts_implementation."""
+        now = self.config._experts_implementation
+        if now != self._implementation and (self._implementation, now) != _DECODING:
+            raise RuntimeError(
+                "[transformers] a swapped model runs nn.MoEExperts: to run another experts "
+                f"implementation, load the model again; got {now!r} instead of "
+                f"{self._implementation!r} after swap"
+            )
+        return super().forward(*args, **kwargs)
 
 
-class ReuseCallback(TrainerCallback):
-    """For Trainer with gradient_accumulation_steps: FP8 weights are quantized once per optimizer
-    step, by nn.reuse_fp8_weights, for all its microbatches. check: as there."""
-
-    def __init__(self, check: bool = False) -> None:
-        self._check, self._scope = check, ExitStack()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._scope.close()
-        self._scope.enter_context(reuse_fp8_weights(given["model"], check=self._check))
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._scope.close()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._scope.close()
+# What generate() sets on a GPU, for the time of it.
+_DECODING = ("grouped_mm", "batched_mm")
 
 
 class _Registered(ExpertBlock):
@@ -219,16 +193,37 @@ class _Registered(ExpertBlock):
     def down_proj(self) -> Any:
         return self._module.down_proj
 
+    def local_weights(self) -> tuple[Tensor, Tensor]:
+        weights = super().local_weights()
+        _raise(self._module, unfit(weights, self.recipe))
+        return weights
+
+    def __reduce__(self) -> Any:  # a copy of the module makes its own
+        return type(None), ()
+
+
+def _raise(module: Any, reason: str | None) -> None:
+    if reason is not None:
+        kind = type(module).__name__
+        raise NotImplementedError(f"[transformers] {kind} cannot run in FP8: {reason}")
+
+
+def _kept(module: Any, options: Options) -> _Registered | None:
+    """The block that `_find` has made for this module, not for one that it is a copy of."""
+    block: _Registered | None = module.__dict__.get("_fp8moe")
+    own = block is not None and block._module is module and block._options is options
+    return block if own else None
+
 
 def _find(module: Any) -> ExpertBlock | None:
     """The block of a module that runs a registered implementation, which the module keeps."""
-    if not _chosen(module) or _refused(module) is not None:
+    if not chosen(module):
         return None
-    options = _registered.get(module.config._experts_implementation)
-    if options is None:
+    options = registered.get(module.config._experts_implementation)
+    if options is None or refused(module) is not None:
         return None
-    block: ExpertBlock | None = module.__dict__.get("_fp8moe")
-    if block is None or block._options is not options:
+    block = _kept(module, options)
+    if block is None:
         block = module.__dict__["_fp8moe"] = _Registered(module, options)
     return block
 
@@ -236,42 +231,26 @@ def _find(module: Any) -> ExpertBlock | None:
 finders.append(_find)
 
 
-def _chosen(module: nn.Module) -> bool:
-    """Whether an experts implementation computes the module."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is _Plain.forward.__code__ and hasattr(module, "is_concatenated")
-
-
-def _refused(module: Any) -> str | None:
-    """Why experts of this class are not MoEExperts'; None: they are."""
-    act = getattr(module, "act_fn", None)
-    plain = type(module)._apply_gate is _Plain._apply_gate
-    reasons = {
-        "no gate": not getattr(module, "has_gate", True),
-        "biases": getattr(module, "has_bias", False),
-        "weights are [E, in, out]": getattr(module, "is_transposed", False),
-        "gate and up are interleaved": not getattr(module, "is_concatenated", True),
-        "a norm after each expert": getattr(module, "has_post_expert_norm", False),
-        "a gate of its own": not plain,
-        f"its activation is {getattr(act, '__name__', type(act).__name__)}, not SiLU": plain
-        and not (isinstance(act, _SILU) or act is F.silu),
-    }
-    return ", ".join(reason for reason, holds in reasons.items() if holds) or None
-
-
-def _unusable(module: nn.Module) -> str | None:
-    """Why the parameters of a plain experts module cannot be MoEExperts'; None: they can."""
-    more = {name for name, _ in module.named_parameters()} - {*_WEIGHTS}
+def _unswappable(model: nn.Module, experts: Experts, meta: bool, **options: Any) -> str | None:
+    """Why MoEExperts cannot take the place of an experts module; None: it can."""
+    module: Any = model.get_submodule(experts.name)
+    reason = refused(module)
+    if reason is not None:
+        return reason
+    weights = module.gate_up_proj, module.down_proj
+    reason = unfit(weights, options.get("recipe", Fp8Recipe()))
+    if reason is not None or meta:
+        return reason
+    if any(getattr(m, "hf_quantizer", None) is not None for m in model.modules()):
+        return "the model is quantized"
+    if "forward" in vars(module):
+        return "its forward is replaced (by accelerate, for a device_map): swap before"
+    more = {name for name, _ in module.named_parameters()} - {*WEIGHTS}
     if more:
         return f"parameters of its own: {', '.join(sorted(more))}"
-    for name in _WEIGHTS:
-        w = getattr(module, name)
+    for name, w in zip(WEIGHTS, weights, strict=True):
         if is_sharded(w):
             return f"{name} is a DTensor (sharded): swap before parallelizing"
         if w.is_meta:
             return f"{name} is on the meta device (offloaded, or not loaded)"
-        if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"{name} is {w.dtype}"
-        if w.shape[-1] % 16:
-            return f"{name} is {tuple(w.shape)}: sizes must be multiples of 16"
     return None

@@ -1,0 +1,111 @@
+"""check: which modules of a model are experts, what computes them, and why not FP8.
+
+integrations.transformers exports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.moe import use_experts_implementation
+
+from fp8moe_cutlass.autograd import Options
+from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.recipe import Fp8Recipe
+
+
+class _Experts(nn.Module):
+    pass
+
+
+# What transformers makes of an experts class without a gate of its own.
+_Plain: Any = use_experts_implementation(_Experts)
+
+
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
+WEIGHTS = ("gate_up_proj", "down_proj")
+OWN_FORWARD = "its own forward"
+registered: dict[str, Options] = {}  # by the names that `register` has given to transformers
+
+
+class Experts(NamedTuple):
+    """An experts module of a model."""
+
+    name: str
+    kind: str  # its class
+    runs: str  # "MoEExperts", the name of an experts implementation, or "its own forward"
+    reason: str | None  # why no registered implementation can compute it; None: one can
+
+
+def check(model: nn.Module) -> list[Experts]:
+    """Every experts module of `model`, what computes it now, and whether it can run in FP8. Changes
+    nothing.
+
+    Compare `runs` with the name that was given: transformers ignores `set_experts_implementation`
+    for a model whose class stands outside its own files. A module that runs "its own forward" may
+    be experts, by its name, its class's or a weight [E, N, K]; what it computes is not known here.
+    """
+    found = []
+    for name, m in model.named_modules():
+        kind = type(m).__name__
+        if isinstance(m, MoEExperts):
+            found.append(Experts(name, kind, "MoEExperts", None))
+        elif chosen(m):
+            runs = getattr(m.config, "_experts_implementation", None) or "eager"
+            recipe = registered[runs].recipe if runs in registered else Fp8Recipe()
+            reason = refused(m) or unfit((m.gate_up_proj, m.down_proj), recipe)
+            found.append(Experts(name, kind, runs, reason))
+        elif _may_be_experts(name, m):
+            reason = "its class takes no experts implementation of transformers"
+            found.append(Experts(name, kind, OWN_FORWARD, reason))
+    return found
+
+
+def chosen(module: nn.Module) -> bool:
+    """Whether an experts implementation computes the module."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is _Plain.forward.__code__ and hasattr(module, "is_concatenated")
+
+
+def _may_be_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module that no implementation computes may hold experts, by itself."""
+    named = type(module).__name__.endswith("Experts") or name.rpartition(".")[2] == "experts"
+    stacked = any(p.ndim == 3 and len(p) > 1 for p in module.parameters(recurse=False))
+    if not named and (not stacked or type(module).__module__.startswith("torch.")):
+        return False
+    return not any(isinstance(m, MoEExperts) or chosen(m) for m in module.modules())
+
+
+def refused(module: Any) -> str | None:
+    """Why the experts of this class are not MoEExperts'; None: they are."""
+    act = getattr(module, "act_fn", None)
+    plain = type(module)._apply_gate is _Plain._apply_gate
+    if isinstance(module, FP8Experts):
+        return "its weights are FP8 codes: load with FineGrainedFP8Config(dequantize=True)"
+    reasons = {
+        "no gate": not getattr(module, "has_gate", True),
+        "biases": getattr(module, "has_bias", False),
+        "weights are [E, in, out]": getattr(module, "is_transposed", False),
+        "gate and up are interleaved": not getattr(module, "is_concatenated", True),
+        "a norm after each expert": getattr(module, "has_post_expert_norm", False),
+        "a gate of its own": not plain,
+        f"its activation is {getattr(act, '__name__', type(act).__name__)}, not SiLU": plain
+        and not (isinstance(act, _SILU) or act is F.silu),
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds) or None
+
+
+def unfit(weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None) -> str | None:
+    """Why weights of this dtype and size cannot be multiplied; None: they can."""
+    multiple = 8 if recipe is None else 16
+    for name, w in zip(WEIGHTS, weights, strict=True):
+        if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"{name} is {w.dtype}"
+        if w.shape[-1] % multiple:
+            return f"{name} is {tuple(w.shape)}: sizes must be multiples of {multiple}"
+    return None
