@@ -78,8 +78,8 @@ typedef struct fp8moe_tensor {
 
 /* value = decode(data) * scale_inv */
 typedef struct fp8moe_fp8_tensor {
-  fp8moe_tensor data;      /* e4m3 or e5m2 */
-  fp8moe_tensor scale_inv; /* f32; all zeros: there are no scales */
+  fp8moe_tensor data;      /* e4m3 or e5m2, at a multiple of 16 bytes */
+  fp8moe_tensor scale_inv; /* f32, in gemm layout at a multiple of 16 bytes; all zeros: none */
   int32_t layout;
 } fp8moe_fp8_tensor;
 

@@ -9,11 +9,11 @@
 // Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the
 // caller gives, allocates nothing on the device and never synchronizes with it. No output
 // shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
-// (InvalidArgument). Codes, high-precision data and plans start at a multiple of 16 bytes. On the
-// CPU, memory that runs out inside a parallel region ends the process: some ops hold a few rows a
-// thread there. What lies in a plan's buffer is trusted on CUDA, where nobody on the host can read
-// it; the CPU checks it (InvalidArgument) before it indexes by it. Letters: plan.h.
-// docs/reference/numerics.md states what each op guarantees bit by bit.
+// (InvalidArgument). Codes, scales in gemm layout, high-precision data and plans start at a
+// multiple of 16 bytes. On the CPU, memory that runs out inside a parallel region ends the process:
+// some ops hold a few rows a thread there. What lies in a plan's buffer is trusted on CUDA, where
+// nobody on the host can read it; the CPU checks it (InvalidArgument) before it indexes by it.
+// Letters: plan.h. docs/reference/numerics.md states what each op guarantees bit by bit.
 #pragma once
 
 #include <limits>

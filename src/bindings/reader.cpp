@@ -256,7 +256,10 @@ void Reader::read(Fp8Tensor& q) {
   q.layout = plain ? ScaleLayout::row : layout(word);
   const bool strided = allows_ & kStridedRows;
   q.data = aligned_array(data, "", strided && !plain);
-  if (!plain) q.scale_inv = array(scale, ".scale_inv", strided && q.layout == ScaleLayout::row);
+  if (!plain)
+    q.scale_inv = q.layout == ScaleLayout::gemm
+                      ? aligned_array(scale, ".scale_inv", false)
+                      : array(scale, ".scale_inv", strided && q.layout == ScaleLayout::row);
   if (q.data.dtype == DType::u8 && !flat_ && !plain) {  // codes of a framework without FP8 dtypes
     const nb::object format = attribute(given, names[3]);
     if (format.is_valid() && is_text(format, "e4m3")) q.data.dtype = DType::e4m3;

@@ -179,6 +179,7 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   }
   dtype(t.scale_inv, name, {DType::f32}, kScale);
   aligned(t.data, name);
+  if (t.layout == ScaleLayout::gemm) aligned(t.scale_inv, name, kScale);
 }
 
 void Checker::plan_sizes(const RoutingPlan& plan) const {
@@ -212,9 +213,9 @@ void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,
   fp8(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm});
 }
 
-void Checker::aligned(const Tensor& t, const char* name) const {
+void Checker::aligned(const Tensor& t, const char* name, const char* part) const {
   const auto address = reinterpret_cast<uintptr_t>(t.data);
-  FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name,
+  FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name, part,
                " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
 }
 

@@ -55,7 +55,8 @@ class Checker {
   void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
              const char* part = "") const;
   void multiple(int64_t value, const char* name, int64_t of) const;
-  // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout.
+  // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout:
+  // those in gemm layout are aligned, too.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
            std::initializer_list<ScaleLayout> layouts) const;
   // Weights and activations are in E4M3: E5M2 is for gradients alone.
@@ -71,8 +72,8 @@ class Checker {
   void plan(const RoutingPlan& plan) const;
   // A transposed operand [C, Kcap] of `plan`, layout block or gemm.
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
-  // Data rows move in 16-byte pieces: the data starts at a multiple of 16 bytes.
-  void aligned(const Tensor& t, const char* name) const;
+  // Data rows and scales for the GEMM move in 16-byte pieces: they start at a multiple of 16 bytes.
+  void aligned(const Tensor& t, const char* name, const char* part = "") const;
   // eps finite and not negative.
   void rule(ScaleRule rule) const;
   // No output overlaps an input or another output. Shapes are already checked.

@@ -34,8 +34,6 @@ CUtensorMap encode(const char* op, const char* name, CUtensorMapDataType type,
                    const std::array<cuuint64_t, Rank>& size,
                    const std::array<cuuint64_t, Rank - 1>& stride_bytes,
                    const std::array<cuuint32_t, Rank>& box) {
-  FP8MOE_CHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0, "[", op, "] ", name,
-               " must start at a multiple of 16 bytes; got address ", data);
   std::array<cuuint32_t, Rank> step;
   step.fill(1);
   CUtensorMap map{};

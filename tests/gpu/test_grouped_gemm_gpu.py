@@ -97,6 +97,27 @@ def wgrad_error(dy: Fp8Tensor, x: Fp8Tensor, plan: RoutingPlan, dw: Tensor) -> f
     return worst
 
 
+def moved_by_4_bytes(t: Tensor) -> Tensor:
+    flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:]
+    return flat.view(t.shape).copy_(t)
+
+
+def test_scales_that_start_between_multiples_of_16_bytes() -> None:
+    """Copied, as other inputs are."""
+    plan = plan_of([5, 130])
+    w = on_gpu(noise(2, 144, 272, layout="block"))
+    columns = [on_gpu(noise(c, plan.columns, layout="gemm")) for c in (144, 272)]
+    a = on_gpu(noise(plan.rows, 272, layout="gemm"))
+    moved, *moved_columns = (
+        Fp8Tensor(t.data, moved_by_4_bytes(t.scale_inv), t.scale_layout) for t in (a, *columns)
+    )
+    assert moved.scale_inv.data_ptr() % 16
+    assert same_bits(ops.grouped_gemm(moved, w, plan), ops.grouped_gemm(a, w, plan))
+    assert same_bits(
+        ops.grouped_gemm_wgrad(*moved_columns, plan), ops.grouped_gemm_wgrad(*columns, plan)
+    )
+
+
 @DTYPES
 @COUNTED
 @pytest.mark.parametrize(
