@@ -141,6 +141,9 @@ def test_chunks(device: str) -> None:
     out, out_probs = megatron.sort_chunks_by_idxs(x, sizes, order, probs)
     assert torch.equal(out, want)
     assert torch.equal(out_probs, torch.cat([probs.split([3, 4, 5])[i] for i in (2, 0, 1)]))
+    for given in (None, probs):
+        with pytest.raises(ValueError, match="sum to the 12 rows"):
+            megatron.sort_chunks_by_idxs(x, sizes - 1, order, given)
 
 
 def test_fp8(device: str) -> None:

@@ -482,13 +482,16 @@ def test_refusals(device: str) -> None:
     refused(r"index_with_probs\] split_sizes and", sort, x, probs[:, 0], sizes, sizes[:2])
     refused("probs is required", sort, x, None, sizes, sizes)
     refused("never padded", te.moe_unpermute, y, row_id_map, map_type="index", pad_offsets=offsets)
+    order = torch.arange(3)
+    for wrong in (torch.tensor([T, 1, 0]), torch.tensor([-1, T, 1]), torch.tensor([T - 1, 0, 0])):
+        refused(f"sum to the {T} rows", te.moe_sort_chunks_by_index, x, wrong, order)
+        refused(f"sum to the {T} rows", sort, x, probs[:, 0], wrong, order)
+    refused("sum to the 0 rows", te.moe_sort_chunks_by_index, x[:0], sizes, order)
+    refused("sum to the 0 rows", sort, x[:0], probs[:0, 0], sizes, order)
+    for wrong in (order - 1, order + 1, order // 2):
+        refused("must be a permutation", te.moe_sort_chunks_by_index, x, sizes, wrong)
     if device == "cpu":
         refused("dropped because the capacity", te.moe_permute, x, gpu_mask, n - 1)
-        order = torch.arange(3)
-        for wrong in (torch.tensor([T, 1, 0]), torch.tensor([-1, T, 1])):
-            refused("split_sizes must be of", te.moe_sort_chunks_by_index, x, wrong, order)
-        for wrong in (order - 1, order + 1, order // 2):
-            refused("must be a permutation", te.moe_sort_chunks_by_index, x, sizes, wrong)
 
 
 def test_gradient_of_the_probs_alone_under_another_default_dtype(device: str) -> None:

@@ -217,13 +217,15 @@ def moe_sort_chunks_by_index(
 ) -> T:
     """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C], integers.
 
-    Rows past the last chunk are dropped; what the output holds in their place is unspecified.
-    Sizes of more than N rows, or an order that is no permutation: ValueError on the CPU.
+    ValueError where split_sizes on the CPU do not sum to N, or sorted_index on the CPU is no
+    permutation. On CUDA nobody reads them: rows past the last chunk are dropped, and what the
+    output holds in their place is unspecified.
     """
     op = "moe_sort_chunks_by_index"
+    _check_chunks(op, inp, split_sizes, sorted_index)
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout)
-    return _move(op, inp, _chunks(op, inp, split_sizes, sorted_index), None, scale_layout)[0]
+    return _move(op, inp, _chunks(inp, split_sizes, sorted_index), None, scale_layout)[0]
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -238,9 +240,10 @@ def moe_sort_chunks_by_index_with_probs(
     bfloat16)."""
     op = "moe_sort_chunks_by_index_with_probs"
     _check_given(op, probs=probs)
+    _check_chunks(op, inp, split_sizes, sorted_index)
     if inp.shape[0] == 0:
         return _clone(inp, scale_layout), probs.clone()
-    plan = _chunks(op, inp, split_sizes, sorted_index)
+    plan = _chunks(inp, split_sizes, sorted_index)
     out, sorted_probs = _move(op, inp, plan, probs.reshape(-1, 1), scale_layout)
     assert sorted_probs is not None
     return out, sorted_probs
@@ -325,26 +328,32 @@ def _exact(op: str, plan: RoutingPlan, counts: Tensor) -> tuple[RoutingPlan, boo
     return maps.repack(plan, int(rows)), rows != tokens
 
 
-def _chunks(
+def _check_chunks(
     op: str, inp: Tensor | Fp8Tensor, split_sizes: Tensor, sorted_index: Tensor
-) -> RoutingPlan:
-    """A chunk's place in the new order is the expert of its rows."""
+) -> None:
+    """ValueError unless the sizes and their order, as far as they lie on the CPU, are of inp."""
     if split_sizes.dim() != 1 or sorted_index.shape != split_sizes.shape:
         raise ValueError(
             f"[{op}] split_sizes and sorted_index must both be [C]; got "
             f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
         )
+    if torch.compiler.is_compiling():
+        return
+    rows, chunks = inp.shape[0], split_sizes.shape[0]
+    if split_sizes.device.type == "cpu":
+        sizes = split_sizes.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) != rows:
+            raise ValueError(f"[{op}] split_sizes must sum to the {rows} rows of inp; got {sizes}")
+    if sorted_index.device.type == "cpu" and sorted(sorted_index.tolist()) != list(range(chunks)):
+        raise ValueError(
+            f"[{op}] sorted_index must be a permutation of the {chunks} chunks; "
+            f"got {sorted_index.tolist()}"
+        )
+
+
+def _chunks(inp: Tensor | Fp8Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:
+    """A chunk's place in the new order is the expert of its rows."""
     device, chunks = inp.device, split_sizes.shape[0]
-    if device.type == "cpu" and not torch.compiler.is_compiling():
-        sizes, places = split_sizes.tolist(), sorted_index.tolist()
-        if min(sizes, default=0) < 0 or sum(sizes) > inp.shape[0]:
-            raise ValueError(
-                f"[{op}] split_sizes must be of the {inp.shape[0]} rows of inp; got {sizes}"
-            )
-        if sorted(places) != list(range(chunks)):
-            raise ValueError(
-                f"[{op}] sorted_index must be a permutation of the {chunks} chunks; got {places}"
-            )
     ends = now_on(device, split_sizes).cumsum(0)
     chunk = torch.searchsorted(ends, torch.arange(inp.shape[0], device=device), right=True)
     place = torch.full((chunks + 1,), -1, dtype=torch.int32, device=device)
