@@ -66,6 +66,17 @@ print(type(out).__name__, out.dtype, rows.data.dtype, h.shape)
 """
 
 
+def test_ops_alone_makes_values_of_torch() -> None:
+    """FP8 tensors and plans are pytrees, whatever else is imported."""
+    code = """
+import torch
+from fp8moe_cutlass import ops
+q, plan = ops.quantize(torch.ones(2, 128)), ops.route(1, topk_idx=torch.zeros(2, 1).long())
+print([len(torch.utils._pytree.tree_leaves(value)) for value in (q, plan)])
+"""
+    assert run(code) == "[2, 1]"
+
+
 OLD_EXTENSION = """
 import fp8moe_cutlass as f
 from fp8moe_cutlass import _C

@@ -95,8 +95,8 @@ class Fp8Tensor:
       "gemm"  [cdiv(K, 128), pad4(M)]  tiles 1x128, what the GEMMs read
       "block" [(E,) cdiv(M, 128), cdiv(K, 128)]  tiles 128x128
     pow2: every scale is a power of two.
-    ValueError if the scales do not fit. A pytree; torch.save and torch.load take it (load once
-    fp8moe_cutlass.ops is imported).
+    ValueError if the scales do not fit. Once fp8moe_cutlass.ops is imported, it is a pytree of
+    torch's, and torch.load takes it.
     """
 
     data: Array

@@ -21,6 +21,7 @@ try:
     from torch.autograd import forward_ad, profiler
     from torch.autograd.graph import increment_version
 
+    from fp8moe_cutlass.ops import _values  # noqa: F401  (registers them)
     from fp8moe_cutlass.ops._torch_op import register
 except ModuleNotFoundError as error:
     if error.name != "torch":
