@@ -7,6 +7,7 @@ import copy
 import math
 import multiprocessing
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.autograd import block
+from fp8moe_cutlass.autograd import block, weight_grad
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, assert_same, problem, unaligned
 
@@ -280,6 +281,41 @@ def test_checkpointed_forwards_inside_backwards_are_no_next_ones() -> None:
     sum(outs).backward(p.dout)
     layer.backward_dw()
     assert torch.equal(layer.down_proj.grad, 2 * p.run(p.experts()).ddown)
+
+
+@pytest.mark.parametrize("main", [False, True])
+def test_a_backward_dw_out_of_memory_runs_again(main: bool, monkeypatch: Any) -> None:
+    """At each of its allocations: the gradient is there once."""
+    p, layer = small(delay_wgrad=True)
+    if main:
+        main_grads(layer)
+    for w in layer.parameters():
+        w.grad_added_to_main_grad = False
+    want = p.run(p.experts(dtype=torch.float32 if main else torch.bfloat16))
+    p.run(layer)
+    raised = allocated = 0
+
+    def failing(make: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal raised, allocated
+            if allocated == raised:
+                raised += 1
+                raise torch.OutOfMemoryError
+            allocated += 1
+            return make(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(weight_grad, "_placeholders", {})
+    for make in ("empty", "zeros"):
+        monkeypatch.setattr(torch, make, failing(getattr(torch, make)))
+    while layer._delayed:
+        allocated = 0
+        with suppress(torch.OutOfMemoryError):
+            layer.backward_dw()
+    assert raised > 2
+    for w, grad in zip(layer.parameters(), (want.dgate_up, want.ddown), strict=True):
+        assert torch.equal(w.main_grad if main else w.grad, grad)
 
 
 def test_deferred_gradients_need_the_parameter_that_forward_saw() -> None:

@@ -98,14 +98,18 @@ class Pending:
 
     def run(self) -> None:
         """Into main_grad or .grad, on the current stream, which need not be the backward's: with a
-        workspace of its own."""
+        workspace of its own. All memory is allocated before main_grad is added to: a run that
+        raises for lack of it has done nothing, and may run again."""
         if self.operands is not None:
             self.operands.wait(tensors_of(self.wgrad))
-        weight, grad = self.to.weight, self.to.deliver(self.wgrad)
+        weight, to = self.to.weight, self.to
+        megatron = to.main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
+        unread = placeholder(to) if megatron and weight.grad is None else None
+        grad = to.deliver(self.wgrad)
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-        elif weight.grad is None and hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad = placeholder(self.to)
+        elif unread is not None:
+            weight.grad = unread
 
 
 @dataclass(frozen=True)
