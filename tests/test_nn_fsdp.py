@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8moe_cutlass import SlowPathWarning, slow_path
 from fp8moe_cutlass.autograd import experts
-from fp8moe_cutlass.nn import reuse_fp8_weights, shard_experts
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights, shard_experts
 from moe_problem import Problem, problem
-from ranks import Pool, results
+from ranks import Failure, Pool, results
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +283,21 @@ def mixed_precision(_: Any) -> None:
 
 def test_a_mixed_precision_policy_casts_before_quantization(pool: Pool) -> None:
     results(pool.run(2, mixed_precision))
+
+
+def float32_gate(_: Any) -> None:
+    moe = MoE(Router(128, 2, 2), MoEExperts(2, 128, 128))
+    fully_shard(moe)
+    moe(torch.ones(1, 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=Failure,
+    reason="fully_shard gathers experts in FP8: FSDP expects uniform original parameter dtype",
+)
+def test_a_float32_gate_beside_bfloat16_experts(pool: Pool) -> None:
+    results(pool.run(2, float32_gate))
 
 
 def told(group: Any) -> None:
