@@ -370,6 +370,15 @@ def test_swap_refuses_a_replaced_forward() -> None:
         fp8moe.swap(model)
 
 
+def test_swap_of_experts_that_two_layers_share() -> None:
+    model = model_of("Qwen3Moe", num_hidden_layers=2)
+    one, other = (layer.mlp for layer in model.model.layers)
+    other.experts = one.experts
+    assert fp8moe.swap(model) == ["model.layers.0.mlp.experts"]
+    assert isinstance(one.experts, MoEExperts)
+    assert other.experts is one.experts
+
+
 def test_swapped_options() -> None:
     model = model_of("Mixtral")
     model.eval()

@@ -141,6 +141,7 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         raise NotImplementedError(
             f"[transformers] swap: model must have experts modules; got {type(model).__name__}"
         )
+    places = list(model.named_modules(remove_duplicate=False))
     for name in (e.name for e in swappable):
         module: Any = model.get_submodule(name)
         layer = SwappedExperts(module, **options)
@@ -148,7 +149,8 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
             for weight in WEIGHTS:
                 setattr(layer, weight, getattr(module, weight))
         layer.train(module.training)
-        model.set_submodule(name, layer)
+        for place in (place for place, m in places if m is module):
+            model.set_submodule(place, layer)
     return [e.name for e in swappable]
 
 
