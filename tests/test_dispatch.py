@@ -1,4 +1,4 @@
-"""dispatch_plan, quantize_pack, unpack: bit-equal to the loops of reference_dispatch.py."""
+"""dispatch_plan, quantize_pack, unpack: bit-equal to the reference of `verify`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-import reference_dispatch as ref
 from fp8moe_cutlass import RoutingPlan
+from fp8moe_cutlass.tools.verify import reference as ref
 from on_device import CPU_ONLY, ops
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -27,16 +28,22 @@ def poisoned_plan(tokens: int, ranks: int, capacity: int) -> RoutingPlan:
     return RoutingPlan(torch.full((words,), -0x5A5A5A5B, dtype=torch.int32), *sizes)
 
 
+def tokens_of(d: ref.Dispatch, rank: int) -> list[int]:
+    """The tokens that have a row of this rank, in order."""
+    return np.nonzero(d.row_of[:, rank] >= 0)[0].tolist()
+
+
 def assert_plan(plan: RoutingPlan, counts: Tensor, d: ref.Dispatch, segment: int) -> None:
     """Every section of the buffer, and the counts. segment: the rows of a rank; 0: any number."""
-    ranks = len(d.rows)
+    ranks = len(d.first_row)
     assert (plan.slots, plan.experts, plan.align) == (ranks, ranks, 1)
-    kept = [len(tokens) for tokens in d.rows]
+    kept = d.counts[:, 0].tolist()
     end = ranks * segment if segment else sum(kept)
     columns = np.cumsum([0, *(-(-n // 128) * 128 for n in kept)])
     token, slot = np.full(end, -1), np.full(end, -1)
     blocks: list[list[int]] = []
-    for r, tokens in enumerate(d.rows):
+    for r in range(ranks):
+        tokens = tokens_of(d, r)
         at = slice(d.first_row[r], d.first_row[r] + len(tokens))
         token[at], slot[at] = tokens, r
         for i in range(0, len(tokens), 128):
@@ -63,7 +70,7 @@ def planned(
     capacity = (segment + spare) * ranks if segment else tokens * min(slots, ranks)
     out = poisoned_plan(tokens, ranks, capacity), torch.full((ranks, 2), -7, dtype=torch.int32)
     plan, counts = ops.dispatch_plan(ids, experts, ranks, segment=segment, spare=spare, out=out)
-    d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, segment, spare=spare)
+    d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, segment, spare)
     assert_plan(plan, counts, d, segment and segment + spare)
     return plan, counts, d
 
@@ -78,15 +85,37 @@ def packed_of(
     return ops.quantize_pack(x, plan, ids, probs, out=out, **kwargs)
 
 
+def wire(
+    d: ref.Dispatch,
+    x: NDArray[np.float32],
+    dtype: str,
+    ids: NDArray[np.int64] | None,
+    probs: NDArray[np.float32] | None,
+    num_experts: int,
+    fp8: str,
+    scale: str,
+) -> dict[int, bytes]:
+    """The bytes of each row that has a token. dtype: the one x was given in."""
+    q = ref.quantize(x, 1, fp8, scale, largest=ref.LARGEST[dtype])
+    parts: list[NDArray[Any]] = [part[np.nonzero(d.row_of >= 0)[0]] for part in q]
+    if ids is not None and probs is not None:
+        parts += ref.local_ids(ids, probs, d, num_experts // len(d.first_row))
+    found = {}
+    for row, *of_row in zip(d.row_of[d.row_of >= 0], *parts, strict=True):
+        packed = b"".join(part.tobytes() for part in of_row)
+        found[int(row)] = packed + b"\0" * (-len(packed) % 16)
+    return found
+
+
 def assert_wire(
-    packed: Tensor, rows: dict[int, ref.Bytes], plan: RoutingPlan, hidden: int, slots: int
+    packed: Tensor, rows: dict[int, bytes], plan: RoutingPlan, hidden: int, slots: int
 ) -> None:
     """Rows with a token in every byte; ids -1 and probs 0 in a segment's others; no row past it."""
     end, ids = int(plan.row_offsets[-1]), hidden + 4 * -(-hidden // 128)
     for row in range(plan.rows):
         got = packed[row].numpy()
         if row in rows:
-            np.testing.assert_array_equal(got, rows[row], err_msg=f"row {row}")
+            assert got.tobytes() == rows[row], row
         elif row < end and slots:
             assert (got[ids : ids + 4 * slots] == 0xFF).all()
             assert (got[ids + 4 * slots : ids + 8 * slots] == 0).all()
@@ -148,10 +177,10 @@ def test_wire(hidden: int, slots: int) -> None:
         plan, _, d = planned(ids, 6, 3, segment)
         packed = packed_of(x, ids, probs, plan, num_experts=6)
         args = (x.numpy(), "float32", ids.numpy(), probs.numpy(), 6, "e4m3", "pow2")
-        assert_wire(packed, ref.wire(d, *args), plan, hidden, slots)
+        assert_wire(packed, wire(d, *args), plan, hidden, slots)
         gradient = packed_of(x, None, None, plan, num_experts=6)
         args = (x.numpy(), "float32", None, None, 6, "e4m3", "pow2")
-        assert_wire(gradient, ref.wire(d, *args), plan, hidden, 0)
+        assert_wire(gradient, wire(d, *args), plan, hidden, 0)
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
@@ -167,7 +196,7 @@ def test_formats(dtype: str, fp8: str, scale: Any, ids_dtype: torch.dtype) -> No
     plan, _, d = planned(ids, 8, 8)
     packed = packed_of(x, ids, probs, plan, num_experts=8, fp8_dtype=fp8, scale=scale)
     plain = ids.numpy().astype(np.int64)
-    rows = ref.wire(d, x.float().numpy(), dtype, plain, probs.numpy(), 8, fp8, scale)
+    rows = wire(d, x.float().numpy(), dtype, plain, probs.numpy(), 8, fp8, scale)
     assert_wire(packed, rows, plan, 272, 4)
     q = ops.quantize(x, fp8_dtype=fp8, scale=scale)
     got, *_ = ops.unpack(packed, 272, 4, fp8_dtype=fp8, pow2=scale == "pow2")
@@ -190,11 +219,12 @@ def test_any_routing(data: st.DataObject) -> None:
     plan, _, d = planned(ids, ranks * each, ranks, segment)
     packed = packed_of(x, ids, probs, plan, num_experts=ranks * each)
     args = (x.numpy(), "float32", ids.numpy(), probs.numpy(), ranks * each, "e4m3", "pow2")
-    assert_wire(packed, ref.wire(d, *args), plan, hidden, slots)
+    assert_wire(packed, wire(d, *args), plan, hidden, slots)
     _, local, weights = ops.unpack(packed, hidden, slots)
     assert local is not None
     assert weights is not None
-    for r, kept in enumerate(d.rows):
+    for r in range(ranks):
+        kept = tokens_of(d, r)
         rows = slice(d.first_row[r], d.first_row[r] + len(kept))
         here = ids[kept] // each == r  # floor: -1 is on no rank
         want = torch.where(here, ids[kept] - r * each, -1)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference_routing as ref
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, autograd
+from fp8moe_cutlass.tools.verify import reference
 from on_device import CPU_ONLY, ops
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -26,19 +26,19 @@ class Case:
 
     ids: Tensor  # [T, S], -1: none
     plan: RoutingPlan
-    rows: list[tuple[int, int] | None]  # of the defined rows
+    rows: Tensor  # (token, slot) of each defined row [rows, 2]; -1 on padding
 
     @property
     def valid(self) -> Tensor:
-        return torch.tensor([r is not None for r in self.rows], dtype=torch.bool)
+        return self.rows[:, 0] >= 0
 
     @property
     def tokens(self) -> Tensor:
-        return torch.tensor([0 if r is None else r[0] for r in self.rows], dtype=torch.int64)
+        return self.rows[:, 0].clamp(min=0)
 
     @property
     def slots(self) -> Tensor:
-        return torch.tensor([0 if r is None else r[1] for r in self.rows], dtype=torch.int64)
+        return self.rows[:, 1].clamp(min=0)
 
     def gathered(self, x: Tensor) -> Tensor:
         """x[token] for each defined row, zero in padding rows: permute, then pad."""
@@ -50,7 +50,8 @@ class Case:
 def case(ids: Tensor, experts: int, align: int = 1, capacity: int | None = None) -> Case:
     limit = ids.numel() if capacity is None else capacity
     plan = ops.route(experts, topk_idx=ids, align=align, capacity=capacity)
-    return Case(ids, plan, ref.route(ids, experts, align, limit).rows)
+    want = reference.route(ids.numpy(), experts, align, limit)
+    return Case(ids, plan, torch.from_numpy(want.sources()))
 
 
 def random_ids(kind: str, tokens: int = 57, experts: int = 6, slots: int = 3) -> Tensor:
@@ -161,7 +162,9 @@ def test_capacity_drops_the_last_ranks() -> None:
 def test_masks() -> None:
     mask = torch.rand(40, 5) < 0.4
     plan = ops.route(5, routing_map=mask, capacity=int(mask.sum()), align=16)
-    c = Case(mask, plan, ref.route(ref.ids_of_map(mask), 5, 16, int(mask.sum())).rows)
+    ids = torch.where(mask, torch.arange(5), -1)
+    want = reference.route(ids.numpy(), 5, 16, int(mask.sum()))
+    c = Case(mask, plan, torch.from_numpy(want.sources()))
     x, probs = torch.randn(40, 32), torch.rand(40, 5)
     y, row_probs = ops.permute_pad(x, plan, probs)
     n = len(c.rows)

@@ -1,4 +1,4 @@
-"""The quantizers and dequantize: bit-equal to tests/reference_quantize.py."""
+"""The quantizers and dequantize: bit-equal to the reference of `verify`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import reference_quantize as ref
 from fp8moe_cutlass import Fp8Tensor
+from fp8moe_cutlass.tools.verify import reference as ref
 from on_device import ops
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -67,9 +67,8 @@ def test_every_kind_of_tile(dtype: str, fp8_dtype: str, scale: str, layout: str)
     x = torch.cat([special_rows(1, 272), special_rows(2, 272)]).to(DTYPES[dtype])
     for eps in (0.0, 1e-40, 1e-10):  # under 1e-36 largest / eps overflows
         q = ops.quantize(x, fp8_dtype=fp8_dtype, scale=scale, eps=eps, scale_layout=layout)
-        args = {"scale": scale, "eps": eps, "dtype": dtype}
-        fmt = ref.FORMATS[fp8_dtype]
-        assert_same(q, *ref.quantize(x.float().numpy(), fmt, tile=(1, 128), **args))
+        args = (fp8_dtype, scale, eps, ref.LARGEST[dtype])
+        assert_same(q, *ref.quantize(x.float().numpy(), 1, *args))
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
@@ -79,10 +78,10 @@ def test_all_bfloat16_values(fp8_dtype: str, saturating: bool) -> None:
     fmt = ref.FORMATS[fp8_dtype]
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     if not saturating:
-        values = values[values.abs() <= fmt.max]
+        values = values[values.abs() <= fmt.maximum]
     count = -(-values.numel() // 127)
     x = torch.zeros(count, 128, dtype=torch.bfloat16)
-    x[:, 0] = torch.inf if saturating else fmt.max
+    x[:, 0] = torch.inf if saturating else fmt.maximum
     x[:, 1:] = torch.cat([values, values.new_zeros(count * 127 - values.numel())]).view(count, 127)
     q = ops.quantize(x, fp8_dtype=fp8_dtype, eps=0.0)
     assert (q.scale_inv == 1).all()
@@ -96,10 +95,11 @@ def test_all_bfloat16_values(fp8_dtype: str, saturating: bool) -> None:
 def test_ties_between_codes(fp8_dtype: str) -> None:
     """Midpoints of neighbouring codes and their float32 neighbours, in finite and in Inf tiles."""
     fmt = ref.FORMATS[fp8_dtype]
-    middle = ((fmt.finite[:-1] + fmt.finite[1:]) / 2).astype(np.float32)
+    finite = fmt.values[: fmt.largest + 1]
+    middle = ((finite[:-1] + finite[1:]) / 2).astype(np.float32)
     near = np.stack([np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.inf)], 1)
     x = torch.from_numpy(np.pad(np.concatenate([near, -near], 1), ((0, 0), (0, 122))))
-    for top in (fmt.max, float("inf")):
+    for top in (fmt.maximum, float("inf")):
         x[:, 127] = top
         q = ops.quantize(x, fp8_dtype=fp8_dtype, eps=0.0)
         np.testing.assert_array_equal(codes_of(q.data), fmt.encode(x.double().numpy()))
@@ -110,7 +110,7 @@ def test_ties_between_codes(fp8_dtype: str) -> None:
 def test_sizes_off_the_tile(m: int, k: int, layout: str) -> None:
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = ops.quantize(x, scale_layout=layout)
-    assert_same(q, *ref.quantize(x.float().numpy(), ref.E4M3, tile=(1, 128), dtype="bfloat16"))
+    assert_same(q, *ref.quantize(x.float().numpy()))
     again = ops.quantize(x, scale_layout=layout)
     assert torch.equal(q.data.view(torch.uint8), again.data.view(torch.uint8))
 
@@ -126,9 +126,8 @@ def test_any_values(data: st.DataObject) -> None:
     bits = data.draw(st.binary(min_size=8 * k, max_size=8 * k))
     x = torch.frombuffer(bytearray(bits), dtype=DTYPES[dtype]).reshape(-1, k)
     q = ops.quantize(x, fp8_dtype=fp8_dtype, scale=scale, eps=eps)
-    fmt = ref.FORMATS[fp8_dtype]
-    args = {"scale": scale, "eps": eps, "dtype": dtype}
-    assert_same(q, *ref.quantize(x.float().numpy(), fmt, tile=(1, 128), **args))
+    args = (fp8_dtype, scale, eps, ref.LARGEST[dtype])
+    assert_same(q, *ref.quantize(x.float().numpy(), 1, *args))
 
 
 # ---- quantize_weight ----------------------------------------------------------------------------
@@ -140,9 +139,8 @@ def test_weight_and_its_transpose(shape: tuple[int, ...], scale: str) -> None:
     w = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     w[:, : shape[1] // 2] *= 100
     q, q_t = ops.quantize_weight(w, scale=scale)
-    fmt = ref.FORMATS["e4m3"]
     for e in range(shape[0]):
-        codes, scale_inv = ref.quantize(w[e].numpy(), fmt, tile=(128, 128), scale=scale)
+        codes, scale_inv = ref.quantize(w[e].numpy(), 128, rule=scale)
         np.testing.assert_array_equal(codes_of(q.data[e]), codes)
         np.testing.assert_array_equal(q.scale_inv[e].numpy(), scale_inv)
         np.testing.assert_array_equal(codes_of(q_t.data[e]), codes.T)
@@ -157,9 +155,9 @@ def test_weight_of_every_kind_of_tile(dtype: str, scale: str) -> None:
     w[:, 1::3] *= 0.5
     for eps in (0.0, 1e-40, 1e-10):
         q, q_t = ops.quantize_weight(w, scale=scale, eps=eps)
-        args = {"scale": scale, "eps": eps, "dtype": dtype}
+        args = ("e4m3", scale, eps, ref.LARGEST[dtype])
         for e in range(w.shape[0]):
-            codes, scale_inv = ref.quantize(w[e].float().numpy(), ref.E4M3, tile=(128, 128), **args)
+            codes, scale_inv = ref.quantize(w[e].float().numpy(), 128, *args)
             for got, axes in ((q, (0, 1)), (q_t, (1, 0))):
                 np.testing.assert_array_equal(
                     got.scale_inv[e].numpy().view(np.uint32),

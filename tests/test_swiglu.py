@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import reference_quantize as ref
+import reference_columns as columns_of
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan
+from fp8moe_cutlass.tools.verify import reference as ref
 from on_device import ops
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -67,14 +68,14 @@ def assert_quantized(q: Fp8Tensor, values: Tensor, scale: str = "pow2", eps: flo
     codes, scale_inv = codes_and_scales(q)
     fmt = ref.FORMATS[str(q.fp8_dtype)]
     want_codes, want_scale = ref.quantize(
-        values.float().numpy(), fmt, tile=(1, TILE), scale=scale, eps=eps
+        values.float().numpy(), 1, str(q.fp8_dtype), scale, eps, ref.LARGEST["float32"]
     )
     tiles = torch.nn.functional.pad(values.abs(), (0, -values.shape[1] % TILE))
     amax = tiles.unflatten(-1, (-1, TILE)).amax(-1)
     ratio = scale_inv.double() / torch.from_numpy(want_scale).double()
     if scale == "pow2":
-        # fmt.max / amax is a power of two up to 8 ulp: the scale may fall on either side.
-        octave = torch.log2(fmt.max / amax.clamp_min(1e-30))
+        # fmt.maximum / amax is a power of two up to 8 ulp: the scale may fall on either side.
+        octave = torch.log2(fmt.maximum / amax.clamp_min(1e-30))
         near = (octave - octave.round()).abs() < 8 * 2.0**-23 / 0.69
         assert ((ratio == 1) | (near & ((ratio == 2) | (ratio == 0.5)))).all()
     else:
@@ -225,15 +226,14 @@ def test_columns(counts: list[int], fp8_dtype: str, columns: str) -> None:
     _dz, dz_t, h_t, _ = ops.act_quantize_backward(
         dh, z, plan, probs, columns=columns, fp8_dtype=fp8_dtype
     )
-    groups = ref.groups_of(counts, 16)
+    groups = columns_of.groups_of(counts, 16)
     used = int(plan.col_offsets[-1])
     for q, values, name in (
         (dz_t, want.dz, fp8_dtype),
         (h_t, want.h, "e4m3"),
     ):
-        fmt = ref.FORMATS[name]
-        codes, scale = ref.quantize_columns(
-            values.float().numpy(), groups, plan.columns, fmt, columns
+        codes, scale = columns_of.quantize_columns(
+            values.float().numpy(), groups, plan.columns, name, columns
         )
         c = values.shape[1]
         got_scale = q.scale_inv if columns == "block" else q.scale_inv[:, :c]
@@ -262,7 +262,7 @@ def test_columns_hold_what_rows_hold_when_nothing_rounds() -> None:
         h = ops.act_quantize(z, plan)
         h_t = ops.act_quantize_backward(torch.ones(plan.rows, 256), z, plan, columns=columns)[2]
         rows, cols = h.dequantize("float32"), h_t.dequantize("float32")
-        for g in ref.groups_of([150, 70], 16):
+        for g in columns_of.groups_of([150, 70], 16):
             torch.testing.assert_close(
                 cols[:, g.col : g.col + g.tokens].T,
                 rows[g.row : g.row + g.tokens],

@@ -1,4 +1,4 @@
-"""transpose_fp8 and permute_transpose_fp8: bit-equal to tests/reference_quantize.py."""
+"""transpose_fp8 and permute_transpose_fp8: bit-equal to the reference of `verify`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import reference_quantize as ref
+import reference_columns as ref
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan
+from fp8moe_cutlass.tools.verify.reference import FORMATS
 from on_device import CPU_ONLY, ops
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -59,11 +60,11 @@ def random_rows(seed: int, rows: int, c: int, spread: int) -> tuple[torch.Tensor
 @pytest.mark.parametrize("fp8_dtype", FP8)
 def test_every_code_under_every_shift(fp8_dtype: str, columns: str) -> None:
     """Expert i: one row that decides the scale, and all 256 codes under a scale 2^k smaller."""
-    fmt = ref.FORMATS[fp8_dtype]
+    fmt = FORMATS[fp8_dtype]
     shifts = [*range(48), 63, 64, 126, 127, 128, 129, 200, 252]
     codes = torch.empty(2 * len(shifts), 256, dtype=torch.uint8)
     scale_inv = torch.empty(2 * len(shifts), 2)
-    codes[0::2] = fmt.max_code
+    codes[0::2] = fmt.largest
     codes[1::2] = torch.arange(256)
     scale_inv[0::2] = 2.0**126
     scale_inv[1::2] = torch.exp2(126.0 - torch.tensor(shifts, dtype=torch.float32))[:, None]
@@ -71,30 +72,30 @@ def test_every_code_under_every_shift(fp8_dtype: str, columns: str) -> None:
     plan = RoutingPlan.from_counts(counts, 2 * len(shifts))
     t = ops.transpose_fp8(rows_of(codes, scale_inv, fp8_dtype, "row"), plan, columns=columns)
     got = t.data.view(torch.uint8).numpy()
-    value = fmt.decode(np.arange(256, dtype=np.uint8))
+    value = fmt.values
     special = ~np.isfinite(value)
     for i, k in enumerate(shifts):
         expected = fmt.encode(np.where(special, 0, value) * 2.0**-k)
         expected[special] = np.arange(256)[special]
         np.testing.assert_array_equal(got[:, 128 * i + 1], expected, err_msg=f"shift {k}")
-        np.testing.assert_array_equal(got[:, 128 * i], fmt.max_code)
+        np.testing.assert_array_equal(got[:, 128 * i], fmt.largest)
     assert (t.scale_inv.numpy()[:, : 2 * len(shifts)] == 2.0**126).all()
 
 
 @pytest.mark.parametrize("fp8_dtype", FP8)
 def test_column_scales_are_tight(fp8_dtype: str) -> None:
     """A code alone in its channel: left shifts, exact, up to the format's largest exponent."""
-    fmt = ref.FORMATS[fp8_dtype]
+    fmt = FORMATS[fp8_dtype]
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     scale_inv = torch.tensor([[2.0**3, 2.0**-120]])
     plan = RoutingPlan.from_counts(torch.tensor([1]), 1)
     t = ops.transpose_fp8(rows_of(codes, scale_inv, fp8_dtype, "gemm"), plan, columns="column")
     expected = ref.transpose(
-        codes.numpy(), scale_inv.numpy(), ref.groups_of([1], 1), 128, fmt, "column"
+        codes.numpy(), scale_inv.numpy(), ref.groups_of([1], 1), 128, fp8_dtype, "column"
     )
     assert_columns(t, plan, *expected, "column")
-    before = fmt.decode(codes.numpy())[0] * scale_inv.numpy().repeat(128, 1)[0]
-    after = fmt.decode(t.data.view(torch.uint8).numpy()[:, 0]) * t.scale_inv.numpy()[0, :256]
+    before = fmt.values[codes.numpy()[0]] * scale_inv.numpy().repeat(128, 1)[0]
+    after = fmt.values[t.data.view(torch.uint8).numpy()[:, 0]] * t.scale_inv.numpy()[0, :256]
     np.testing.assert_array_equal(before, after)
 
 
@@ -110,7 +111,7 @@ def test_groups_of_every_size(layout: str, fp8_dtype: str, align: int, columns: 
     got = ops.transpose_fp8(t, plan, columns=columns)
     groups = ref.groups_of(GROUP_SIZES, align)
     expected = ref.transpose(
-        codes.numpy(), scale_inv.numpy(), groups, plan.columns, ref.FORMATS[fp8_dtype], columns
+        codes.numpy(), scale_inv.numpy(), groups, plan.columns, fp8_dtype, columns
     )
     assert_columns(got, plan, *expected, columns)
     after = t.data.view(torch.uint8), t.scale_inv, plan.buffer
@@ -125,7 +126,7 @@ def test_few_groups(counts: list[int], columns: str) -> None:
     got = ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", "row"), plan, columns=columns)
     groups = ref.groups_of(counts, 1)
     expected = ref.transpose(
-        codes.numpy(), scale_inv.numpy(), groups, plan.columns, ref.E4M3, columns
+        codes.numpy(), scale_inv.numpy(), groups, plan.columns, "e4m3", columns
     )
     assert_columns(got, plan, *expected, columns)
 
@@ -138,7 +139,7 @@ def test_layout_is_never_guessed(layout: str) -> None:
     assert rows_of(codes, scale_inv, "e4m3", layout).scale_inv.shape == (4, 4)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", layout), plan)
     groups = ref.groups_of([4], 1)
-    expected = ref.transpose(codes.numpy(), scale_inv.numpy(), groups, 128, ref.E4M3, "block")
+    expected = ref.transpose(codes.numpy(), scale_inv.numpy(), groups, 128, "e4m3", "block")
     assert_columns(got, plan, *expected, "block")
 
 
@@ -167,8 +168,10 @@ def test_any_rows(data: st.DataObject) -> None:
     seed, spread = data.draw(st.integers(0, 1000)), data.draw(st.sampled_from([0, 1, 4, 12, 126]))
     codes, scale_inv = random_rows(seed, plan.rows, c, spread)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, fp8_dtype, "gemm"), plan, columns=columns)
-    groups, fmt = ref.groups_of(counts, align), ref.FORMATS[fp8_dtype]
-    expected = ref.transpose(codes.numpy(), scale_inv.numpy(), groups, plan.columns, fmt, columns)
+    groups = ref.groups_of(counts, align)
+    expected = ref.transpose(
+        codes.numpy(), scale_inv.numpy(), groups, plan.columns, fp8_dtype, columns
+    )
     assert_columns(got, plan, *expected, columns)
 
 
@@ -217,9 +220,9 @@ def test_requantize(layout: str, scale: str, columns: str) -> None:
         q.dequantize("float32").numpy(),
         ref.groups_of(counts, 16),
         plan.columns,
-        ref.E5M2,
+        "e5m2",
         columns,
-        scale=scale,
+        scale,
     )
     assert_columns(got, plan, *expected, columns)
 
@@ -252,7 +255,7 @@ def test_bad_scales_of_padding_are_not_looked_at() -> None:
     plan = RoutingPlan.from_counts(torch.tensor([10]), 10, 16)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", "row"), plan)
     groups = ref.groups_of([10], 16)
-    expected = ref.transpose(codes.numpy(), scale_inv.numpy(), groups, 128, ref.E4M3, "block")
+    expected = ref.transpose(codes.numpy(), scale_inv.numpy(), groups, 128, "e4m3", "block")
     assert_columns(got, plan, *expected, "block")
 
 

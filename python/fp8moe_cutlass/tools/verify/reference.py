@@ -5,6 +5,7 @@ comparison, loops over tiles. Shares no code and no trick with the library; slow
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ class Format:
     largest: int  # code of the largest finite value
     first_special: int  # from here on Inf or NaN
 
+    @cached_property
     def values(self) -> F64:
         """What codes 0..255 mean; Inf and NaN codes are NaN here."""
         code = np.arange(256)
@@ -39,11 +41,11 @@ class Format:
 
     @property
     def maximum(self) -> float:
-        return float(self.values()[self.largest])
+        return float(self.values[self.largest])
 
     def encode(self, x: NDArray[Any]) -> U8:
         """The nearest code, ties to the even one, saturating; NaN is 0x7F."""
-        grid = self.values()[: self.largest + 1]
+        grid = self.values[: self.largest + 1]
         size = np.minimum(np.nan_to_num(np.abs(x.astype(np.float64)), posinf=np.inf), grid[-1])
         low = np.clip(np.searchsorted(grid, size, side="right") - 1, 0, self.largest)
         high = np.minimum(low + 1, self.largest)
@@ -108,7 +110,7 @@ def quantize(
 def dequantize(q: Quantized, rows: int = 1, fp8: str = "e4m3") -> F64:
     m, k = q.codes.shape
     scale = np.repeat(np.repeat(q.scale, rows, 0)[:m], TILE, 1)[:, :k]
-    return FORMATS[fp8].values()[q.codes] * scale
+    return FORMATS[fp8].values[q.codes] * scale
 
 
 # ---- routing ------------------------------------------------------------------------------------
@@ -127,6 +129,12 @@ class Plan:
         """Rows of the expert that carry an assignment."""
         first, count = int(self.row_offsets[expert]), int(self.counts[expert])
         return np.arange(first, first + count)
+
+    def sources(self) -> I64:
+        """(token, slot) of each row [rows, 2]; -1 on padding."""
+        found = np.full((self.row_offsets[-1], 2), -1)
+        found[self.row_of[self.row_of >= 0]] = np.argwhere(self.row_of >= 0)
+        return found
 
 
 def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
@@ -148,11 +156,13 @@ def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Tokens to ranks: row_of [T, ranks]; counts [ranks, 2], rows and entries on them."""
+    """Tokens to ranks: row_of [T, ranks]; counts [ranks, 2], rows and entries on them; the first
+    row of each rank."""
 
     row_of: NDArray[np.int32]
     counts: NDArray[np.int32]
     overflow: int
+    first_row: list[int]
 
 
 def router_topk(logits: F32, dweights: F32) -> tuple[I64, F64, F64]:
@@ -167,20 +177,31 @@ def router_topk(logits: F32, dweights: F32) -> tuple[I64, F64, F64]:
     return idx, weights, gradient
 
 
-def dispatch(experts: I64, count: int, ranks: int, segment: int) -> Dispatch:
-    """experts [T, S] (-1: none), rank by rank; segment 0: one rank's rows after another's."""
+def dispatch(
+    experts: I64,
+    count: int,
+    ranks: int,
+    segment: int = 0,
+    spare: int = 0,
+    capacity: int | None = None,
+) -> Dispatch:
+    """experts [T, S] (-1: none), rank by rank. segment: rows that a rank may have, and `spare` ones
+    stay free behind them; 0: one rank's rows after another's, `capacity` in all."""
     row_of = np.full((len(experts), ranks), -1, np.int32)
     counts = np.zeros((ranks, 2), np.int32)
     first = overflow = 0
+    first_row = []
     for r in range(ranks):
         entries = ((experts >= 0) & (experts // (count // ranks) == r)).sum(axis=1)
         tokens = np.nonzero(entries)[0]
-        kept = tokens[:segment] if segment else tokens
+        left = len(tokens) if capacity is None else max(0, capacity - first)
+        kept = tokens[: segment or left]
         row_of[kept, r] = first + np.arange(len(kept))
         counts[r] = len(kept), entries[kept].sum()
         overflow += len(tokens) - len(kept)
-        first += segment or len(kept)
-    return Dispatch(row_of, counts, overflow)
+        first_row.append(first)
+        first += segment + spare if segment else len(kept)
+    return Dispatch(row_of, counts, overflow, first_row)
 
 
 def local_ids(experts: I64, probs: F32, d: Dispatch, here: int) -> tuple[NDArray[np.int32], F32]:
@@ -237,21 +258,20 @@ def transpose_fp8(q: Quantized, tile_rows: int, fp8: str = "e4m3") -> Quantized:
     m, c = q.codes.shape
     codes = np.zeros((c, m), np.uint8)
     scales = np.ones((-(-c // tile_rows), -(-m // TILE)), np.float32)
-    values = fmt.values()
+    values = fmt.values
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             of = np.s_[j * TILE : (j + 1) * TILE, i * tile_rows : (i + 1) * tile_rows]
             tile = q.codes[of]
             row_scale = q.scale[of[0], i * tile_rows // TILE].astype(np.float64)
-            used = (tile & 0x7F).any(axis=1) & (row_scale > 0)
-            if not used.any():
-                continue
             value = values[tile] * row_scale[:, None]
-            if tile_rows == TILE:
-                scales[i, j] = row_scale[used].max()
-            else:
-                scales[i, j] = 2.0 ** np.ceil(np.log2(np.nanmax(np.abs(value)) / fmt.maximum))
             special = (tile & 0x7F) >= fmt.first_special
+            used = (tile & 0x7F).any(axis=1) & (row_scale > 0)
+            largest = np.abs(value[~special]).max(initial=0.0)
+            if tile_rows == TILE and used.any():
+                scales[i, j] = row_scale[used].max()
+            elif tile_rows == 1 and largest > 0:
+                scales[i, j] = max(2.0 ** np.ceil(np.log2(largest / fmt.maximum)), 2.0**-126)
             codes[of[1], of[0]] = np.where(special, tile, fmt.encode(value / scales[i, j])).T
     return Quantized(codes, scales)
 
