@@ -569,6 +569,24 @@ def test_layers_made_with_a_group(pool: Pool) -> None:
     results(pool.run(2, made_with_a_group))
 
 
+def fully_sharded_shares(_: Any) -> None:
+    """Of a layer made with group=: refused over its ranks, right over ranks with the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    torch.manual_seed(5)
+    layer = MoEExperts(E, H, I, group=mesh.get_group("experts"))
+    own = layer.down_proj.detach().clone()
+    fully_shard(layer, mesh=mesh["replicas"])
+    assert torch.equal(whole(layer.down_proj), own)
+    for over in (mesh["experts"], mesh_of(dist.group.WORLD)):
+        layer = MoEExperts(E, H, I, group=mesh.get_group("experts"))
+        with pytest.raises(RuntimeError, match=r"must not shard a layer made with group=.*_proj"):
+            fully_shard(nn.Sequential(layer), mesh=over)
+
+
+def test_fully_shard_does_not_mix_shares(pool: Pool) -> None:
+    results(pool.run(4, fully_sharded_shares))
+
+
 def refused(group: Any) -> None:
     with pytest.raises(ValueError, match="must contain a MoEExperts; got Linear"):
         shard_experts(nn.Linear(2, 2), group)

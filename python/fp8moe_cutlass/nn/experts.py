@@ -123,6 +123,7 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if is_sharded(value) and self._average is None and value.device_mesh.size() > 1:
+            _refuse_mixed(name, value, self.group)
             slow_path(
                 "experts under fully_shard",
                 "[MoEExperts] fully_shard gathers all experts for each forward and each backward, "
@@ -199,6 +200,17 @@ def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
     """By the plain parameters of which each rank of a group holds its share: the group."""
     layers = [m for m in _layers if m._average is None]  # else they are DTensors
     return {p: m.group for m in layers if m.group is not None for p in m.parameters()}
+
+
+def _refuse_mixed(name: str, sharded: Any, group: dist.ProcessGroup | None) -> None:
+    """fully_shard would put one parameter together from the experts of several ranks."""
+    ranks = set(sharded.device_mesh.mesh.flatten().tolist())
+    if group is not None and len(ranks & set(dist.get_process_group_ranks(group))) > 1:
+        raise RuntimeError(
+            "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "
+            "that group, which hold other experts each: make the layer without a group and use "
+            f"nn.shard_experts; got {name} as a DTensor over ranks {sorted(ranks)}"
+        )
 
 
 def _move(
