@@ -3,7 +3,7 @@
     python scripts/prose.py [--rev REV] [PAGE...]
 
 Per page: lines, words, numbers, sentences over 25 words, and words that the glossary replaces.
-Without pages it reads README.md, CONTRIBUTING.md, CHANGELOG.md and docs/, but not docs/notes.
+Without pages it reads README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.
 `--rev` reads the pages of a commit. README.md also has limits of its own.
 """
 
@@ -76,7 +76,7 @@ def pages(rev: str | None) -> list[str]:
     where = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"]
     listing = ["ls-files"] if rev is None else ["ls-tree", "-r", "--name-only", rev]
     done = subprocess.run(["git", *listing, "--", *where], cwd=ROOT, capture_output=True, text=True)
-    return [p for p in done.stdout.split() if p.endswith(".md") and not p.startswith("docs/notes/")]
+    return [p for p in done.stdout.split() if p.endswith(".md")]
 
 
 def read(page: str, rev: str | None) -> str:
