@@ -144,5 +144,5 @@ def test_records_are_drawn(name: str, tmp_path: Path) -> None:
 
 def test_committed_plots_are_small() -> None:
     plots = [*ROOT.glob("docs/benchmarks/*.png")]
-    assert len(plots) > 5
+    assert plots
     assert all(path.stat().st_size < 150_000 for path in plots)
