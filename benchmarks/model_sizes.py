@@ -72,13 +72,14 @@ def _built(given: dict[str, Any], config_class: Any) -> nn.Module:
 
 
 def _of_modules(model: nn.Module, model_type: str) -> Sizes:
-    from fp8moe_cutlass.integrations import transformers as fp8moe
+    from fp8moe_cutlass.integrations.transformers_check import check
+    from fp8moe_cutlass.integrations.transformers_check import refused as why_not
 
     refused, runs = {}, Counter[tuple[int, ...]]()
-    for found in fp8moe.check(model):
+    for found in check(model):
         module: Any = model.get_submodule(found.name)
         own = found.runs == "its own forward"
-        reason = found.reason if own else fp8moe._refused(module)
+        reason = found.reason if own else why_not(module)
         if reason is not None:
             refused[found.kind] = reason
             continue
