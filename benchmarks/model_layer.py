@@ -114,6 +114,8 @@ def with_arguments(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def show(given: argparse.Namespace) -> None:
     """Measure and print, by the arguments above; exit with the reason where that cannot be."""
     device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("[layer] torch sees no CUDA GPU; --device cpu tells nothing about one")
     try:
         sizes = of_config(given.config) if given.config else Sizes(*given.sizes)
         sizes = sizes._replace(experts=given.experts or sizes.experts)
