@@ -72,17 +72,14 @@ def _built(given: dict[str, Any], config_class: Any) -> nn.Module:
 
 
 def _of_modules(model: nn.Module, model_type: str) -> Sizes:
-    from fp8moe_cutlass.integrations.transformers_check import check
-    from fp8moe_cutlass.integrations.transformers_check import refused as why_not
+    from fp8moe_cutlass.integrations import transformers as fp8moe
 
     refused, runs = {}, Counter[tuple[int, ...]]()
-    for found in check(model):
-        module: Any = model.get_submodule(found.name)
-        own = found.runs == "its own forward"
-        reason = found.reason if own else why_not(module)
-        if reason is not None:
-            refused[found.kind] = reason
+    for found in fp8moe.check(model):
+        if found.reason is not None:
+            refused[found.kind] = found.reason
             continue
+        module: Any = model.get_submodule(found.name)
         of, hidden, intermediate = module.down_proj.shape
         runs[of, hidden, intermediate, _top_k(module.config)] += 1
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
