@@ -47,7 +47,7 @@ class Config:
     intermediate: int = 128
     context: int = 128
     batch: int = 16  # sequences per step
-    steps: int = 500
+    steps: int = 400
     lr: float = 2e-3
     heldout: int = 128  # sequences per evaluation
 

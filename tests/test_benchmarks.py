@@ -20,6 +20,7 @@ import table
 from cases import CASES
 from common import ignore
 from fp8moe_cutlass import ops
+from launch import processes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -114,6 +115,15 @@ def test_ep(tmp_path: Path) -> None:
         assert row["bytes"] == round(row["rows_sent"] * width[row["op"]])
         assert row["shape"]["E"] == 8
         assert printed.count(f"{row['op']}, tiny, {row['variant']}, ") == 1
+
+
+def test_ranks_must_match_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"torchrun started, 4; got 2"), processes(2, CPU):
+        pass
+    with pytest.raises(ValueError, match=r"at least 1; got 0"), processes(0, CPU):
+        pass
 
 
 # ---- showing records ----------------------------------------------------------------------------

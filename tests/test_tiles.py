@@ -83,7 +83,7 @@ def test_the_choice_is_near_the_fastest(wgrad: bool, record: str) -> None:
 
 
 def test_the_recorded_models_are_as_fast_as_before() -> None:
-    """fprop and dgrad of five models, balanced and ragged: the cases of bench gemm."""
+    """fprop and dgrad of five models, balanced and ragged: the cases of benchmarks/gemm.py."""
     before = [
         chosen_ms(row) / row["earlier_rule_ms"]
         for row in rows()[:80]
