@@ -10,6 +10,7 @@ as uint8, with the format named. The tests run `numpy` always and `jax` where it
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import sys
@@ -69,6 +70,10 @@ def main(framework: str) -> float:
 
 
 if __name__ == "__main__":
-    error = main(sys.argv[1] if len(sys.argv) > 1 else "numpy")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("framework", nargs="?", choices=("numpy", "jax", "cupy"), default="numpy")
+    error = main(parser.parse_args().framework)
     print(f"relative error {error:.4f}")
     sys.exit(error > 0.05)

@@ -47,5 +47,6 @@ def test_example_builds_and_runs(language: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["numpy", "jax"])
 def test_dlpack_example(framework: str) -> None:
     pytest.importorskip(framework)
+    assert "numpy,jax,cupy" in run(sys.executable, EXAMPLES / "dlpack.py", "--help")
     out = run(sys.executable, EXAMPLES / "dlpack.py", framework)
     assert 0.0 < float(out.split()[-1]) < 0.05

@@ -346,6 +346,8 @@ def _specs() -> Any:
     dense = get_gpt_layer_local_spec()
     with pytest.raises(ValueError, match="must have a MoE layer"):
         megatron.swap(dense)
+    with pytest.raises(ValueError, match="got a model, GPTModel: swap the spec, and build"):
+        megatron.swap(model)
     layer = get_gpt_layer_local_spec(num_experts=8)
     for forms, form in (((False, True), "TokenExperts"), ((True, False), "Experts")):
         once, twice = forms

@@ -417,8 +417,8 @@ BAD_INPUTS: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
         {"topk_idx": lambda p: p.topk_idx[:, :0], "probs": lambda p: p.probs[:, :0]},
         r"topk_idx .*\(32, 0\)",
     ),
-    "idx_high": ({"topk_idx": lambda p: p.topk_idx + 1}, r"expert ids .*\[-1, 4\); got 4"),
-    "idx_low": ({"topk_idx": lambda p: p.topk_idx - 3}, r"expert ids .*\[-1, 4\); got -"),
+    "idx_high": ({"topk_idx": lambda p: p.topk_idx + 1}, r"topk_idx .*\[-1, 4\); got 4"),
+    "idx_low": ({"topk_idx": lambda p: p.topk_idx - 3}, r"topk_idx .*\[-1, 4\); got -"),
     "probs_shape": ({"probs": lambda p: p.probs[:, :1]}, r"topk_weights .*\(32, 1\)"),
     "probs_dtype": ({"probs": lambda p: p.topk_idx}, "topk_weights .*int64"),
 }

@@ -303,6 +303,7 @@ def test_sizes_before_the_last_one(shape: tuple[int, ...]) -> None:
     padding = torch.zeros(shape[:-1], dtype=torch.bool)
     assert torch.equal(moe(x, topk_idx=idx, padding=padding), out)
     assert torch.equal(out.view(-1, 64), moe(x.view(-1, 64)))
+    assert not out._is_view()  # of which fully_shard warns
     for wrong in (idx.transpose(0, -2), idx.view(-1, 2)) if len(shape) > 2 else (idx[None],):
         with pytest.raises(ValueError, match=r"\[MoE\] topk_idx must be .* leading sizes \(.*got"):
             moe(x, topk_idx=wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ def test_each_cause_is_said_once(name: str) -> None:
     with pytest.warns(SlowPathWarning, match=message) as told:
         run(problem(32))
     assert len(told) == 1
+    assert Path(told[0].filename).parent == Path(__file__).parent  # the line that led to it
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(problem(32))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
+_LIBRARIES = {"fp8moe_cutlass", "torch", "transformers", "accelerate", "peft", "trl", "megatron"}
 _said: set[str] = set()  # causes, of this process
 
 
@@ -13,7 +15,11 @@ class SlowPathWarning(UserWarning):
 
 
 def slow_path(cause: str, message: str) -> None:
-    """Warn of `cause`, unless that has been done."""
+    """Warn of `cause`, unless that has been done, at the line outside of these libraries that led
+    to it."""
     if cause not in _said:
         _said.add(cause)
-        warnings.warn(message, SlowPathWarning, stacklevel=3)
+        frame, level = sys._getframe(), 1
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(message, SlowPathWarning, stacklevel=level)

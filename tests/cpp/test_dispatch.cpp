@@ -220,7 +220,7 @@ void refusals() {
   const std::vector<uint8_t> buffer = d.plan.buffer.copy();
   const Tensor none;
   for (const int bad : {6, -2, 0x7FFFFFFF})
-    CHECK_INVALID("expert ids must lie in [-1, 6)",
+    CHECK_INVALID("topk_idx must lie in [-1, 6)",
                   dispatch_plan({.topk_idx = int32s({4, 2}, {0, 5, -1, 2, 3, bad, 1, 4}),
                                  .num_experts = 6,
                                  .segment = 0,

@@ -98,7 +98,7 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         if bool(bad.any()):
             value = int(topk_idx[bad][0])
-            raise ValueError(f"[route] expert ids must lie in [-1, {num_experts}); got {value}")
+            raise ValueError(f"[route] topk_idx must lie in [-1, {num_experts}); got {value}")
     kept = (topk_idx >= 0) & (topk_idx < num_experts)
     # int32: a radix sort of half the passes that int64 takes.
     expert = torch.where(kept, topk_idx, num_experts).int().flatten()

@@ -113,7 +113,7 @@ class ExpertBlock:
         if masked:
             topk_idx, move = _ids(topk_idx), Local(topk_idx.shape[1], capacity)
         out = self.run(move, x, topk_idx, probs, weights)
-        return out if len(shape) == 2 else out.view(shape)
+        return in_shape(out, shape)
 
     def forward_rows(
         self,
@@ -279,6 +279,12 @@ def _say_what_repeats(recipe: Fp8Recipe | None) -> None:
 def _rows(t: Tensor) -> Tensor:
     """t [..., C] as dense rows [N, C]: no view, which autograd would record, where it is one."""
     return (t if t.ndim == 2 else t.reshape(-1, t.shape[-1])).contiguous()
+
+
+def in_shape(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """out [T, H], which nobody else holds, as [..., H]: no view to autograd, as of nn.Linear.
+    fully_shard warns of views, on which an in-place operation would drop its hooks."""
+    return out if len(shape) == 2 else torch.ops.aten._unsafe_view(out, shape)
 
 
 def _ids(mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.nn._validate import check_bool, check_leading, check_tokens
+from fp8moe_cutlass.nn.block import in_shape
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.router import Router, Routing
 
@@ -134,5 +135,5 @@ class MoE(nn.Module):
         out: Tensor = self.experts(tokens, routing.topk_idx, routing.topk_weights, weights=weights)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens).to(out.dtype)
-        out = out.view(x.shape)
+        out = in_shape(out, x.shape)
         return (out, routing) if return_routing else out

@@ -44,7 +44,7 @@ void plan_ranks(const Tensor& topk_idx, int64_t num_experts, int64_t segment,
     counts[chunk] = std::move(count);
   }
   for (int64_t bad : first_bad)
-    FP8MOE_CHECK(bad < 0, "[dispatch_plan] expert ids must lie in [-1, ", num_experts, "); got ",
+    FP8MOE_CHECK(bad < 0, "[dispatch_plan] topk_idx must lie in [-1, ", num_experts, "); got ",
                  ids[bad], " at token ", bad / slots, ", slot ", bad % slots);
 
   // counts[chunk][r] becomes how many of r's tokens lie in earlier chunks.

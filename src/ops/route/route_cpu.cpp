@@ -42,7 +42,7 @@ void route_by(ExpertOf expert_of, const RoutingPlan& plan) {
     counts[chunk] = std::move(count);
   }
   for (int64_t bad : first_bad)
-    FP8MOE_CHECK(bad == assignments, "[route] expert ids must lie in [-1, ", plan.experts,
+    FP8MOE_CHECK(bad == assignments, "[route] topk_idx must lie in [-1, ", plan.experts,
                  "); got ", expert_of(bad), " at token ", bad / slots, ", slot ", bad % slots);
 
   // counts[chunk][e] becomes how many of e's assignments lie in earlier chunks.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron.core.transformer.moe import moe_layer
+from torch import nn
 
 from fp8moe_cutlass.integrations.megatron.experts import Experts
 from fp8moe_cutlass.integrations.megatron.layer import MoELayer, TokenExperts
@@ -28,7 +29,7 @@ def swap(
     spec: a ModuleSpec or the submodules of a transformer layer, a block, a multi-token prediction
     block or a hybrid stack. layer: the whole MoE layer is this library's, so that tokens travel in
     FP8; else its experts alone, on Megatron's own dispatcher. The options are those of `Experts`.
-    ValueError if there is no MoE layer.
+    ValueError if there is no MoE layer, or spec is a model.
     """
     options = {
         "recipe": recipe,
@@ -50,10 +51,16 @@ def swap(
             return dataclasses.replace(node, **{f: walk(getattr(node, f)) for f in fields})
         return node
 
+    if isinstance(spec, nn.Module):
+        raise ValueError(
+            "[megatron.swap] spec must be what the model is built of; got a model, "
+            f"{type(spec).__name__}: swap the spec, and build the model of the result"
+        )
     made: S = walk(spec)
     if not found:
         raise ValueError(
-            f"[megatron.swap] spec must have a MoE layer; got {type(spec).__name__} without one"
+            "[megatron.swap] spec must have a MoE layer, as Megatron's functions make it with "
+            f"num_experts; got {type(spec).__name__} without one"
         )
     return made
 
