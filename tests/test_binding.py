@@ -581,7 +581,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     ),
     "out of the wrong arity": (
         lambda p: ops.act_quantize(p.rows, save_z=True, out=p.rows8),
-        "out must have 2 parts; got 1",
+        r"out must be \(h, z\); got 1 parts",
     ),
     "dequantize dtype": (
         lambda p: ops.dequantize(p.x8, dtype="float64"),

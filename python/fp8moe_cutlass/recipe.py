@@ -36,9 +36,10 @@ class Fp8Recipe:
         }
         for name, words in allowed.items():
             value = getattr(self, name)
-            if value not in words:
+            if not isinstance(value, str) or value not in words:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
-        if not isinstance(self.eps, Real) or not 0.0 <= self.eps <= FLOAT32_MAX:
+        is_number = isinstance(self.eps, Real) and not isinstance(self.eps, bool)
+        if not is_number or not 0.0 <= float(self.eps) <= FLOAT32_MAX:
             raise ValueError(f"[Fp8Recipe] eps must be in [0, 3.4e38]; got {self.eps!r}")
         if self.scale != "pow2" and self.columns == "block":
             raise ValueError(

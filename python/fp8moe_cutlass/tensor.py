@@ -34,7 +34,9 @@ def scale_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 def _format_of(data: Array, fp8_dtype: str | None) -> str:
     """The format of data: its dtype's, which is then known, or the one given for uint8 codes."""
-    if fp8_dtype not in ("e4m3", "e5m2", None):
+    if fp8_dtype is not None and (
+        not isinstance(fp8_dtype, str) or fp8_dtype not in ("e4m3", "e5m2")
+    ):
         raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
     name = str(getattr(data, "dtype", None)).removeprefix("torch.")
     own = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name)
@@ -53,7 +55,7 @@ def _format_of(data: Array, fp8_dtype: str | None) -> str:
 
 def _check_scales(data: Array, scale_inv: Array, layout: str) -> None:
     """ValueError unless scale_inv can hold data's scales in `layout`."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(
             f"[Fp8Tensor] scale_layout must be 'row', 'gemm' or 'block'; got {layout!r}"
         )
@@ -68,6 +70,8 @@ def _check_scales(data: Array, scale_inv: Array, layout: str) -> None:
         if str(dtype).removeprefix("torch.") != "float32":
             raise ValueError(f"[Fp8Tensor] scale_inv must be float32; got {dtype}")
         _FLOAT32.add(dtype)
+    if getattr(scale_inv, "is_nested", False):
+        raise ValueError("[Fp8Tensor] scale_inv must be a dense array; got a nested tensor")
     want = scale_shape(shape, layout)
     if tuple(scale_inv.shape) != want:
         raise ValueError(
@@ -119,7 +123,7 @@ class Fp8Tensor:
         own_format = fp8_dtype
         if check or own_format is None:
             own_format = _FORMATS.get(getattr(data, "dtype", None))
-            if own_format is None or fp8_dtype not in (own_format, None):
+            if own_format is None or not (fp8_dtype is None or fp8_dtype is own_format):
                 own_format = _format_of(data, fp8_dtype)
         if check:
             _check_scales(data, scale_inv, scale_layout)
@@ -172,6 +176,8 @@ class Fp8Tensor:
 
     def to_layout(self, layout: str) -> Fp8Tensor:
         """The same tensor with its 1x128 scales in layout "row" or "gemm"; data is shared."""
+        if not isinstance(layout, str):
+            raise ValueError(f"[to_layout] layout must be 'row' or 'gemm'; got {layout!r}")
         if layout == self.scale_layout:
             return self
         if {layout, self.scale_layout} != {"row", "gemm"}:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
 from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.ops._words import shape_of
 
 
 class Groups(NamedTuple):
@@ -94,6 +95,9 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
 
     There are capacity rows (T S if None); assignments that find none are dropped too.
     """
+    shape_of("route", "topk_idx", topk_idx, 2)
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"[route] topk_idx must be one of int32, int64; got {topk_idx.dtype}")
     if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling():
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         if bool(bad.any()):

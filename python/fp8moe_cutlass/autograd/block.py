@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import bf16, fp8
+from fp8moe_cutlass.autograd.arguments import as_counts, check_tensor, check_weights
 from fp8moe_cutlass.autograd.body import Gradients, Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
@@ -125,7 +126,8 @@ def grouped_plan(
             return counts
         padding = counts.token_of_row < 0 if counts.align > 1 else None
         return bf16.Groups(counts.row_offsets[1:].contiguous(), padding=padding)
-    counts = now_on(rows.device, torch.as_tensor(counts).int())
+    check_tensor("grouped_plan", "rows", rows)
+    counts = now_on(rows.device, as_counts("grouped_plan", counts).int())
     if recipe is None:
         return bf16.Groups(counts.cumsum(0, dtype=torch.int32))
     return ops.plan_from_counts(counts, capacity=rows.shape[0])
@@ -159,6 +161,7 @@ def experts(
     requires one.
     """
     refuse_transforms("experts", x, probs, gate_up, down)
+    _check(x, topk_idx, probs, gate_up, down, options, move, weights)
     move = move or Local(gate_up.shape[0])
     needs = [t is not None and t.requires_grad for t in (x, probs, gate_up, down)]
     if not (torch.is_grad_enabled() and any(needs)):
@@ -178,6 +181,37 @@ def experts(
         need or Need(*needs),
     )
     return out
+
+
+def _check(
+    x: Any,
+    topk_idx: Any,
+    probs: Any,
+    gate_up: Any,
+    down: Any,
+    options: Any,
+    move: Any,
+    weights: Any,
+) -> None:
+    """ValueError unless these can be what `experts` takes."""
+    check_weights("experts", gate_up, down)
+    check_tensor("experts", "x", x)
+    if x.ndim != 2 or x.shape[1] != down.shape[1]:
+        raise ValueError(f"[experts] x must be [T, {down.shape[1]}]; got {tuple(x.shape)}")
+    for name, t in (("topk_idx", topk_idx), ("probs", probs)):
+        if t is not None:
+            check_tensor("experts", name, t)
+    if topk_idx is not None and probs is not None and probs.shape != topk_idx.shape:
+        raise ValueError(
+            f"[experts] probs must have topk_idx's shape {tuple(topk_idx.shape)}; "
+            f"got {tuple(probs.shape)}"
+        )
+    if not isinstance(options, Options):
+        raise ValueError(f"[experts] options must be Options; got {type(options).__name__}")
+    if not isinstance(weights, Fp8Weights | None):
+        raise ValueError(f"[experts] weights must be Fp8Weights; got {type(weights).__name__}")
+    if move is not None and not hasattr(move, "dispatch"):
+        raise ValueError(f"[experts] move must be a Move or None; got {type(move).__name__}")
 
 
 @watched_once

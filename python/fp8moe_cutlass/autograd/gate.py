@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.arguments import check_tensor
+
 
 def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H] times weight [E, H] transposed -> [T, E] float32, also under autocast.
@@ -31,6 +33,13 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
       infinity. Bits of weight and dlogits below 2^-133 count as 0; magnitudes from 2^-110 on have
       none.
     """
+    for name, t in (("x", x), ("weight", weight)):
+        check_tensor("gate_logits", name, t, distributed=True)
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            "[gate_logits] x must be [T, H] and weight [E, H]; "
+            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
     with torch.autocast(x.device.type, enabled=False):
         # A product of one row, column or term inductor decomposes, and then leaves out_dtype out.
         by_parts = x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 1 and len(weight) > 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.arguments import check_plan
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.routing import RoutingPlan
@@ -34,6 +35,7 @@ def permute_pad(
     The gradient of x sums over all rows of a token, also those zero_unweighted left zero.
     """
     refuse_transforms("permute_pad", x, probs)
+    check_plan("permute_pad", plan)
     if isinstance(x, Fp8Tensor):
         if x.data.requires_grad or x.scale_inv.requires_grad:
             raise ValueError("[permute_pad] an Fp8Tensor has no gradient; got requires_grad=True")
@@ -59,6 +61,7 @@ def unpermute_unpad(
     if isinstance(y, Fp8Tensor):
         raise ValueError("[unpermute_unpad] sums high-precision rows; dequantize the Fp8Tensor")
     refuse_transforms("unpermute_unpad", y, probs)
+    check_plan("unpermute_unpad", plan)
     out: Tensor = _UnpermuteUnpad.apply(  # type: ignore[no-untyped-call]
         y, probs, plan.buffer, plan.sizes, clear
     )

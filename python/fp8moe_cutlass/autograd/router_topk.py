@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.arguments import check_tensor
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.transforms import refuse_transforms
 
@@ -29,7 +30,11 @@ def router_topk(
     Of a DTensor of logits, split over tokens or not at all, the results are DTensors.
     """
     refuse_transforms("router_topk", logits)
+    check_tensor("router_topk", "logits", logits, distributed=True)
     arrays = (logits, selection_bias, padding, given_idx)
+    for name, t in zip(("selection_bias", "padding", "given_idx"), arrays[1:], strict=True):
+        if t is not None:
+            check_tensor("router_topk", name, t, distributed=True)
     if hasattr(logits, "full_tensor"):
         return _of_dtensors(arrays, top_k, sequences, options)
     scores, chosen, weights, counts = _RouterTopk.apply(  # type: ignore[no-untyped-call]

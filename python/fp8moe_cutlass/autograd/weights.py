@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.arguments import check_weights
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, written
 from fp8moe_cutlass.ops._outputs import new_fp8
+from fp8moe_cutlass.ops._words import flag, refuse
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor
 
@@ -43,6 +45,8 @@ class Fp8Weights:
         """Quantize the parameters of `layer`, a MoEExperts, into these codes, in place: for a CUDA
         graph, which reads fixed addresses. A backward that has yet to read the old codes raises
         torch's "modified by an inplace operation"."""
+        if not hasattr(layer, "local_weights"):
+            refuse("Fp8Weights", "layer", "a MoEExperts", layer)
         gate_up, down = layer.local_weights()
         self.check(gate_up, down, layer.recipe)
         _fill(self.gate_up, self.gate_up_t, gate_up, layer.recipe)
@@ -83,12 +87,10 @@ def quantize_weights(
 
     transposed: as dgrad reads them, too, in the same pass. False writes half.
     """
-    e, h, i = down.shape if down.ndim == 3 else (-1, -1, -1)
-    if gate_up.shape != (e, 2 * i, h):
-        raise ValueError(
-            "[quantize_weights] gate_up must be [E, 2I, H] and down [E, H, I]; "
-            f"got {tuple(gate_up.shape)} and {tuple(down.shape)}"
-        )
+    check_weights("quantize_weights", gate_up, down)
+    if not isinstance(recipe, Fp8Recipe):
+        refuse("quantize_weights", "recipe", "an Fp8Recipe", recipe)
+    flag("quantize_weights", "transposed", transposed)
     made = of_one_forward(gate_up, down, recipe, transposed, transposed)
     return replace(made, written=written(made.gate_up.device))
 

@@ -44,6 +44,10 @@ def check_group(op: str, group: Any) -> None:
         raise ValueError(f"[{op}] group must contain this rank; got {group}")
 
 
+def _is_size(n: Any) -> bool:
+    return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1
+
+
 @dataclass(frozen=True)
 class Shared:
     """A process group in a module's state: a deep copy of the module shares it, a pickle cannot."""
@@ -89,9 +93,10 @@ class Exchange:
                 "[MoEExperts] num_experts must be a multiple of the group's size; "
                 f"got {num_experts} experts, {len(ranks)} ranks"
             )
-        limits = capacity if isinstance(capacity, tuple) else (capacity or 0,)
-        legal = len(limits) in (1, 2) and all(isinstance(n, Integral) and n >= 1 for n in limits)
-        if capacity is not None and not legal:
+        limits: Any = capacity if isinstance(capacity, tuple) else (capacity,)
+        if capacity is None:
+            limits = (0,)
+        elif len(limits) not in (1, 2) or not all(map(_is_size, limits)):
             raise ValueError(
                 "[MoEExperts] capacity must be rows or (rows, assignments), at least 1; "
                 f"got {capacity!r}"

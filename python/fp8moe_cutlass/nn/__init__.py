@@ -3,9 +3,10 @@
 
 from fp8moe_cutlass.nn.clip import clip_grad_norm_
 from fp8moe_cutlass.nn.experts import MoEExperts
+from fp8moe_cutlass.nn.losses import LossCoefficients, Routing, z_loss
 from fp8moe_cutlass.nn.moe import MoE, SharedExpert
 from fp8moe_cutlass.nn.reuse import reuse_fp8_weights
-from fp8moe_cutlass.nn.router import LossCoefficients, Router, Routing, z_loss
+from fp8moe_cutlass.nn.router import Router
 from fp8moe_cutlass.nn.rule import RoutingRule
 from fp8moe_cutlass.nn.shard import shard_experts
 from fp8moe_cutlass.ops._call import loadable

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.arguments import as_counts, check_tensor
 from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -16,6 +17,7 @@ from fp8moe_cutlass.routing import RoutingPlan
 
 MOST_EXPERTS = 1024  # that a plan has, and that a router chooses among
 MOST_CHOSEN = 32  # of a token
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_int(op: str, name: str, value: Any) -> None:
@@ -24,10 +26,39 @@ def check_int(op: str, name: str, value: Any) -> None:
         raise ValueError(f"[{op}] {name} must be an int; got {value!r}")
 
 
+def check_size(op: str, name: str, value: Any) -> None:
+    """ValueError unless value is a whole number of at least 1."""
+    check_int(op, name, value)
+    if value < 1:
+        raise ValueError(f"[{op}] {name} must be at least 1; got {value}")
+
+
 def check_bool(op: str, name: str, value: Any) -> None:
     """ValueError unless value is True or False; 1 and a tensor are neither."""
     if type(value) is not bool:
         raise ValueError(f"[{op}] {name} must be True or False; got {value!r}")
+
+
+def check_word(op: str, name: str, value: Any, *words: str) -> None:
+    """ValueError unless value is one of the words."""
+    if not isinstance(value, str) or value not in words:
+        quoted = [repr(word) for word in words]
+        allowed = " or ".join([", ".join(quoted[:-1]), quoted[-1]])
+        raise ValueError(f"[{op}] {name} must be {allowed}; got {value!r}")
+
+
+def check_device(op: str, device: Any) -> None:
+    """ValueError unless torch takes device for one; None is the default device."""
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"[{op}] device must be a torch.device; got {device!r}") from error
+
+
+def check_dtype(op: str, dtype: Any) -> None:
+    """ValueError unless parameters may have dtype."""
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        raise ValueError(f"[{op}] dtype must be bfloat16, float16 or float32; got {dtype!r}")
 
 
 def check_number(op: str, name: str, value: Any) -> None:
@@ -36,24 +67,10 @@ def check_number(op: str, name: str, value: Any) -> None:
         raise ValueError(f"[{op}] {name} must be finite and not negative; got {value!r}")
 
 
-def check_tensor(op: str, name: str, value: Any) -> None:
-    """ValueError unless value is a dense tensor of torch's; an Fp8Tensor, a nested or sparse tensor
-    and a DTensor are none."""
-    got = None
-    if not isinstance(value, Tensor):
-        got = type(value).__name__
-    elif value.is_nested or value.layout != torch.strided:
-        got = "a nested tensor" if value.is_nested else str(value.layout)
-    elif is_sharded(value):
-        got = "a DTensor: pass its to_local()"
-    if got is not None:
-        raise ValueError(f"[{op}] {name} must be a torch.Tensor; got {got}")
-
-
 def check_tokens(op: str, name: str, t: Any, hidden_size: int, least: int = 2) -> None:
     """ValueError unless t is a tensor [..., hidden_size] of floats, of `least` dimensions."""
     check_tensor(op, name, t)
-    if t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if t.dtype not in _DTYPES:
         raise ValueError(f"[{op}] {name} must be bfloat16, float16 or float32; got {t.dtype}")
     if t.ndim < least or t.shape[-1] != hidden_size:
         raise ValueError(f"[{op}] {name} must be [..., {hidden_size}]; got {tuple(t.shape)}")
@@ -74,9 +91,7 @@ def check_leading(op: str, name: str, t: Any, x: Tensor, last: str | None = None
 
 def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, multiple: int) -> None:
     """Sizes the GEMMs take."""
-    check_int("MoEExperts", "num_experts", num_experts)
-    if num_experts < 1:
-        raise ValueError(f"[MoEExperts] num_experts must be at least 1; got {num_experts}")
+    check_size("MoEExperts", "num_experts", num_experts)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         check_int("MoEExperts", name, size)
         if size <= 0 or size % multiple:
@@ -94,23 +109,14 @@ def check_options(
     """The choices MoEExperts offers."""
     if not isinstance(recipe, Fp8Recipe | None):
         raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
-    if preactivation not in ("save", "save_fp8", "recompute"):
-        raise ValueError(
-            "[MoEExperts] preactivation must be 'save', 'save_fp8' or 'recompute'; "
-            f"got {preactivation!r}"
-        )
+    check_word("MoEExperts", "preactivation", preactivation, "save", "save_fp8", "recompute")
     if preactivation == "save_fp8" and recipe is None:
         raise ValueError(
             "[MoEExperts] preactivation must be 'save' or 'recompute' without a recipe; "
             "got 'save_fp8'"
         )
-    if transposed_weights not in ("save", "recompute"):
-        raise ValueError(
-            "[MoEExperts] transposed_weights must be 'save' or 'recompute'; "
-            f"got {transposed_weights!r}"
-        )
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"[MoEExperts] dtype must be bfloat16, float16 or float32; got {dtype}")
+    check_word("MoEExperts", "transposed_weights", transposed_weights, "save", "recompute")
+    check_dtype("MoEExperts", dtype)
 
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
@@ -147,7 +153,7 @@ def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool)
         raise ValueError(
             f"[MoEExperts] a mask must be [..., {weight.shape[0]}]; got {tuple(mask.shape)}"
         )
-    if not isinstance(capacity, int) or capacity < 0:
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
         raise ValueError(
             "[MoEExperts] a mask needs capacity, the most assignments that it may hold; "
             f"got {capacity!r}"
@@ -185,8 +191,7 @@ def _check_counts(experts: int, rows: int, counts: Any) -> None:
                 f"got {counts.experts} and {counts.rows}"
             )
         return
-    if not isinstance(counts, Tensor):
-        counts = torch.as_tensor(counts)
+    counts = as_counts("MoEExperts", counts)
     if counts.shape != (experts,) or counts.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"[MoEExperts] counts must be [{experts}] int32 or int64; "

@@ -15,7 +15,13 @@ from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._sharded import is_sharded, take_share, writable
-from fp8moe_cutlass.nn._validate import MOST_EXPERTS, check_bool, check_options, check_sizes
+from fp8moe_cutlass.nn._validate import (
+    MOST_EXPERTS,
+    check_bool,
+    check_device,
+    check_options,
+    check_sizes,
+)
 from fp8moe_cutlass.nn.block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -88,6 +94,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         super().__init__()
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         check_options(recipe, preactivation, transposed_weights, dtype)
+        check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
         _say_what_is_slow(recipe)
         self.num_experts = num_experts

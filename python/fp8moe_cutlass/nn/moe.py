@@ -10,10 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
-from fp8moe_cutlass.nn._validate import check_bool, check_leading, check_tokens
+from fp8moe_cutlass.autograd.arguments import check_tensor
+from fp8moe_cutlass.nn._validate import (
+    check_bool,
+    check_device,
+    check_dtype,
+    check_leading,
+    check_size,
+    check_tokens,
+)
 from fp8moe_cutlass.nn.block import in_shape
 from fp8moe_cutlass.nn.experts import MoEExperts
-from fp8moe_cutlass.nn.router import Router, Routing
+from fp8moe_cutlass.nn.losses import Routing
+from fp8moe_cutlass.nn.router import Router
 
 
 class SharedExpert(nn.Module):
@@ -32,6 +41,11 @@ class SharedExpert(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            check_size("SharedExpert", name, size)
+        check_bool("SharedExpert", "output_gate", output_gate)
+        check_dtype("SharedExpert", dtype)
+        check_device("SharedExpert", device)
         factory: Any = {"bias": False, "dtype": dtype, "device": device}
         self.hidden_size = hidden_size
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, **factory)
@@ -40,6 +54,12 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
+        check_tensor("SharedExpert", "x", x)
+        if not x.ndim or x.shape[-1] != self.hidden_size or not x.dtype.is_floating_point:
+            raise ValueError(
+                f"[SharedExpert] x must be [..., {self.hidden_size}] floating point; "
+                f"got {tuple(x.shape)}, {x.dtype}"
+            )
         x = x if torch.is_autocast_enabled(x.device.type) else x.to(self.gate_up_proj.weight.dtype)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
@@ -66,12 +86,17 @@ class MoE(nn.Module):
             ("router", router, "a Router", MoEExperts),
             ("experts", experts, "MoEExperts", Router),
         ):
-            if isinstance(given, other) or not hasattr(given, "num_experts"):
+            sizes = hasattr(given, "num_experts") and hasattr(given, "hidden_size")
+            if isinstance(given, other) or not isinstance(given, nn.Module) or not sizes:
                 raise ValueError(f"[MoE] {name} must be {kind}; got {type(given).__name__}")
         for name in ("hidden_size", "num_experts"):
             a, b = getattr(router, name), getattr(experts, name)
             if a != b:
                 raise ValueError(f"[MoE] {name} must be that of the experts, {b}; got {a}")
+        if not isinstance(shared_expert, nn.Module | None):
+            raise ValueError(
+                f"[MoE] shared_expert must be a module or None; got {type(shared_expert).__name__}"
+            )
         width = getattr(shared_expert, "hidden_size", experts.hidden_size)
         if width != experts.hidden_size:
             raise ValueError(

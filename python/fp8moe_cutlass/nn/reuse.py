@@ -13,6 +13,7 @@ from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.autograd.streams import capturing
 from fp8moe_cutlass.nn._sharded import is_sharded
+from fp8moe_cutlass.nn._validate import check_bool
 from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
 
 _NAMES = ("gate_up_proj", "down_proj")
@@ -104,7 +105,8 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
     forward, as outside, and so are all that PEFT's target_parameters adapt, merged or not. A
     forward is captured in a CUDA graph only where the graph has the whole scope.
     """
-    named = blocks_of(module)
+    check_bool("reuse_fp8_weights", "check", check)
+    named = blocks_of(module) if isinstance(module, nn.Module) else {}
     if not named:
         raise ValueError(
             f"[reuse_fp8_weights] module must contain a MoEExperts; got {type(module).__name__}"

@@ -4,61 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits, router_topk
+from fp8moe_cutlass.autograd.arguments import check_tensor
 from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
+from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import (
     MOST_CHOSEN,
     MOST_EXPERTS,
+    check_device,
     check_int,
     check_number,
-    check_tensor,
+    check_size,
 )
+from fp8moe_cutlass.nn.losses import LossCoefficients, Routing, check_routing, with_loss, z_loss
 from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossCoefficients:
-    """What a Router adds to the training loss by itself: these times its losses.
-
-    Backward adds the losses' gradients where it reaches the routing weights, and nothing has to be
-    passed along or added. A coefficient weighs its loss against the one that backward() is called
-    on: where that is divided by the number of microbatches, divide the coefficients, too. 0, the
-    default, adds nothing: there a loss may be added by hand (Router.balancing_loss, z_loss).
-
-    balancing: of the balancing loss of the batch; with the router's group, of all ranks' batch.
-    balancing_per_sequence: of the mean over the sequences of each one's balancing loss.
-    z: of z_loss.
-    """
-
-    balancing: float = 0.0
-    balancing_per_sequence: float = 0.0
-    z: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_number("LossCoefficients", name, value)
-
-
-class Routing(NamedTuple):
-    """What a router decides for T tokens. The caller owns it: the router keeps nothing."""
-
-    topk_idx: Tensor  # [T, top_k] i64, best first; or as given
-    topk_weights: Tensor  # [T, top_k] f32, differentiable
-    logits: Tensor  # [T, E] f32, differentiable
-    scores: Tensor  # [T, E] f32, differentiable: without bias and groups
-    tokens_per_expert: Tensor  # [E] i64 without padding; with a group, of all its ranks
-    padding: Tensor | None  # [T] bool, as given
-    replayed: bool  # topk_idx was given
-    losses: dict[str, Tensor]  # those with a coefficient, by its name, detached
 
 
 class Router(nn.Module):
@@ -83,15 +51,14 @@ class Router(nn.Module):
         top_k: int,
         rule: RoutingRule = RoutingRule(),  # noqa: B008 (frozen)
         *,
-        coefficients: LossCoefficients = LossCoefficients(),
+        coefficients: LossCoefficients = LossCoefficients(),  # noqa: B008 (frozen)
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts)):
-            check_int("Router", name, size)
-            if size < 1:
-                raise ValueError(f"[Router] {name} must be at least 1; got {size}")
+            check_size("Router", name, size)
+        check_device("Router", device)
         if num_experts > MOST_EXPERTS:
             raise ValueError(
                 f"[Router] num_experts must be at most {MOST_EXPERTS}; got {num_experts}"
@@ -106,8 +73,8 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self._rule = rule
-        self.coefficients = coefficients
-        self.group = group
+        self._coefficients = _coefficients(coefficients)
+        self._group = _shared(group)
 
         def empty(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(sizes, dtype=torch.float32, device=device))
@@ -125,7 +92,7 @@ class Router(nn.Module):
         cls,
         config: Any,
         *,
-        coefficients: LossCoefficients = LossCoefficients(),
+        coefficients: LossCoefficients = LossCoefficients(),  # noqa: B008 (frozen)
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> Router:
@@ -148,11 +115,7 @@ class Router(nn.Module):
 
     @coefficients.setter
     def coefficients(self, coefficients: LossCoefficients) -> None:
-        if not isinstance(coefficients, LossCoefficients):
-            raise ValueError(
-                f"[Router] coefficients must be LossCoefficients; got {coefficients!r}"
-            )
-        self._coefficients = coefficients
+        self._coefficients = _coefficients(coefficients)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -161,9 +124,7 @@ class Router(nn.Module):
 
     @group.setter
     def group(self, group: dist.ProcessGroup | None) -> None:
-        if group is not None:
-            check_group("Router", group)
-        self._group = Shared(group)
+        self._group = _shared(group)
 
     def extra_repr(self) -> str:
         rule = [(f.name, getattr(self.rule, f.name), f.default) for f in fields(self.rule)]
@@ -202,6 +163,7 @@ class Router(nn.Module):
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
         self._check(x, topk_idx, padding)
+        check_size("Router", "sequences", sequences)
         logits = self._logits(x if padding is None else _finite(x, padding))
         scores, idx, topk_weights, counts = router_topk(
             logits,
@@ -239,7 +201,10 @@ class Router(nn.Module):
         counts: [E], take these n_e and their T instead, such as the sum of `count(routing)` over
           the microbatches of a step so far (Megatron's global_aux_loss).
         """
+        check_routing("Router", routing)
         tokens = routing.scores.shape[0]
+        if sequences is not None:
+            check_int("Router", "sequences", sequences)
         if sequences is not None and (sequences < 1 or tokens % sequences):
             raise ValueError(
                 f"[Router] sequences must divide the number of tokens {tokens}; got {sequences}"
@@ -248,6 +213,8 @@ class Router(nn.Module):
             counts = self._counted(routing, sequences)
         elif sequences is not None:
             raise ValueError(f"[Router] counts must come without sequences; got {sequences}")
+        else:
+            self._check_load("counts", counts)
         sequences = sequences or 1
         p = routing.scores
         if routing.padding is not None:
@@ -267,6 +234,7 @@ class Router(nn.Module):
     def count(self, routing: Routing) -> Tensor:
         """[E] i64, the n_e of balancing_loss: how many tokens have e among their k best scores,
         without bias, groups and padding; with a group, on all ranks. Collective."""
+        check_routing("Router", routing)
         return self._counted(routing, None)
 
     @torch.no_grad()
@@ -279,12 +247,15 @@ class Router(nn.Module):
         """
         if self.selection_bias is None:
             raise ValueError("[Router] update_selection_bias needs selection_bias=True")
+        self._check_load("tokens_per_expert", tokens_per_expert)
+        check_number("Router", "rate", rate)
         load = tokens_per_expert.float()
         self.selection_bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
     def _check(self, x: Tensor, topk_idx: Tensor | None, padding: Tensor | None) -> None:
         refuse_transforms("Router", x, self.weight)
-        check_tensor("Router", "x", x)
+        parallel = is_sharded(self.weight)  # by tensor parallelism: x may be a DTensor, too
+        check_tensor("Router", "x", x, distributed=parallel)
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
         tokens = x.shape[0]
@@ -292,7 +263,10 @@ class Router(nn.Module):
             ("topk_idx", topk_idx, torch.int64, (tokens, self.top_k)),
             ("padding", padding, torch.bool, (tokens,)),
         ):
-            if given is not None and (given.dtype != dtype or given.shape != shape):
+            if given is None:
+                continue
+            check_tensor("Router", name, given, distributed=parallel)
+            if given.dtype != dtype or given.shape != shape:
                 raise ValueError(
                     f"[Router] {name} must be {str(dtype)[6:]} {list(shape)}; "
                     f"got {given.dtype} {tuple(given.shape)}"
@@ -303,6 +277,14 @@ class Router(nn.Module):
                     f"[Router] {name} must be on the parameters' device {self.weight.device}; "
                     f"got {given.device}"
                 )
+
+    def _check_load(self, name: str, load: Tensor) -> None:
+        check_tensor("Router", name, load, distributed=is_sharded(self.weight))
+        if load.shape != (self.num_experts,) or load.is_complex():
+            raise ValueError(
+                f"[Router] {name} must be [{self.num_experts}] numbers; "
+                f"got {tuple(load.shape)}, {load.dtype}"
+            )
 
     def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
         """Those with a coefficient."""
@@ -363,35 +345,17 @@ class Router(nn.Module):
         return self
 
 
-class _WithLoss(torch.autograd.Function):
-    """The weights as they are; backward gives the loss, of their dtype, a gradient of 1."""
-
-    @staticmethod
-    def forward(weights: Tensor, loss: Tensor) -> Tensor:
-        return weights.view_as(weights)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor, Tensor]:
-        return dweights, dweights.new_ones(())
+# Not by the setters alone: torch would make a module or a parameter a part of the router.
+def _coefficients(given: Any) -> LossCoefficients:
+    if not isinstance(given, LossCoefficients):
+        raise ValueError(f"[Router] coefficients must be LossCoefficients; got {given!r}")
+    return given
 
 
-def with_loss(weights: Tensor, loss: Tensor) -> Tensor:
-    """weights whose backward is that of `loss`, a scalar, too."""
-    out: Tensor = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
-    return out
-
-
-def z_loss(routing: Routing) -> Tensor:
-    """The mean over the tokens, without padding, of logsumexp(logits)^2 (ST-MoE), a scalar."""
-    logits, padding = routing.logits, routing.padding
-    if padding is None:
-        return logits.logsumexp(dim=1).square().sum() / max(logits.shape[0], 1)
-    square = logits.masked_fill(padding[:, None], 0.0).logsumexp(dim=1).square()
-    return square.masked_fill(padding, 0.0).sum() / (~padding).sum().clamp(min=1)
+def _shared(group: Any) -> Shared:
+    if group is not None:
+        check_group("Router", group)
+    return Shared(group)
 
 
 def _finite(x: Tensor, padding: Tensor) -> Tensor:

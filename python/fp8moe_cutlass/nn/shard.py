@@ -43,7 +43,8 @@ def shard_experts(
     DistributedDataParallel ignores the parameters by itself. An optimizer takes them in a parameter
     group apart from plain tensors.
     """
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, MoEExperts)]
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    layers = [(name, m) for name, m in modules if isinstance(m, MoEExperts)]
     if not layers:
         raise ValueError(
             f"[shard_experts] model must contain a MoEExperts; got {type(model).__name__}"

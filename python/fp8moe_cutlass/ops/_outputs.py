@@ -109,7 +109,7 @@ def new_fp8(
     """An uninitialized Fp8Tensor of the framework and device of `like`."""
     word = isinstance(fp8_dtype, str) and fp8_dtype in ("e4m3", "e5m2")
     format = fp8_dtype if word else dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         refuse(op, "scale_layout", "'row', 'gemm' or 'block'", layout)
     scales = scale_shape(shape, layout)
     if is_torch(like):  # as empty() does
@@ -125,8 +125,11 @@ def given_fp8(
     op: str, out: Fp8Tensor | Array | None, layout: str, fp8_dtype: DType, pow2: bool
 ) -> Fp8Tensor:
     """`out`; ValueError if it is not what the arguments ask for. Its shape is for _C to look at."""
+    if not isinstance(layout, str):
+        refuse(op, "scale_layout", "'row', 'gemm' or 'block'", layout)
     if (  # in words, at little cost; a dtype that is a framework's object is named below
         isinstance(out, Fp8Tensor)
+        and isinstance(fp8_dtype, str)
         and out.fp8_dtype == fp8_dtype
         and out.scale_layout == layout
         and out.pow2 is pow2

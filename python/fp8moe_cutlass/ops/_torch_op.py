@@ -17,6 +17,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fp8moe_cutlass import _C
 from fp8moe_cutlass.ops._outputs import TORCH_DTYPES, is_torch
+from fp8moe_cutlass.ops._words import refuse
+from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array
 
@@ -97,7 +99,7 @@ def register(
     NEVER_KEPT.add(op)
 
     def through_torch(given: tuple[Any, ...]) -> None:
-        args, arrays, written = _flatten(FIELDS[name], given)
+        args, arrays, written = _flatten(name, given)
         if torch.is_grad_enabled():
             for field, array in arrays:
                 if getattr(array, "requires_grad", False):
@@ -126,7 +128,7 @@ def _fill_nothing(*args: Any) -> None:
 
 
 def _flatten(
-    fields: Any, given: tuple[Any, ...]
+    name: str, given: tuple[Any, ...]
 ) -> tuple[list[Any], list[tuple[str, Array]], list[Array]]:
     """What `given` stands for: the flat arguments, the arrays among them (but plans), and those
     that are written."""
@@ -134,7 +136,7 @@ def _flatten(
     arrays: list[tuple[str, Array]] = []
     written: list[Array] = []
     at = 0
-    for field, kind, role, _ in fields:
+    for field, kind, role, _ in FIELDS[name]:
         arg = given[at]
         at += 1
         flat: tuple[Any, ...] = (arg,)
@@ -142,6 +144,8 @@ def _flatten(
             flat = (arg, given[at])
             at += 1
         elif kind == "plan":
+            if arg is not None and not isinstance(arg, RoutingPlan):
+                refuse(name, field, "a RoutingPlan", arg)
             flat = (None, 0, 0, 0, 0, 0) if arg is None else (arg.buffer, *arg.sizes)
         elif kind == "fp8":
             is_fp8 = isinstance(arg, Fp8Tensor)

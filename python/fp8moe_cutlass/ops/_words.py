@@ -49,16 +49,42 @@ def require_out_plan(op: str, out: Any, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"[{op}] out must be a plan of {sizes}; got {out.sizes}")
 
 
+def _is_integer(value: Any) -> bool:
+    if hasattr(value, "__dlpack__"):
+        return getattr(value, "ndim", None) == 0 and "int" in str(getattr(value, "dtype", ""))
+    return hasattr(value, "__index__")
+
+
 def count(op: str, name: str, value: Any) -> int:
-    """A number of things: an int, but no bool."""
-    if type(value) is not int and (isinstance(value, bool) or not hasattr(value, "__index__")):
+    """A number of things: an int, or an array of one without dimensions, but no bool."""
+    if type(value) is not int and (isinstance(value, bool) or not _is_integer(value)):
         refuse(op, name, "an int", value)
     counted: int = value  # symbolic ones too
     return counted
 
 
+def flag(op: str, name: str, value: Any) -> bool:
+    """True or False; a number and an array are neither."""
+    if value is not True and value is not False:
+        refuse(op, name, "True or False", value)
+    return bool(value)
+
+
+def parts(op: str, out: Any, *names: str) -> Any:
+    """`out`, a tuple of so many; Nones where it is None."""
+    if out is None:
+        return (None,) * len(names)
+    if not isinstance(out, tuple | list):
+        refuse(op, "out", f"({', '.join(names)})", out)
+    if len(out) != len(names):
+        raise ValueError(f"[{op}] out must be ({', '.join(names)}); got {len(out)} parts")
+    return out
+
+
 def shape_of(op: str, name: str, array: Array, count: int) -> tuple[int, ...]:
     """The array's shape, a tuple of its framework; ValueError if it has not `count` dimensions."""
+    if getattr(array, "is_nested", False):  # whose shape raises, or is no number
+        raise ValueError(f"[{op}] {name} must be a dense array; got a nested tensor")
     shape: tuple[int, ...] | None = getattr(array, "shape", None)
     if shape is None:
         refuse(op, name, "an array", array)
@@ -69,17 +95,19 @@ def shape_of(op: str, name: str, array: Array, count: int) -> tuple[int, ...]:
 
 def is_pow2(op: str, scale: str) -> bool:
     """Whether the word asks for power-of-two scales."""
-    if scale == "pow2":
-        return True
-    if scale in ("fp32", "amax"):
-        return False
-    raise ValueError(f"[{op}] scale must be 'pow2', 'fp32' or 'amax'; got {scale!r}")
+    if isinstance(scale, str):
+        if scale == "pow2":
+            return True
+        if scale in ("fp32", "amax"):
+            return False
+    refuse(op, "scale", "'pow2', 'fp32' or 'amax'", scale)
 
 
 def column_layout(op: str, columns: str) -> str:
     """Scale layout of a transposed operand: 128x128 tiles, or 1x128 tiles along tokens."""
-    if columns == "block":
-        return "block"
-    if columns == "column":
-        return "gemm"
-    raise ValueError(f"[{op}] columns must be 'block' or 'column'; got {columns!r}")
+    if isinstance(columns, str):
+        if columns == "block":
+            return "block"
+        if columns == "column":
+            return "gemm"
+    refuse(op, "columns", "'block' or 'column'", columns)

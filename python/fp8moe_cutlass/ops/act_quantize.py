@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import column_layout, is_pow2, refuse, shape_of
+from fp8moe_cutlass.ops._words import column_layout, flag, is_pow2, parts, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
@@ -84,6 +84,7 @@ def act_quantize(
     fresh = out is None
     op = "act_quantize"
     pow2 = is_pow2(op, scale)
+    flag(op, "save_z", save_z)
     z_q = None
     if out is None:
         r, width = shape_of(op, "z", z, 2)
@@ -91,9 +92,8 @@ def act_quantize(
         if save_z:
             z_q = new_fp8(op, z, (r, width), "row", "e4m3", pow2)
     else:
-        given = (out,) if isinstance(out, Fp8Tensor) else out
-        if len(given) != 1 + save_z:
-            raise ValueError(f"[{op}] out must have {1 + save_z} parts; got {len(given)}")
+        names = ("h", "z") if save_z else ("h",)
+        given = parts(op, (out,) if isinstance(out, Fp8Tensor) else out, *names)
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         if save_z:
             z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
@@ -140,10 +140,7 @@ def act_quantize_backward(
             dz_columns = new_fp8(op, dh, (2 * i, kcap), layout, fp8_dtype, pow2)
             h_columns = new_fp8(op, dh, (i, kcap), layout, "e4m3", pow2)
     else:
-        if len(out) != 4:
-            raise ValueError(
-                f"[{op}] out must be (dz, dz_columns, h_columns, dprobs); got {len(out)} parts"
-            )
+        out = parts(op, out, "dz", "dz_columns", "h_columns", "dprobs")
         dprobs = out[3]
         dz = given_fp8(op, out[0], scale_layout, fp8_dtype, pow2)
         if layout:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, new_plan
-from fp8moe_cutlass.ops._words import count, require_out_plan, shape_of
+from fp8moe_cutlass.ops._words import count, parts, require_out_plan, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -56,6 +56,7 @@ def dispatch_plan(
         plan = new_plan("dispatch_plan", topk_idx, sizes)
         out = plan, empty("dispatch_plan", topk_idx, (ranks, 2), "int32")
     else:
+        parts("dispatch_plan", out, "plan", "counts")
         require_out_plan("dispatch_plan", out[0], sizes)
     _op(topk_idx, num_experts, segment, out[0], out[1], workspace, fresh=fresh)
     return Dispatch(*out)

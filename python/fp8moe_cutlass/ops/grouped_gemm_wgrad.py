@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import FP8_TENSOR, dtype_name, refuse
+from fp8moe_cutlass.ops._words import FP8_TENSOR, dtype_name, flag, refuse
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
@@ -35,6 +35,7 @@ def grouped_gemm_wgrad(
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("grouped_gemm_wgrad", "plan", "a RoutingPlan", plan)
     fresh = out is None
+    flag("grouped_gemm_wgrad", "accumulate", accumulate)
     name = dtype_name("grouped_gemm_wgrad", "out_dtype", out_dtype, "float32", "bfloat16")
     if out is None:
         if accumulate:

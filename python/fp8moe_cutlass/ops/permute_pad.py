@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import refuse, shape_of
+from fp8moe_cutlass.ops._words import parts, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleLayout
@@ -49,7 +49,7 @@ def permute_pad(
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("permute_pad", "plan", "a RoutingPlan", plan)
     fresh = out is None
-    y, permuted = out or (None, None)
+    y, permuted = parts("permute_pad", out, "y", "row_probs")
     if probs is not None and permuted is None:
         permuted = empty("permute_pad", probs, (plan.rows,), "float32")
     if isinstance(x, Fp8Tensor):
@@ -81,7 +81,7 @@ def permute_pad_backward(
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("permute_pad_backward", "plan", "a RoutingPlan", plan)
     fresh = out is None
-    dx, dprobs_out = out or (None, None)
+    dx, dprobs_out = parts("permute_pad_backward", out, "dx", "dprobs")
     if dx is None:
         width = shape_of("permute_pad_backward", "dy", dy, 2)[1]
         dx = empty("permute_pad_backward", dy, (plan.tokens, width))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import dtype_name, refuse, shape_of
+from fp8moe_cutlass.ops._words import count, dtype_name, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
@@ -17,6 +17,8 @@ def packed_row_bytes(hidden: int, slots: int) -> int:
 
     slots 0: a gradient, codes and scales alone. docs/reference/layouts.md has the picture.
     """
+    count("packed_row_bytes", "hidden", hidden)
+    count("packed_row_bytes", "slots", slots)
     return cdiv(hidden + 4 * cdiv(hidden, 128) + 8 * slots, 16) * 16
 
 
@@ -46,6 +48,8 @@ def quantize_pack(
     fresh = out is None
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
+    if num_experts is not None:
+        count("quantize_pack", "num_experts", num_experts)
     format = dtype_name("quantize_pack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     if out is None:
         hidden = shape_of("quantize_pack", "x", x, 2)[1]

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import is_pow2, shape_of
+from fp8moe_cutlass.ops._words import is_pow2, parts, refuse, shape_of
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, ScaleKind
 
@@ -56,8 +56,8 @@ def quantize_weight(
     """
     fresh = out is None
     op = "quantize_weight"
-    if transposed not in (True, False, "only"):
-        raise ValueError(f"[{op}] transposed must be True, False or 'only'; got {transposed!r}")
+    if not isinstance(transposed, bool | str) or transposed not in (True, False, "only"):
+        refuse(op, "transposed", "True, False or 'only'", transposed)
     pow2 = is_pow2(op, scale)
     q = q_t = None
     if out is None:
@@ -67,7 +67,7 @@ def quantize_weight(
         if transposed:
             q_t = new_fp8(op, w, (e, k, n), "block", "e4m3", pow2)
     else:
-        given = out if transposed is True else (out, out)
+        given = parts(op, out, "q", "q_t") if transposed is True else (out, out)
         if transposed != "only":
             q = given_fp8(op, given[0], "block", "e4m3", pow2)
         if transposed:

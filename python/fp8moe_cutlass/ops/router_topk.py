@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import shape_of
+from fp8moe_cutlass.ops._words import count, parts, refuse, shape_of
 from fp8moe_cutlass.typing import Array
 
 _op = operator("router_topk")
@@ -56,22 +56,30 @@ def router_topk(
     is a ValueError on the CPU; on CUDA its weight is NaN, and it is not counted.
     """
     tokens, experts = shape_of("router_topk", "logits", logits, 2)
+    count("router_topk", "top_k", top_k)
+    count("router_topk", "sequences", sequences)
     fresh = out is None
     if out is None:
-        ids = given_idx
+        ids, most = given_idx, max(top_k, 0)  # what is wrong with a negative one the op says
         if ids is None:
-            ids = empty("router_topk", logits, (tokens, top_k), "int64")
+            ids = empty("router_topk", logits, (tokens, most), "int64")
         out = RouterTopk(
             empty("router_topk", logits, (tokens, experts), "float32"),
             ids,
-            empty("router_topk", logits, (tokens, top_k), "float32"),
-            empty("router_topk", logits, (sequences * experts,), "int64"),
+            empty("router_topk", logits, (tokens, most), "float32"),
+            empty("router_topk", logits, (max(sequences, 0) * experts,), "int64"),
         )
-    elif (got := (out[2].shape[-1], out[3].shape[0])) != (asked := (top_k, sequences * experts)):
-        raise ValueError(
-            "[router_topk] out must have (topk_weights.shape[1], tokens_per_expert.shape[0]) "
-            f"{asked}; got {got}"
+    else:
+        parts("router_topk", out, *RouterTopk._fields)
+        got = (
+            shape_of("router_topk", "out.topk_weights", out[2], 2)[1],
+            shape_of("router_topk", "out.tokens_per_expert", out[3], 1)[0],
         )
+        if got != (asked := (top_k, sequences * experts)):
+            raise ValueError(
+                "[router_topk] out must have (topk_weights.shape[1], tokens_per_expert.shape[0]) "
+                f"{asked}; got {got}"
+            )
     scores, topk_idx, topk_weights, tokens_per_expert = out
     _op(
         logits,
@@ -138,12 +146,12 @@ def router_topk_backward(
 
 
 def _word(op: str, score: str) -> int:
-    if score not in _SCORES:
-        raise ValueError(f"[{op}] score must be one of {tuple(_SCORES)}; got {score!r}")
+    if not isinstance(score, str) or score not in _SCORES:
+        refuse(op, "score", f"one of {tuple(_SCORES)}", score)
     return _SCORES[score]
 
 
 def _by_logits(select_by: str) -> bool:
-    if select_by not in ("scores", "logits"):
-        raise ValueError(f"[router_topk] select_by must be 'scores' or 'logits'; got {select_by!r}")
+    if not isinstance(select_by, str) or select_by not in ("scores", "logits"):
+        refuse("router_topk", "select_by", "'scores' or 'logits'", select_by)
     return select_by == "logits"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import FP8_TENSOR, column_layout, is_pow2, refuse, shape_of
+from fp8moe_cutlass.ops._words import (
+    FP8_TENSOR,
+    column_layout,
+    flag,
+    is_pow2,
+    refuse,
+    shape_of,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Columns, ScaleKind
@@ -37,6 +44,7 @@ def transpose_fp8(
         refuse("transpose_fp8", "plan", "a RoutingPlan", plan)
     fresh = out is None
     pow2 = is_pow2("transpose_fp8", scale)
+    flag("transpose_fp8", "requantize", requantize)
     if not requantize and not (q.pow2 and pow2):
         raise ValueError(
             "[transpose_fp8] shifts codes by powers of two, so q must have pow2 scales and scale "

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import codes_view, empty, split_columns, words_view
-from fp8moe_cutlass.ops._words import count, dtype_name, shape_of
+from fp8moe_cutlass.ops._words import count, dtype_name, flag, parts, shape_of
 from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes
 from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 from fp8moe_cutlass.typing import Array, DType
@@ -39,6 +39,7 @@ def unpack(
     """
     count("unpack", "hidden", hidden)
     count("unpack", "slots", slots)
+    flag("unpack", "pow2", pow2)
     fresh = out is None
     format = dtype_name("unpack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
     shape = tuple(shape_of("unpack", "packed", packed, 2))
@@ -54,5 +55,6 @@ def unpack(
     if out is None:
         rows = (shape[0], slots)
         out = empty("unpack", packed, rows, "int32"), empty("unpack", packed, rows, "float32")
+    parts("unpack", out, "topk_idx", "probs")
     _op(packed, hidden, *out, fresh=fresh)
     return Unpacked(x, *out)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_cutlass.ops._call import operator
 from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import refuse, shape_of
+from fp8moe_cutlass.ops._words import parts, refuse, shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.typing import Array
 
@@ -53,7 +53,7 @@ def unpermute_unpad_backward(
     if out is None and not isinstance(plan, RoutingPlan):
         refuse("unpermute_unpad_backward", "plan", "a RoutingPlan", plan)
     fresh = out is None
-    dy, dprobs = out or (None, None)
+    dy, dprobs = parts("unpermute_unpad_backward", out, "dy", "dprobs")
     if dy is None:
         shape = (plan.rows, shape_of("unpermute_unpad_backward", "dout", dout, 2)[1])
         dy = empty("unpermute_unpad_backward", dout, shape)

@@ -1,0 +1,60 @@
+"""Checks of what a caller passes as a tensor, a plan or a routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass.ops._words import refuse, shown
+from fp8moe_cutlass.routing import RoutingPlan
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def check_tensor(op: str, name: str, value: Any, *, distributed: bool = False) -> None:
+    """ValueError unless value is a dense tensor of torch's; an Fp8Tensor, a nested or sparse tensor
+    and, unless `distributed`, a DTensor are none."""
+    if type(value) in _PLAIN and not value.is_nested and value.layout == torch.strided:
+        return  # in a third of the time
+    got = None
+    if not isinstance(value, Tensor):
+        got = type(value).__name__
+    elif value.is_nested or value.layout != torch.strided:
+        got = "a nested tensor" if value.is_nested else str(value.layout)
+    elif not distributed and hasattr(value, "full_tensor"):
+        got = "a DTensor: pass its to_local()"
+    if got is not None:
+        raise ValueError(f"[{op}] {name} must be a torch.Tensor; got {got}")
+
+
+def check_plan(op: str, plan: Any) -> None:
+    """ValueError unless plan is a RoutingPlan."""
+    if not isinstance(plan, RoutingPlan):
+        refuse(op, "plan", "a RoutingPlan", plan)
+
+
+def as_counts(op: str, counts: Any) -> Tensor:
+    """counts [E] of rows as a tensor; ValueError unless they are numbers."""
+    if isinstance(counts, Tensor):
+        check_tensor(op, "counts", counts)
+        return counts
+    try:
+        return torch.as_tensor(counts)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"[{op}] counts must be int32 or int64 numbers or a RoutingPlan; got {shown(counts)}"
+        ) from error
+
+
+def check_weights(op: str, gate_up: Any, down: Any) -> None:
+    """ValueError unless the two are tensors that fit each other."""
+    for name, t in (("gate_up", gate_up), ("down", down)):
+        check_tensor(op, name, t)
+    e, h, i = down.shape if down.ndim == 3 else (-1, -1, -1)
+    if gate_up.shape != (e, 2 * i, h):
+        raise ValueError(
+            f"[{op}] gate_up must be [E, 2I, H] and down [E, H, I]; "
+            f"got {tuple(gate_up.shape)} and {tuple(down.shape)}"
+        )
