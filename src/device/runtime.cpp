@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "ops/backends.h"
+#include "common/backends.h"
 
 static_assert(CUTLASS_MAJOR > 4 || (CUTLASS_MAJOR == 4 && CUTLASS_MINOR >= 2),
               "the grouped GEMMs need CUTLASS 4.2 or newer");

@@ -6,11 +6,11 @@
 #include <cmath>
 #include <vector>
 
+#include "common/backends.h"
 #include "common/check.h"
 #include "gemm/policy.h"
 #include "gemm/schedule.h"
 #include "gemm/stage.h"
-#include "ops/backends.h"
 
 namespace fp8moe {
 namespace {

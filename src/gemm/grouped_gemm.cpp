@@ -1,5 +1,5 @@
+#include "common/backends.h"
 #include "common/check.h"
-#include "ops/backends.h"
 
 namespace fp8moe {
 

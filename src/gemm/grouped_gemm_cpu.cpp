@@ -1,7 +1,7 @@
 // d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
+#include "common/backends.h"
 #include "cpu/plan_check.h"
 #include "gemm/block_gemm_cpu.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cpu {
 

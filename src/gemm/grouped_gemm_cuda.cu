@@ -1,7 +1,7 @@
 // d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
+#include "common/backends.h"
 #include "gemm/launch.h"
 #include "gemm/problem.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cuda {
 

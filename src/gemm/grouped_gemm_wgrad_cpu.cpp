@@ -1,7 +1,7 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
+#include "common/backends.h"
 #include "cpu/plan_check.h"
 #include "gemm/block_gemm_cpu.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cpu {
 

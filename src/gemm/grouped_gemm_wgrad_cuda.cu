@@ -1,8 +1,8 @@
 // dw[e] [N, K] (+)= dy_t[:, tokens of e] [N, m] x_t[:, tokens of e]^T [m, K]
+#include "common/backends.h"
 #include "device/runtime.h"
 #include "gemm/launch.h"
 #include "gemm/problem.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cuda {
 

@@ -1,7 +1,7 @@
 // What the first CUDA tensor on cuda:0 would be told; "runs" where nothing is amiss.
 #include <cstdio>
 
-#include "ops/backends.h"
+#include "common/backends.h"
 
 int main() {
   try {

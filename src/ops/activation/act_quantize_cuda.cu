@@ -1,16 +1,49 @@
+// act_quantize and its gradient: SwiGLU of z = [gate | up] [R, 2I], quantized as it is computed.
+#include <algorithm>
+#include <cmath>
+
+#include "common/backends.h"
+#include "common/dispatch.h"
+#include "device/runtime.h"
+#include "device/swiglu.cuh"
+#include "ops/activation/act_backward_tiles.cuh"
+
+namespace fp8moe::cuda {
+
+// ---- rows ---------------------------------------------------------------------------------------
+// What the row kernels of both share. They are for bf16 operands and I a multiple of 128: a warp
+// takes 4 rows of one tile, 8 lanes a row, 16 columns a lane (the lanes of tile.cuh).
+
+namespace {
+
+// What a row is to an op with or without a plan.
+struct RowKind {
+  bool written;  // below row_offsets[E], or below R without a plan
+  bool token;    // and not padding
+};
+
+__device__ __forceinline__ RowKind row_kind(const PlanView& plan, int64_t row, int64_t rows) {
+  if (plan.row_of == nullptr) return {row < rows, row < rows};
+  const bool written = row < plan.row_offsets[plan.experts];
+  return {written, written && plan.token_of_row[row] >= 0};
+}
+
+// 16 bf16 of a lane.
+__device__ __forceinline__ void unpack16(const uint4& low, const uint4& high, float (&v)[16]) {
+  const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  unpack<Bf16>(words, v);
+}
+
+}  // namespace
+
+// ---- act_quantize -------------------------------------------------------------------------------
 // h = Q(silu(gate) * up * prob) of z = [gate | up] [R, 2I], and Q(z).
 //
 // bf16 z, I % 128 == 0 and power-of-two scales have a kernel of their own: quantize_rows. The rest,
 // and Q(z), takes the general tile kernel.
-#include "common/dispatch.h"
-#include "device/runtime.h"
-#include "ops/activation/swiglu_rows.cuh"
-#include "ops/backends.h"
 
-namespace fp8moe::cuda {
 namespace {
 
-constexpr const char* kOp = "act_quantize";
 constexpr int kRowsPerBlock = 16;  // 32 take 0.3 to 1.9% longer
 constexpr int kTilesPerBlock = 4;
 
@@ -92,7 +125,7 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                              .read_policy = read_once_policy(h.data),
                              .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch(kOp, limit > 0.0f ? quantize_rows<true> : quantize_rows<false>,
+  launch("act_quantize", limit > 0.0f ? quantize_rows<true> : quantize_rows<false>,
          static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0, stream, params);
 }
 
@@ -110,14 +143,268 @@ void run(const ActQuantize& p, Stream stream) {
   if (p.z.dtype == DType::bf16 && intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2)
     launch_bf16(p.z, p.plan, p.probs, p.limit, p.h, p.rule.eps, stream_of(stream));
   else
-    quantize_rows_from<E4M3>(kOp, source, p.plan, rows, intermediate, p.h, p.rule, kMaxFloat,
-                             stream_of(stream));
+    quantize_rows_from<E4M3>("act_quantize", source, p.plan, rows, intermediate, p.h, p.rule,
+                             kMaxFloat, stream_of(stream));
   if (!p.z_q.defined()) return;
   const float overflow = p.z.dtype == DType::f16    ? 65504.0f
                          : p.z.dtype == DType::bf16 ? 0x1.fep127f
                                                     : kMaxFloat;
-  quantize_rows_from<E4M3>(kOp, ZSource{source.z}, p.plan, rows, 2 * intermediate, p.z_q, p.rule,
-                           overflow, stream_of(stream));
+  quantize_rows_from<E4M3>("act_quantize", ZSource{source.z}, p.plan, rows, 2 * intermediate, p.z_q,
+                           p.rule, overflow, stream_of(stream));
+}
+
+// ---- act_quantize_backward ----------------------------------------------------------------------
+// dz = Q([dgate | dup]) [R, 2I] and dprob [R] of dh [R, I] and z [R, 2I]; optional columns of dz
+// [2I, Kcap] and of h [I, Kcap], h recomputed.
+//
+// bf16 operands and I % 128 == 0 take one pass: backward_rows, or backward_tiles
+// (act_backward_tiles.cuh) where columns are asked for. The rest takes a pass an output.
+
+namespace {
+
+constexpr const char* kBackward = "act_quantize_backward";
+
+// dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.
+template <bool kClamp, int N>
+__device__ __forceinline__ void gradient(const float (&gate)[N], const float (&up)[N],
+                                         const float (&dh)[N], float limit, float (&dgate)[N],
+                                         float (&dup)[N], float (&term)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? limit : 0.0f);
+    const SwigluGrad g = swiglu_grad(in, pinned_sigmoid(in.gate), 1.0f, dh[i]);
+    dgate[i] = g.dgate, dup[i] = g.dup, term[i] = g.dprob;
+  }
+}
+
+constexpr int kStages = 3;
+
+// A lane's 6 vectors of a tile of its row (gate, up, dh), in a place of shared memory that is only
+// its own: no barrier between the copy and the reads.
+struct BackwardRowsShared {
+  uint4 vector[kStages][6][256];
+};
+
+__device__ __forceinline__ void stage_row(const uint16_t* gate, const uint16_t* up,
+                                          const uint16_t* dh, int bytes, uint4 (&vector)[6][256]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    copy_async(&vector[half][threadIdx.x], gate + 64 * half, bytes);
+    copy_async(&vector[2 + half][threadIdx.x], up + 64 * half, bytes);
+    copy_async(&vector[4 + half][threadIdx.x], dh + 64 * half, bytes);
+  }
+}
+
+// A tile's row of dgate or dup, by the 8 lanes that share it.
+template <typename F>
+__device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, const float (&v)[16],
+                                               float prob, bool written, bool token,
+                                               Pow2Scaling scaling) {
+  const TileScale s = scaling.of<F>(lanes_max<8>(weighted_amax(v, prob)));
+  if (!written) return;
+  Tile<8>::store_codes<F>(codes, v, s.scale * prob);
+  if (Tile<8>::lane() == 0) *scale = token ? s.scale_inv : 0.0f;
+}
+
+// rows_per_block rows a block, all their tiles: 32 / rows_per_block sets of lanes take the tiles in
+// turn, and their sums of dprob meet in shared memory, to be added in order.
+template <typename F, bool kClamp>
+__global__ __launch_bounds__(256, kClamp ? 2 : 3) void backward_rows(
+    const __grid_constant__ SwigluBackward p) {
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<BackwardRowsShared*>(bytes);
+  auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(BackwardRowsShared));  // [tiles][rows]
+  const int group = threadIdx.x / 8, r = group % p.rows_per_block;
+  const int64_t row = int64_t{blockIdx.x} * p.rows_per_block + r;
+  const RowKind kind = row_kind(p.plan, row, p.rows);
+  const float prob = p.probs != nullptr && kind.token ? p.probs[row] : 1.0f;
+  const int step = 32 / p.rows_per_block, mine = group / p.rows_per_block;
+  const int rounds = (p.tiles + step - 1) / step;  // the same for all lanes of a warp
+  const int64_t readable = kind.token ? row : 0;
+  const int64_t column = 128 * int64_t{mine} + Tile<8>::column(0);
+  const uint16_t* gates = p.z + 2 * readable * p.intermediate + column;
+  const uint16_t* grads = p.dh + readable * p.intermediate + column;
+  const int bytes_read = kind.token ? 16 : 0;
+  int staged = mine;  // the next tile to ask for
+  const auto stage = [&](int at) {
+    if (staged < p.tiles)
+      stage_row(gates, gates + p.intermediate, grads, bytes_read, shared.vector[at]);
+    copy_commit();
+    staged += step, gates += 128 * step, grads += 128 * step;
+  };
+#pragma unroll
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) stage(ahead);
+  uint8_t* codes = p.dz.data + row * p.dz.ld + column;
+  float* scale = p.dz.scale + row * p.dz.scale_row + mine * p.dz.scale_tile;
+  float* const sums = tile_sums + mine * p.rows_per_block + r;
+  int at = 0;
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    const int tile = round * step + mine;
+    const auto& vector = shared.vector[at];
+    stage(at == 0 ? kStages - 1 : at - 1);
+    at = at == kStages - 1 ? 0 : at + 1;
+    copy_wait<kStages - 1>();
+    float gate[16], up[16], dh[16], dgate[16], dup[16], term[16];
+    unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
+    unpack16(vector[2][threadIdx.x], vector[3][threadIdx.x], up);
+    unpack16(vector[4][threadIdx.x], vector[5][threadIdx.x], dh);
+    gradient<kClamp>(gate, up, dh, p.limit, dgate, dup, term);
+    const bool written = kind.written && tile < p.tiles;
+    store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
+    store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob, written,
+                      kind.token, p.scaling);
+    codes += 128 * step, scale += step * p.dz.scale_tile;
+    if (p.dprobs != nullptr) {
+      float (&low)[8] = *reinterpret_cast<float (*)[8]>(&term[0]);
+      float (&high)[8] = *reinterpret_cast<float (*)[8]>(&term[8]);
+      const float sum = lanes_tree_sum<8>(tree_sum<8>(low)) + lanes_tree_sum<8>(tree_sum<8>(high));
+      if (tile < p.tiles && Tile<8>::lane() == 0) sums[32 * round] = sum;
+    }
+  }
+  if (p.dprobs == nullptr) return;
+  __syncthreads();
+  if (threadIdx.x < p.rows_per_block) {
+    const int64_t last = int64_t{blockIdx.x} * p.rows_per_block + threadIdx.x;
+    if (!row_kind(p.plan, last, p.rows).written) return;
+    float sum = 0.0f;
+    for (int tile = 0; tile < p.tiles; ++tile)
+      sum += tile_sums[tile * p.rows_per_block + threadIdx.x];
+    p.dprobs[last] = sum;
+  }
+}
+
+// dprob[row]: a warp a row, 16 lanes a tile of 128 terms; tiles in ascending order
+// (common/reduce.h).
+__global__ void __launch_bounds__(256)
+    sum_dprobs(const __grid_constant__ GradSource source, const __grid_constant__ PlanView plan,
+               int rows, float* dprobs) {
+  const int64_t row = int64_t{8} * blockIdx.x + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const RowKind kind = row_kind(plan, row, rows);
+  if (!kind.written) return;
+  float sum = 0.0f;
+  for (int first = 0; kind.token && first < source.intermediate; first += 256) {
+    const int column = first + 8 * lane;
+    float term[8] = {};
+    if (column < source.intermediate) source.terms(row, column, term);
+    const float tile_sum = lanes_tree_sum<16>(tree_sum<8>(term));
+    sum += __shfl_sync(kFullWarp, tile_sum, 0);
+    if (first + 128 < source.intermediate) sum += __shfl_sync(kFullWarp, tile_sum, 16);
+  }
+  if (lane == 0) dprobs[row] = sum;
+}
+
+void launch_dprobs(const GradSource& source, const RoutingPlan& plan, int64_t rows,
+                   const Tensor& dprobs, cudaStream_t stream) {
+  launch(kBackward, sum_dprobs, static_cast<unsigned>(cdiv(rows, 8)), 256, 0, stream, source,
+         view_of(plan), static_cast<int>(rows), dprobs.as<float>());
+}
+
+void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
+                const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                const Fp8Tensor& h_columns, ScaleRule rule, cudaStream_t stream) {
+  const int64_t intermediate = source.intermediate;
+  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+    if (dz_columns.defined())
+      quantize_columns_from<F>(kBackward, source, plan, rows, 2 * intermediate, dz, dz_columns,
+                               rule, kMaxFloat, stream);
+    else
+      quantize_rows_from<F>(kBackward, source, plan, rows, 2 * intermediate, dz, rule, kMaxFloat,
+                            stream);
+  });
+  if (h_columns.defined()) {
+    const HiddenSource hidden = {source.z, source.probs, source.limit, source.intermediate};
+    quantize_columns_from<E4M3>(kBackward, hidden, plan, rows, intermediate, {}, h_columns, rule,
+                                kMaxFloat, stream);
+  }
+  if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
+}
+
+// Rows a block of backward_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or 32.
+int rows_per_block(int64_t tiles) {
+  int best = 8;
+  double best_use = 0.0;
+  for (int rows = 8; rows <= 32; rows *= 2) {
+    const int64_t lanes = 32 / rows;
+    const double use = static_cast<double>(tiles) / static_cast<double>(lanes * cdiv(tiles, lanes));
+    if (use > best_use + 0.05) best = rows, best_use = use;
+  }
+  return best;
+}
+
+template <typename F>
+void launch_rows(SwigluBackward p, cudaStream_t stream) {
+  p.rows_per_block = rows_per_block(p.tiles);
+  const size_t shared =
+      sizeof(BackwardRowsShared) + static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
+  launch(kBackward, p.limit > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
+         static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
+}
+
+// Tiles that a range of backward_tiles has at least. Where sums of dprob are handed on, a block of
+// tokens takes as long as a range of it and a wait, of about half a tile's time, a range.
+int64_t fewest_tiles(const SwigluBackward& p) {
+  return p.dprobs == nullptr ? 1 : std::lround(std::sqrt(static_cast<double>(p.tiles)));
+}
+
+template <typename F>
+void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_columns,
+                  const Fp8Tensor& h_columns, Device device, cudaStream_t stream) {
+  const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns)};
+  const int64_t ranges = std::min<int64_t>(cdiv(tiles, fewest_tiles(p)), kMostRanges);
+  const unsigned grid = persistent_grid(device, ranges, 1);
+  const auto go = [&]<ColumnKind kKind>() {
+    launch(kBackward,
+           p.limit > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>, grid,
+           BackwardTile::kThreads, sizeof(BackwardTilesShared), stream, p, to);
+  };
+  const ColumnKind kind = kind_of(dz_columns.defined() ? dz_columns : h_columns);
+  kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()
+                            : go.template operator()<ColumnKind::column>();
+}
+
+}  // namespace
+
+template <>
+void run(const ActQuantizeBackward& p, Stream stream) {
+  const int64_t rows = p.dh.shape[0], intermediate = p.dh.shape[1];
+  if (rows == 0 || intermediate == 0) return;
+  const DeviceGuard guard(p.dh.device);
+  SwigluBackward params = {.z = p.z.as<uint16_t>(),
+                           .dh = p.dh.as<uint16_t>(),
+                           .probs = p.probs.as<float>(),
+                           .limit = p.limit,
+                           .sigmoid_of_limit = pinned_sigmoid(p.limit),
+                           .rows = static_cast<int>(rows),
+                           .intermediate = static_cast<int>(intermediate),
+                           .tiles = static_cast<int>(intermediate / kTile),
+                           .plan = view_of(p.plan),
+                           .dz = rows_out(p.dz),
+                           .dprobs = p.dprobs.as<float>(),
+                           .scaling = {p.rule.eps}};
+  const bool columns = p.dz_columns.defined() || p.h_columns.defined();
+  const bool one_pass = p.z.dtype == DType::bf16 && p.dh.dtype == DType::bf16 &&
+                        intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2;
+  if (one_pass && !columns)
+    return dispatch_fp8(p.dz.data.dtype,
+                        [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
+  const GradSource source = {.z = float_source(p.z),
+                             .dh = float_source(p.dh),
+                             .probs = p.probs.as<float>(),
+                             .limit = p.limit,
+                             .intermediate = static_cast<int>(intermediate)};
+  if (one_pass) {
+    const int64_t tiles = p.plan.columns() / kTile * params.tiles;
+    if (tiles == 0) return;
+    params.carry_ready = p.workspace.as<unsigned>();
+    dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
+      launch_tiles<F>(params, tiles, p.dz_columns, p.h_columns, p.dh.device, stream_of(stream));
+    });
+    return;
+  }
+  launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
+             stream_of(stream));
 }
 
 }  // namespace fp8moe::cuda

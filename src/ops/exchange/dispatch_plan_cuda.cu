@@ -4,10 +4,10 @@
 //   rows.
 // Both take 128 tokens at a time as a bit a token and rank: a token that names a rank twice sets
 // one bit, and the bits below a token's are the tokens of the rank that come before it.
+#include "common/backends.h"
 #include "common/check.h"
 #include "device/plan_layout.cuh"
 #include "device/runtime.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cuda {
 namespace {

@@ -1,17 +1,21 @@
-// quantize_pack: a block a token (and some that mark the rows without one). It quantizes the token
-// into shared memory, as the row of the wire is, and from there one copy a rank brings codes and
-// scales to their rows; the few vectors behind them, which differ between ranks, are stored by the
-// thread of the rank.
+// quantize_pack writes packed rows, unpack reads them.
+#include "common/backends.h"
 #include "common/check.h"
 #include "common/dispatch.h"
 #include "device/bulk.cuh"
 #include "device/eight.cuh"
 #include "device/runtime.h"
 #include "device/tile.cuh"
-#include "ops/backends.h"
 #include "ops/exchange/wire.h"
 
 namespace fp8moe::cuda {
+
+// ---- quantize_pack ------------------------------------------------------------------------------
+// quantize_pack: a block a token (and some that mark the rows without one). It quantizes the token
+// into shared memory, as the row of the wire is, and from there one copy a rank brings codes and
+// scales to their rows; the few vectors behind them, which differ between ranks, are stored by the
+// thread of the rank.
+
 namespace {
 
 template <typename T>
@@ -176,6 +180,49 @@ void run(const QuantizePack& p, Stream stream) {
       });
     });
   });
+}
+
+// ---- unpack -------------------------------------------------------------------------------------
+// unpack: a thread an id and a prob.
+
+namespace {
+
+constexpr int kUnpackThreads = 256;
+
+struct UnpackParams {
+  const uint8_t* ids;  // of row 0; probs follow
+  int64_t row_bytes;
+  int64_t entries;  // R S
+  int slots;
+  int32_t* topk_idx;  // [R, S]
+  float* probs;       // [R, S]
+};
+
+__global__ void __launch_bounds__(kUnpackThreads) copy_ids(const __grid_constant__ UnpackParams p) {
+  const int64_t i = int64_t{blockIdx.x} * kUnpackThreads + threadIdx.x;
+  if (i >= p.entries) return;
+  const uint8_t* ids = p.ids + i / p.slots * p.row_bytes;
+  const int64_t slot = i % p.slots;
+  p.topk_idx[i] = __ldg(reinterpret_cast<const int32_t*>(ids) + slot);
+  p.probs[i] = __ldg(reinterpret_cast<const float*>(ids) + p.slots + slot);
+}
+
+}  // namespace
+
+template <>
+void run(const Unpack& p, Stream stream) {
+  const int64_t entries = p.topk_idx.numel();
+  if (entries == 0) return;
+  const DeviceGuard guard(p.packed.device);
+  const Wire wire{.hidden = p.hidden, .slots = p.topk_idx.shape[1]};
+  const UnpackParams params{.ids = p.packed.as<const uint8_t>() + wire.ids(),
+                            .row_bytes = wire.bytes(),
+                            .entries = entries,
+                            .slots = static_cast<int>(wire.slots),
+                            .topk_idx = p.topk_idx.as<int32_t>(),
+                            .probs = p.probs.as<float>()};
+  launch("unpack", copy_ids, static_cast<unsigned>(cdiv(entries, kUnpackThreads)), kUnpackThreads,
+         0, stream_of(stream), params);
 }
 
 }  // namespace fp8moe::cuda

@@ -8,12 +8,12 @@
 //
 // One block an SM, of as many warps as have room for their tokens in shared memory: all shares of
 // the work, tokens and rows, are dealt out beforehand and equal but for one.
+#include "common/backends.h"
 #include "device/bulk.cuh"
 #include "device/memory.cuh"
 #include "device/plan.cuh"
 #include "device/reduce.cuh"
 #include "device/runtime.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cuda {
 namespace {

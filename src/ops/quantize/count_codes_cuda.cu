@@ -3,13 +3,13 @@
 // a block.
 #include <algorithm>
 
+#include "common/backends.h"
 #include "common/dispatch.h"
 #include "common/fp8.h"
 #include "common/scale.h"
 #include "device/memory.cuh"
 #include "device/plan.cuh"
 #include "device/runtime.h"
-#include "ops/backends.h"
 
 namespace fp8moe::cuda {
 namespace {

@@ -1,5 +1,6 @@
+// quantize, quantize_weight, dequantize, count_codes: what they take.
+#include "common/backends.h"
 #include "common/check.h"
-#include "ops/backends.h"
 
 namespace fp8moe {
 
@@ -15,6 +16,80 @@ void quantize(const Quantize& p, Stream stream) {
   check.disjoint({{p.q, "q"}}, {{p.x, "x"}});
   if (p.x.numel() == 0) return;
   dispatch(p, p.x.device, stream);
+}
+
+void quantize_weight(const QuantizeWeight& p, Stream stream) {
+  const Checker check("quantize_weight", p.w.device);
+  check.ndim(p.w, "w", 3);
+  const int64_t experts = p.w.shape[0];
+  const int64_t n = p.w.shape[1];
+  const int64_t k = p.w.shape[2];
+  check.tensor(p.w, "w", {experts, n, k});
+  check.dtype(p.w, "w", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(n, "w.shape[1]", 16);
+  check.multiple(k, "w.shape[2]", 16);
+  FP8MOE_CHECK(p.q.defined() || p.q_t.defined(),
+               "[quantize_weight] q or q_t is required; got neither");
+  if (p.q.defined()) {
+    check.fp8(p.q, "q", {experts, n, k}, {ScaleLayout::block});
+    check.e4m3(p.q, "q");
+  }
+  if (p.q_t.defined()) {
+    check.fp8(p.q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
+    check.e4m3(p.q_t, "q_t");
+  }
+  check.aligned(p.w, "w");
+  check.rule(p.rule);
+  check.disjoint({{p.q, "q"}, {p.q_t, "q_t"}}, {{p.w, "w"}});
+  if (p.w.numel() == 0) return;
+  dispatch(p, p.w.device, stream);
+}
+
+void dequantize(const Dequantize& p, Stream stream) {
+  const Checker check("dequantize", p.q.data.device);
+  const int ndim = p.q.data.ndim;
+  FP8MOE_CHECK(ndim == 2 || ndim == 3, "[dequantize] q must have 2 or 3 dimensions; got ",
+               shape_of(p.q.data));
+  const auto& n = p.q.data.shape;
+  if (ndim == 3) {
+    check.fp8(p.q, "q", {n[0], n[1], n[2]}, {ScaleLayout::block});
+    check.tensor(p.x, "x", {n[0], n[1], n[2]});
+  } else {
+    check.fp8(p.q, "q", {n[0], n[1]}, {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block});
+    check.tensor(p.x, "x", {n[0], n[1]});
+  }
+  check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(n[ndim - 1], "q.shape[-1]", 16);
+  check.aligned(p.x, "x");
+  check.disjoint({{p.x, "x"}}, {{p.q, "q"}});
+  if (p.x.numel() == 0) return;
+  dispatch(p, p.x.device, stream);
+}
+
+void count_codes(const CountCodes& p, Stream stream) {
+  const Checker check("count_codes", p.q.data.device);
+  check.plan(p.plan);
+  check.ndim(p.q.data, "q", 2);
+  const int64_t c = p.q.data.shape[1];
+  if (p.q.layout == ScaleLayout::gemm)
+    check.fp8(p.q, "q", {p.plan.rows(), c}, {ScaleLayout::gemm});
+  else
+    check.strided_fp8(p.q, "q", {p.plan.tokens, c}, {ScaleLayout::row});
+  check.multiple(c, "q.shape[1]", 16);
+  if (p.columns.defined()) {
+    FP8MOE_CHECK(p.q.layout == ScaleLayout::row,
+                 "[count_codes] q must have scale layout row where columns are given; got ",
+                 name_of(p.q.layout));
+    check.columns(p.columns, "columns", c, p.plan);
+    check.dtype(p.columns.data, "columns (the format of q)", {p.q.data.dtype});
+  }
+  FP8MOE_CHECK(p.stride >= 1, "[count_codes] stride must be at least 1; got ", p.stride);
+  check.tensor(p.counts, "counts", {kCodeCounts});
+  check.dtype(p.counts, "counts", {DType::i64});
+  check.disjoint({{p.counts, "counts"}},
+                 {{p.q, "q"}, {p.columns, "columns"}, {p.plan.buffer, "plan"}});
+  if (p.q.data.numel() == 0) return;
+  dispatch(p, p.q.data.device, stream);
 }
 
 }  // namespace fp8moe

@@ -1,5 +1,8 @@
+// route, plan_from_counts, plan_from_row_id_map, router_topk and its gradient: what they take.
+#include <cmath>
+
+#include "common/backends.h"
 #include "common/check.h"
-#include "ops/backends.h"
 
 namespace fp8moe {
 
@@ -28,6 +31,163 @@ void route(const Route& p, Stream stream) {
   check.disjoint({{p.plan.buffer, "plan"}, {p.workspace, "workspace"}},
                  {{p.topk_idx, "topk_idx"}, {p.routing_map, "routing_map"}});
   dispatch(p, p.plan.buffer.device, stream);
+}
+
+void plan_from_counts(const PlanFromCounts& p, Stream stream) {
+  const Checker check("plan_from_counts", p.plan.buffer.device);
+  check.plan(p.plan);
+  FP8MOE_CHECK(p.plan.slots == 1 && p.plan.tokens == p.plan.capacity,
+               "[plan_from_counts] plan must have 1 slot and tokens == capacity; got ",
+               p.plan.slots, " slots, ", p.plan.tokens, " tokens, capacity ", p.plan.capacity);
+  check.tensor(p.tokens_per_expert, "tokens_per_expert", {p.plan.experts});
+  check.dtype(p.tokens_per_expert, "tokens_per_expert", {DType::i32, DType::i64});
+  check.disjoint({{p.plan.buffer, "plan"}}, {{p.tokens_per_expert, "tokens_per_expert"}});
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+void plan_from_row_id_map(const PlanFromRowIdMap& p, Stream stream) {
+  const Checker check("plan_from_row_id_map", p.plan.buffer.device);
+  check.plan(p.plan);
+  FP8MOE_CHECK(p.plan.experts == 1 && p.plan.align == 1,
+               "[plan_from_row_id_map] plan must have 1 expert and align 1; got ", p.plan.experts,
+               " experts, align ", p.plan.align);
+  if (p.row_id_map.ndim == 2)
+    check.tensor(p.row_id_map, "row_id_map", {p.plan.tokens, 2 * p.plan.slots + 1});
+  else
+    check.tensor(p.row_id_map, "row_id_map", {p.plan.tokens * p.plan.slots});
+  check.dtype(p.row_id_map, "row_id_map", {DType::i32});
+  if (p.pad_offsets.defined()) {
+    FP8MOE_CHECK(p.row_id_map.ndim == 2,
+                 "[plan_from_row_id_map] pad_offsets must be of a mask map; got them with an index "
+                 "map");
+    check.tensor(p.pad_offsets, "pad_offsets", {p.plan.slots});
+    check.dtype(p.pad_offsets, "pad_offsets", {DType::i64});
+  }
+  check.disjoint({{p.plan.buffer, "plan"}},
+                 {{p.row_id_map, "row_id_map"}, {p.pad_offsets, "pad_offsets"}});
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+// ---- router_topk --------------------------------------------------------------------------------
+
+namespace {
+
+void check_experts(const char* op, int64_t experts, int64_t top_k) {
+  FP8MOE_CHECK(1 <= experts && experts <= kMaxRoutedExperts, "[", op,
+               "] the number of experts must be in [1, ", kMaxRoutedExperts, "]; got ", experts);
+  const int64_t most = std::min(experts, kMaxTopK);
+  FP8MOE_CHECK(1 <= top_k && top_k <= most, "[", op, "] top_k must be in [1, ", most, "]; got ",
+               top_k);
+}
+
+template <class P>
+void check_weights(const P& p) {
+  FP8MOE_CHECK(kSoftmax <= p.score && p.score <= kSqrtSoftplus, "[", P::op,
+               "] score must be 0 (softmax), 1 (sigmoid) or 2 (sqrt_softplus); got ", p.score);
+  FP8MOE_CHECK(std::isfinite(p.epsilon) && p.epsilon >= 0, "[", P::op,
+               "] epsilon must be finite and not negative; got ", p.epsilon);
+  const float factor = p.routed_scaling_factor;
+  FP8MOE_CHECK(std::isfinite(factor) && factor != 0, "[", P::op,
+               "] routed_scaling_factor must be finite and not 0; got ", factor);
+}
+
+void check_groups(const RouterTopk& p, int64_t experts) {
+  FP8MOE_CHECK(p.num_groups >= 1 && experts % p.num_groups == 0,
+               "[router_topk] num_groups must divide the ", experts, " experts; got ",
+               p.num_groups);
+  FP8MOE_CHECK(1 <= p.topk_groups && p.topk_groups <= p.num_groups,
+               "[router_topk] topk_groups must be in [1, ", p.num_groups, "]; got ", p.topk_groups);
+  const int64_t size = experts / p.num_groups;
+  FP8MOE_CHECK(1 <= p.best_per_group && p.best_per_group <= size,
+               "[router_topk] best_per_group must be in [1, ", size, "]; got ", p.best_per_group);
+  FP8MOE_CHECK(p.closed_value == 0 || (std::isinf(p.closed_value) && p.closed_value < 0),
+               "[router_topk] closed_value must be 0 or -inf; got ", p.closed_value);
+}
+
+}  // namespace
+
+void router_topk(const RouterTopk& p, Stream stream) {
+  const Checker check(p.op, p.logits.device);
+  check.ndim(p.logits, "logits", 2);
+  check.ndim(p.topk_weights, "topk_weights", 2);
+  check.ndim(p.tokens_per_expert, "tokens_per_expert", 1);
+  const int64_t tokens = p.logits.shape[0], experts = p.logits.shape[1];
+  const int64_t top_k = p.topk_weights.shape[1];
+  check_experts(p.op, experts, top_k);
+  check_groups(p, experts);
+  check_weights(p);
+  check.tensor(p.logits, "logits", {tokens, experts});
+  check.dtype(p.logits, "logits", {DType::f32});
+  if (p.selection_bias.defined()) {
+    check.tensor(p.selection_bias, "selection_bias", {experts});
+    check.dtype(p.selection_bias, "selection_bias", {DType::f32});
+  }
+  if (p.padding.defined()) {
+    check.tensor(p.padding, "padding", {tokens});
+    check.dtype(p.padding, "padding", {DType::boolean, DType::u8});
+  }
+  FP8MOE_CHECK(p.given_idx.defined() != p.topk_idx.defined(),
+               "[router_topk] exactly one of given_idx and topk_idx is given; got ",
+               p.topk_idx.defined() ? "both" : "neither");
+  const bool given = p.given_idx.defined();
+  const Tensor& idx = given ? p.given_idx : p.topk_idx;
+  check.tensor(idx, given ? "given_idx" : "topk_idx", {tokens, top_k});
+  check.dtype(idx, given ? "given_idx" : "topk_idx", {DType::i64});
+  check.tensor(p.scores, "scores", {tokens, experts});
+  check.dtype(p.scores, "scores", {DType::f32});
+  check.tensor(p.topk_weights, "topk_weights", {tokens, top_k});
+  check.dtype(p.topk_weights, "topk_weights", {DType::f32});
+  const int64_t sequences = std::max<int64_t>(1, p.tokens_per_expert.shape[0] / experts);
+  check.tensor(p.tokens_per_expert, "tokens_per_expert", {sequences * experts});
+  check.dtype(p.tokens_per_expert, "tokens_per_expert", {DType::i64});
+  FP8MOE_CHECK(tokens % sequences == 0, "[router_topk] tokens_per_expert has ", sequences,
+               " sequences, which must divide the number of tokens; got ", tokens);
+  check.disjoint({{p.scores, "scores"},
+                  {p.topk_idx, "topk_idx"},
+                  {p.topk_weights, "topk_weights"},
+                  {p.tokens_per_expert, "tokens_per_expert"}},
+                 {{p.logits, "logits"},
+                  {p.selection_bias, "selection_bias"},
+                  {p.padding, "padding"},
+                  {p.given_idx, "given_idx"}});
+  dispatch(p, p.logits.device, stream);
+}
+
+void router_topk_backward(const RouterTopkBackward& p, Stream stream) {
+  const Checker check(p.op, p.scores.device);
+  check.ndim(p.scores, "scores", 2);
+  check.ndim(p.topk_idx, "topk_idx", 2);
+  const int64_t tokens = p.scores.shape[0], experts = p.scores.shape[1];
+  const int64_t top_k = p.topk_idx.shape[1];
+  check_experts(p.op, experts, top_k);
+  check_weights(p);
+  FP8MOE_CHECK(p.dweights.defined() || p.dscores.defined(),
+               "[router_topk_backward] dweights or dscores is given; got neither");
+  const struct {
+    const Tensor& t;
+    const char* name;
+    int64_t columns;
+    DType dtype;
+    bool optional;
+  } arguments[] = {
+      {p.dweights, "dweights", top_k, DType::f32, true},
+      {p.dscores, "dscores", experts, DType::f32, true},
+      {p.scores, "scores", experts, DType::f32, false},
+      {p.topk_idx, "topk_idx", top_k, DType::i64, false},
+      {p.topk_weights, "topk_weights", top_k, DType::f32, false},
+      {p.dlogits, "dlogits", experts, DType::f32, false},
+  };
+  for (const auto& [t, name, columns, dtype, optional] : arguments) {
+    if (optional && !t.defined()) continue;
+    check.tensor(t, name, {tokens, columns});
+    check.dtype(t, name, {dtype});
+  }
+  check.disjoint({{p.dlogits, "dlogits"}}, {{p.dweights, "dweights"},
+                                            {p.dscores, "dscores"},
+                                            {p.scores, "scores"},
+                                            {p.topk_idx, "topk_idx"},
+                                            {p.topk_weights, "topk_weights"}});
+  dispatch(p, p.scores.device, stream);
 }
 
 }  // namespace fp8moe

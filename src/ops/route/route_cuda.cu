@@ -6,12 +6,12 @@
 //   place: each block lays the experts out for itself and turns ranks of its chunk into rows.
 //          Short, because all of it waits: for its launch, then for the counts of all chunks.
 // Key: the expert, -1 for none, E for an id that names no expert.
+#include "common/backends.h"
 #include "common/check.h"
 #include "device/early_launch.cuh"
 #include "device/plan_layout.cuh"
 #include "device/runtime.h"
 #include "device/slots.cuh"
-#include "ops/backends.h"
 
 namespace fp8moe::cuda {
 namespace {

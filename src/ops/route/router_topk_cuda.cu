@@ -1,13 +1,58 @@
-// router_topk: a warp per token, its experts in registers. Two launches: one zeroes
-// tokens_per_expert, and the other starts beside it, routes, counts in shared memory, and waits for
-// the first before it adds its counts up (integers: the same in any order).
+// router_topk and its gradient: a warp per token, its experts in registers.
 #include <algorithm>
+#include <cstdint>
 
+#include "common/backends.h"
 #include "device/early_launch.cuh"
-#include "ops/backends.h"
-#include "ops/route/router_warp.cuh"
+#include "device/reduce.cuh"
+#include "device/runtime.h"
+#include "ops/route/router_score.h"
 
 namespace fp8moe::cuda {
+
+// ---- values over a warp -------------------------------------------------------------------------
+// A token's values over a warp: expert e = lane + 32 r is v[r] of its lane.
+
+namespace {
+
+// v of expert `e` of each lane's own; 0 for one past kPer 32.
+template <int kPer>
+__device__ __forceinline__ float of_expert(const float (&v)[kPer], unsigned e) {
+  float found = 0.0f;
+#pragma unroll
+  for (unsigned r = 0; r < kPer; ++r) {
+    const float here = __shfl_sync(kFullWarp, v[r], e % 32);
+    if (e / 32 == r) found = here;
+  }
+  return found;
+}
+
+template <int kPer>
+__device__ __forceinline__ float warp_sum(const float (&v)[kPer]) {
+  float sum = v[0];
+#pragma unroll
+  for (int r = 1; r < kPer; ++r) sum += v[r];
+  return lanes_tree_sum(sum);
+}
+
+// body.template operator()<kPer>() with room for so many experts: 32 kPer of them.
+template <typename Body>
+void dispatch_experts(int64_t experts, Body&& body) {
+  if (experts <= 32) return body.template operator()<1>();
+  if (experts <= 64) return body.template operator()<2>();
+  if (experts <= 128) return body.template operator()<4>();
+  if (experts <= 256) return body.template operator()<8>();
+  if (experts <= 512) return body.template operator()<16>();
+  body.template operator()<32>();
+}
+
+}  // namespace
+
+// ---- router_topk --------------------------------------------------------------------------------
+// Two launches: one zeroes tokens_per_expert, and the other starts beside it, routes, counts in
+// shared memory, and waits for the first before it adds its counts up (integers: the same in any
+// order).
+
 namespace {
 
 constexpr int kWarps = 16;
@@ -259,6 +304,130 @@ void run(const RouterTopk& p, Stream stream) {
   dispatch_experts(experts, [&]<int kPer>() {
     launch_early(route_tokens<kPer>, static_cast<unsigned>(sequences * params.blocks), kThreads,
                  kWarps * words * sizeof(uint32_t), on, params);
+  });
+}
+
+// ---- router_topk_backward -----------------------------------------------------------------------
+
+namespace {
+
+constexpr int kGradientWarps = 8;
+constexpr int kGradientThreads = 32 * kGradientWarps;
+constexpr int kGradientBlocksPerSm = 8;
+
+struct GradientParams {
+  const float* dweights;  // null: none
+  const float* dscores;   // null: none
+  const float* scores;
+  const int64_t* topk_idx;
+  const float* weights;
+  float* dlogits;
+  int64_t tokens;
+  int experts;
+  int top_k;
+  int64_t score;
+  bool softmax_after_topk;
+  bool normalize;
+  float epsilon;
+  float factor;
+};
+
+template <int kPer>
+__device__ __forceinline__ void token_gradient(const GradientParams& p, int64_t t) {
+  const unsigned lane = threadIdx.x % 32;
+  const int64_t row = t * p.experts;
+  float s[kPer], g[kPer];
+#pragma unroll
+  for (int r = 0; r < kPer; ++r) {
+    const int e = static_cast<int>(lane) + 32 * r;
+    s[r] = e < p.experts ? p.scores[row + e] : 0.0f;
+    g[r] = e < p.experts && p.dscores != nullptr ? p.dscores[row + e] : 0.0f;
+  }
+
+  unsigned idx = 0;  // lane j: of slot j
+  float d = 0.0f;
+  if (p.dweights != nullptr) {
+    const bool here = static_cast<int>(lane) < p.top_k;
+    const int64_t slot = t * p.top_k + lane;
+    if (here) {
+      const int64_t id = p.topk_idx[slot];  // one that names no expert meets none below
+      idx = 0 <= id && id < p.experts ? static_cast<unsigned>(id) : ~0u;
+      d = p.dweights[slot];
+    }
+    if (p.softmax_after_topk) {
+      const float w = here ? p.weights[slot] : 0.0f;
+      d = w * (d - lanes_tree_sum(d * (w / p.factor)));
+    } else if (p.normalize) {
+      const float of_slot = of_expert(s, idx);
+      const float score = here ? of_slot : 0.0f;
+      const float sum = lanes_tree_sum(score) + p.epsilon;
+      d = p.factor * (d - lanes_tree_sum(d * score) / sum) / sum;
+    } else {
+      d = p.factor * d;
+    }
+  }
+  const auto add_chosen = [&] {
+    for (int j = 0; p.dweights != nullptr && j < p.top_k; ++j) {
+      const unsigned e = __shfl_sync(kFullWarp, idx, j);
+      const float of_slot = __shfl_sync(kFullWarp, d, j);
+#pragma unroll
+      for (int r = 0; r < kPer; ++r)
+        if (e == lane + 32 * r) g[r] += of_slot;
+    }
+  };
+  if (!p.softmax_after_topk) add_chosen();
+  if (p.score == kSoftmax) {
+    float product[kPer];
+#pragma unroll
+    for (int r = 0; r < kPer; ++r) product[r] = s[r] * g[r];
+    const float mean = warp_sum(product);
+#pragma unroll
+    for (int r = 0; r < kPer; ++r) g[r] = s[r] * (g[r] - mean);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kPer; ++r) g[r] = g[r] * slope_of(p.score, s[r]);
+  }
+  if (p.softmax_after_topk) add_chosen();
+#pragma unroll
+  for (int r = 0; r < kPer; ++r) {
+    const int e = static_cast<int>(lane) + 32 * r;
+    if (e < p.experts) p.dlogits[row + e] = g[r];
+  }
+}
+
+template <int kPer>
+__global__ void __launch_bounds__(kGradientThreads)
+    gradients(const __grid_constant__ GradientParams p) {
+  for (int64_t t = int64_t{blockIdx.x} * kGradientWarps + threadIdx.x / 32; t < p.tokens;
+       t += int64_t{gridDim.x} * kGradientWarps)
+    token_gradient<kPer>(p, t);
+}
+
+}  // namespace
+
+template <>
+void run(const RouterTopkBackward& p, Stream stream) {
+  const Device device = p.scores.device;
+  const DeviceGuard guard(device);
+  const int64_t tokens = p.scores.shape[0], experts = p.scores.shape[1];
+  if (tokens == 0) return;
+  const GradientParams params{.dweights = p.dweights.as<const float>(),
+                              .dscores = p.dscores.as<const float>(),
+                              .scores = p.scores.as<const float>(),
+                              .topk_idx = p.topk_idx.as<const int64_t>(),
+                              .weights = p.topk_weights.as<const float>(),
+                              .dlogits = p.dlogits.as<float>(),
+                              .tokens = tokens,
+                              .experts = static_cast<int>(experts),
+                              .top_k = static_cast<int>(p.topk_idx.shape[1]),
+                              .score = p.score,
+                              .softmax_after_topk = p.softmax_after_topk,
+                              .normalize = p.normalize,
+                              .epsilon = p.epsilon,
+                              .factor = p.routed_scaling_factor};
+  const unsigned grid = persistent_grid(device, cdiv(tokens, kGradientWarps), kGradientBlocksPerSm);
+  dispatch_experts(experts, [&]<int kPer>() {
+    launch(p.op, gradients<kPer>, grid, kGradientThreads, 0, stream_of(stream), params);
   });
 }
 

@@ -1,4 +1,4 @@
-// The tiles of shift_columns.cu that have one scale S. It is taken as the largest scale of all
+// The tiles of transpose_cuda.cu that have one scale S. It is taken as the largest scale of all
 // tokens, known before codes arrive, and each thread shifts its own as they do; where that was
 // wrong, or codes are special, the tile is made again.
 #pragma once

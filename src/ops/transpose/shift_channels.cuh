@@ -1,4 +1,4 @@
-// The tiles of shift_columns.cu where each channel has its own scale S. A thread takes its codes
+// The tiles of transpose_cuda.cu where each channel has its own scale S. A thread takes its codes
 // from shared memory once, shifts and transposes them in registers, and stores them. In packed f16,
 // two channels an instruction: value = code * 2^-k (k: how far the token's scale is under the
 // tile's largest), the channels' largest values, code' = value * 2^raise. Powers of two are exact

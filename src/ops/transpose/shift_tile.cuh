@@ -1,4 +1,4 @@
-// What the kernels of shift_columns.cu share: a block of 128 threads for a tile of 128 tokens and
+// What the kernels of transpose_cuda.cu share: a block of 128 threads for a tile of 128 tokens and
 // 128 channels. Codes wait in shared memory, not in registers, so that 9 to 12 tiles of an SM are
 // on their way.
 #pragma once

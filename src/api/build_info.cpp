@@ -1,8 +1,8 @@
 #include <string>
 
+#include "common/backends.h"
 #include "cpu/multiversion.h"
 #include "fp8moe/ops.h"
-#include "ops/backends.h"
 
 namespace fp8moe {
 

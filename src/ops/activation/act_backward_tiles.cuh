@@ -15,12 +15,27 @@
 
 #include <cuda/atomic>
 
+#include "device/swiglu.cuh"
 #include "ops/activation/sigmoid_table.cuh"
 #include "ops/activation/split_barrier.cuh"
-#include "ops/activation/swiglu_backward.cuh"
 #include "ops/activation/tile_item.cuh"
 
 namespace fp8moe::cuda {
+
+// Of both one-pass kernels, this one and backward_rows.
+struct SwigluBackward {
+  const uint16_t* z;   // [R, 2I] bf16
+  const uint16_t* dh;  // [R, I] bf16
+  const float* probs;  // [R] or nullptr: 1
+  float limit, sigmoid_of_limit;
+  int rows, intermediate, tiles;  // tiles: I / 128
+  PlanView plan;
+  RowsOut dz;     // [R, 2I]
+  float* dprobs;  // [R] or nullptr
+  Pow2Scaling scaling;
+  int rows_per_block = 0;           // of backward_rows
+  unsigned* carry_ready = nullptr;  // of backward_tiles, with dprobs: a zero word per range
+};
 
 using BackwardTile = Tile<16>;
 

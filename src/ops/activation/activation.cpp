@@ -1,7 +1,33 @@
-#include "ops/activation/swiglu_check.h"
+// act_quantize and its gradient: what they take.
+#include <cmath>
+
+#include "common/backends.h"
+#include "common/check.h"
 
 namespace fp8moe {
+
 namespace {
+
+// [rows, width] of z = [gate | up], the plan if any, probs [rows] if any.
+void check_swiglu(const Checker& check, int64_t rows, int64_t width, const RoutingPlan& plan,
+                  const Tensor& probs, float limit) {
+  FP8MOE_CHECK(width % 32 == 0, "[", check.op(),
+               "] z.shape[1] must be twice a multiple of 16; got ", width);
+  if (plan.defined()) {
+    check.plan(plan);
+    FP8MOE_CHECK(rows == plan.rows(), "[", check.op(), "] z must have the plan's ", plan.rows(),
+                 " rows; got ", rows);
+  }
+  if (probs.defined()) {
+    check.tensor(probs, "probs", {rows});
+    check.dtype(probs, "probs", {DType::f32});
+  }
+  FP8MOE_CHECK(limit > 0.0f, "[", check.op(), "] limit must be positive, infinity for none; got ",
+               limit);
+}
+
+// As the backends have it: 0 stands for no limit.
+float backend_limit(float limit) { return std::isinf(limit) ? 0.0f : limit; }
 
 // An optional transposed operand [c, Kcap]: it needs the plan.
 void check_columns(const Checker& check, const Fp8Tensor& columns, const char* name, int64_t c,
@@ -13,6 +39,30 @@ void check_columns(const Checker& check, const Fp8Tensor& columns, const char* n
 }
 
 }  // namespace
+
+void act_quantize(const ActQuantize& p, Stream stream) {
+  const Checker check("act_quantize", p.z.device);
+  check.ndim(p.z, "z", 2);
+  check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
+  const int64_t rows = p.z.shape[0];
+  const int64_t inner = p.z.shape[1] / 2;
+  check_swiglu(check, rows, p.z.shape[1], p.plan, p.probs, p.limit);
+  check.tensor(p.z, "z", {rows, 2 * inner});
+  check.aligned(p.z, "z");
+  check.fp8(p.h, "h", {rows, inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.e4m3(p.h, "h");
+  if (p.z_q.defined()) {
+    check.fp8(p.z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+    check.e4m3(p.z_q, "z_q");
+  }
+  check.rule(p.rule);
+  check.disjoint({{p.h, "h"}, {p.z_q, "z_q"}},
+                 {{p.z, "z"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.z.numel() == 0) return;
+  ActQuantize backends = p;
+  backends.limit = backend_limit(p.limit);
+  dispatch(backends, p.z.device, stream);
+}
 
 int64_t workspace_bytes(const ActQuantizeBackward& p) {
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();

@@ -1,0 +1,115 @@
+// dispatch_plan, quantize_pack, unpack: what they take.
+#include "common/backends.h"
+#include "common/check.h"
+
+namespace fp8moe {
+
+namespace {
+
+// slots and experts both stand for the ranks.
+void check_ranks(const Checker& check, const RoutingPlan& plan) {
+  check.plan(plan);
+  FP8MOE_CHECK(plan.slots == plan.experts && plan.align == 1, "[", check.op(),
+               "] plan must have slots == experts (the ranks) and align 1; got ", plan.slots, ", ",
+               plan.experts, " and ", plan.align);
+}
+
+}  // namespace
+
+int64_t workspace_bytes(const DispatchPlan& p) {
+  check_ranks(Checker("dispatch_plan", p.plan.buffer.device), p.plan);
+  return dispatch_workspace(p, p.plan.buffer.device);
+}
+
+void dispatch_plan(const DispatchPlan& p, Stream stream) {
+  constexpr int64_t kMaxInt = 0x7FFFFFFF;
+  const Checker check("dispatch_plan", p.plan.buffer.device);
+  check_ranks(check, p.plan);
+  check.ndim(p.topk_idx, "topk_idx", 2);
+  check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.topk_idx.shape[1]});
+  check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
+  FP8MOE_CHECK(p.topk_idx.numel() <= kMaxInt,
+               "[dispatch_plan] topk_idx must have less than 2^31 entries; got ",
+               p.topk_idx.numel());
+  FP8MOE_CHECK(
+      p.num_experts >= 1 && p.num_experts <= kMaxInt && p.num_experts % p.plan.experts == 0,
+      "[dispatch_plan] num_experts must be a positive multiple of the ranks (", p.plan.experts,
+      "); got ", p.num_experts);
+  FP8MOE_CHECK(p.segment == 0 || (p.segment > 0 && p.plan.capacity % p.plan.experts == 0 &&
+                                  p.segment <= p.plan.capacity / p.plan.experts),
+               "[dispatch_plan] segment must be 0 or at most plan.capacity / ranks (",
+               p.plan.capacity, " / ", p.plan.experts, ", a whole number); got ", p.segment);
+  check.tensor(p.counts, "counts", {p.plan.experts, 2});
+  check.dtype(p.counts, "counts", {DType::i32});
+  check.workspace(p.workspace, workspace_bytes(p));
+  check.disjoint({{p.plan.buffer, "plan"}, {p.counts, "counts"}, {p.workspace, "workspace"}},
+                 {{p.topk_idx, "topk_idx"}});
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+void quantize_pack(const QuantizePack& p, Stream stream) {
+  constexpr int64_t kMaxInt = 0x7FFFFFFF;
+  const Checker check("quantize_pack", p.x.device);
+  check.plan(p.plan);
+  FP8MOE_CHECK(p.plan.slots == p.plan.experts,
+               "[quantize_pack] plan must be dispatch_plan's, slots == experts (the ranks); got ",
+               p.plan.slots, " and ", p.plan.experts);
+  check.ndim(p.x, "x", 2);
+  const int64_t hidden = p.x.shape[1];
+  check.tensor(p.x, "x", {p.plan.tokens, hidden});
+  check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(hidden, "x.shape[1]", 16);
+  check.aligned(p.x, "x");
+  FP8MOE_CHECK(is_fp8(p.fp8_dtype),
+               "[quantize_pack] fp8_dtype must be float8_e4m3fn or float8_e5m2; got ",
+               name_of(p.fp8_dtype));
+  FP8MOE_CHECK(p.topk_idx.defined() == p.probs.defined(),
+               "[quantize_pack] topk_idx and probs are given together; got only ",
+               p.topk_idx.defined() ? "topk_idx" : "probs");
+  int64_t slots = 0;
+  if (p.topk_idx.defined()) {
+    check.ndim(p.topk_idx, "topk_idx", 2);
+    slots = p.topk_idx.shape[1];
+    check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, slots});
+    check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
+    check.tensor(p.probs, "probs", {p.plan.tokens, slots});
+    check.dtype(p.probs, "probs", {DType::f32});
+    FP8MOE_CHECK(
+        p.num_experts >= 1 && p.num_experts <= kMaxInt && p.num_experts % p.plan.experts == 0,
+        "[quantize_pack] num_experts must be a positive multiple of the ranks (", p.plan.experts,
+        "); got ", p.num_experts);
+  }
+  check.tensor(p.packed, "packed", {p.plan.rows(), packed_row_bytes(hidden, slots)});
+  check.dtype(p.packed, "packed", {DType::u8});
+  check.aligned(p.packed, "packed");
+  check.rule(p.rule);
+  check.disjoint(
+      {{p.packed, "packed"}},
+      {{p.x, "x"}, {p.topk_idx, "topk_idx"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.packed.numel() == 0) return;
+  dispatch(p, p.x.device, stream);
+}
+
+void unpack(const Unpack& p, Stream stream) {
+  constexpr int64_t kMaxInt = 0x7FFFFFFF;
+  const Checker check("unpack", p.packed.device);
+  check.ndim(p.packed, "packed", 2);
+  check.ndim(p.topk_idx, "topk_idx", 2);
+  const int64_t rows = p.packed.shape[0];
+  const int64_t slots = p.topk_idx.shape[1];
+  FP8MOE_CHECK(p.hidden >= 0 && p.hidden <= kMaxInt,
+               "[unpack] hidden must not be negative or over 2^31 - 1; got ", p.hidden);
+  check.multiple(p.hidden, "hidden", 16);
+  check.tensor(p.packed, "packed", {rows, packed_row_bytes(p.hidden, slots)});
+  check.dtype(p.packed, "packed", {DType::u8});
+  check.aligned(p.packed, "packed");
+  check.tensor(p.topk_idx, "topk_idx", {rows, slots});
+  check.dtype(p.topk_idx, "topk_idx", {DType::i32});
+  check.tensor(p.probs, "probs", {rows, slots});
+  check.dtype(p.probs, "probs", {DType::f32});
+  check.disjoint({{p.topk_idx, "topk_idx"}, {p.probs, "probs"}}, {{p.packed, "packed"}});
+  if (p.topk_idx.numel() == 0) return;
+  dispatch(p, p.packed.device, stream);
+}
+
+}  // namespace fp8moe

@@ -1,0 +1,125 @@
+// permute_pad, unpermute_unpad and their gradients: what they take.
+#include "common/backends.h"
+#include "common/check.h"
+
+namespace fp8moe {
+
+void permute_pad(const PermutePad& p, Stream stream) {
+  const Checker check(p.op, p.plan.buffer.device);
+  const Tensor &x = p.x.data, &y = p.y.data;
+  const bool fp8 = p.x.scale_inv.defined() || p.y.scale_inv.defined();
+  if (fp8)
+    check.dtype(x, "x", {DType::e4m3, DType::e5m2});
+  else
+    check.dtype(x, "x", {DType::f32, DType::f16, DType::bf16});
+  check.plan(p.plan);
+  check.ndim(x, "x", 2);
+  const int64_t c = x.shape[1];
+  check.multiple(c, "x.shape[1]", 16);
+  if (fp8)
+    check.strided_fp8(p.x, "x", {p.plan.tokens, c}, {ScaleLayout::row, ScaleLayout::gemm});
+  else
+    check.tensor(x, "x", {p.plan.tokens, c});
+  check.aligned(x, "x");
+  check.tensor(y, "y", {p.plan.rows(), c});
+  check.dtype(y, "y", {x.dtype});
+  check.aligned(y, "y");
+  if (fp8) check.fp8(p.y, "y", {p.plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
+  FP8MOE_CHECK(p.probs.defined() == p.row_probs.defined(),
+               "[permute_pad] probs and row_probs are given together; got only ",
+               p.probs.defined() ? "probs" : "row_probs");
+  FP8MOE_CHECK(p.probs.defined() || !p.zero_unweighted,
+               "[permute_pad] zero_unweighted needs probs; got none");
+  if (p.probs.defined()) {
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
+    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.row_probs, "row_probs", {p.plan.rows()});
+    check.dtype(p.row_probs, "row_probs", {DType::f32});
+  }
+  check.disjoint({{p.y, "y"}, {p.row_probs, "row_probs"}},
+                 {{p.x, "x"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.plan.rows() == 0) return;
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+void permute_pad_backward(const PermutePadBackward& p, Stream stream) {
+  const Checker check("permute_pad_backward", p.plan.buffer.device);
+  check.plan(p.plan);
+  check.ndim(p.dy, "dy", 2);
+  const int64_t c = p.dy.shape[1];
+  check.tensor(p.dy, "dy", {p.plan.rows(), c});
+  check.dtype(p.dy, "dy", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(c, "dy.shape[1]", 16);
+  check.tensor(p.dx, "dx", {p.plan.tokens, c});
+  check.dtype(p.dx, "dx", {p.dy.dtype});
+  check.aligned(p.dy, "dy");
+  check.aligned(p.dx, "dx");
+  FP8MOE_CHECK(p.row_dprobs.defined() == p.dprobs.defined(),
+               "[permute_pad_backward] row_dprobs and dprobs are given together; got only ",
+               p.dprobs.defined() ? "dprobs" : "row_dprobs");
+  if (p.dprobs.defined()) {
+    check.tensor(p.row_dprobs, "row_dprobs", {p.plan.rows()});
+    check.dtype(p.row_dprobs, "row_dprobs", {DType::f32});
+    check.tensor(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots});
+    check.dtype(p.dprobs, "dprobs", {DType::f32});
+  }
+  check.disjoint({{p.dx, "dx"}, {p.dprobs, "dprobs"}},
+                 {{p.dy, "dy"}, {p.row_dprobs, "row_dprobs"}, {p.plan.buffer, "plan"}});
+  if (p.plan.tokens == 0) return;
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+void unpermute_unpad(const UnpermuteUnpad& p, Stream stream) {
+  const Checker check("unpermute_unpad", p.plan.buffer.device);
+  check.plan(p.plan);
+  check.ndim(p.y, "y", 2);
+  const int64_t c = p.y.shape[1];
+  check.tensor(p.y, "y", {p.plan.rows(), c});
+  check.dtype(p.y, "y", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(c, "y.shape[1]", 16);
+  check.tensor(p.out, "out", {p.plan.tokens, c});
+  check.dtype(p.out, "out", {p.y.dtype});
+  check.aligned(p.y, "y");
+  check.aligned(p.out, "out");
+  if (p.probs.defined()) {
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
+    check.dtype(p.probs, "probs", {DType::f32});
+  }
+  check.disjoint({{p.out, "out"}}, {{p.y, "y"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.plan.tokens == 0) return;
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream stream) {
+  const Checker check("unpermute_unpad_backward", p.plan.buffer.device);
+  check.plan(p.plan);
+  check.ndim(p.dout, "dout", 2);
+  const int64_t c = p.dout.shape[1];
+  check.tensor(p.dout, "dout", {p.plan.tokens, c});
+  check.dtype(p.dout, "dout", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(c, "dout.shape[1]", 16);
+  check.tensor(p.dy, "dy", {p.plan.rows(), c});
+  check.dtype(p.dy, "dy", {p.dout.dtype});
+  check.aligned(p.dout, "dout");
+  check.aligned(p.dy, "dy");
+  FP8MOE_CHECK(
+      p.y.defined() == p.probs.defined() && p.probs.defined() == p.dprobs.defined(),
+      "[unpermute_unpad_backward] y, probs and dprobs are given together or not at all; got ",
+      p.y.defined() ? "y " : "", p.probs.defined() ? "probs " : "",
+      p.dprobs.defined() ? "dprobs" : "");
+  if (p.probs.defined()) {
+    check.tensor(p.y, "y", {p.plan.rows(), c});
+    check.dtype(p.y, "y", {p.dout.dtype});
+    check.aligned(p.y, "y");
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
+    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots});
+    check.dtype(p.dprobs, "dprobs", {DType::f32});
+  }
+  check.disjoint({{p.dy, "dy"}, {p.dprobs, "dprobs"}},
+                 {{p.dout, "dout"}, {p.y, "y"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  if (p.plan.tokens == 0) return;
+  dispatch(p, p.plan.buffer.device, stream);
+}
+
+}  // namespace fp8moe
