@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe_cutlass import _C, doctor
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.tools import doctor
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "tests" / "driver"
