@@ -115,7 +115,9 @@ def show(given: argparse.Namespace) -> None:
     """Measure and print, by the arguments above; exit with the reason where that cannot be."""
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("[layer] torch sees no CUDA GPU; --device cpu tells nothing about one")
+        raise SystemExit(
+            "[layer] needs a CUDA GPU, and torch sees none (--device cpu proves only that it runs)"
+        )
     try:
         sizes = of_config(given.config) if given.config else Sizes(*given.sizes)
         sizes = sizes._replace(experts=given.experts or sizes.experts)

@@ -154,7 +154,7 @@ def test_refusals_end_with_the_reason(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=re.escape(message)):
             model_layer.show(made.parse_args(["--device", "cpu", *map(str, args)]))
     if not torch.cuda.is_available():
-        with pytest.raises(SystemExit, match="torch sees no CUDA GPU"):
+        with pytest.raises(SystemExit, match="needs a CUDA GPU"):
             model_layer.show(made.parse_args(["--sizes", "8", "256", "128", "2"]))
 
 
