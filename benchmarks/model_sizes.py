@@ -47,7 +47,7 @@ def of_config(path: Path) -> Sizes:
     else:
         sizes = _by_names(given)
     if quantized:
-        note = "Its checkpoint is quantized: it is refused unless transformers dequantizes it on loading."
+        note = "Its checkpoint is quantized: refused unless transformers dequantizes it."
         sizes = sizes._replace(note=f"{sizes.note} {note}".strip())
     return sizes
 
