@@ -44,7 +44,8 @@ def explain(given: argparse.Namespace) -> Iterator[str]:
             f"{name}: tile {tile_m}x{tile_n}, {c['stages']} stages "
             f"({c['shared_bytes'] / 1024:.0f} KB), "
             f"raster groups of {c['raster_group']} rows of tiles, "
-            f"{'dynamic' if c['dynamic'] else 'static'} schedule; "
+            f"{'dynamic' if c['dynamic'] else 'static'} schedule, "
+            f"{c['launches']} launch{'es' * (c['launches'] > 1)}; "
             f"{c['tiles']} tiles = {c['waves']:.2f} waves ({100 * c['idle']:.1f}% idle), "
             f"{100 * c['waste']:.1f}% of the arithmetic wasted"
         )

@@ -36,6 +36,8 @@ struct GemmCandidate {
   int raster_group = 16;           // rows of tiles per raster group: CTAs walk it column by column
   bool dynamic = false;  // wgrad: CTAs claim tiles as they come free; else the schedule is static
   bool load_d = false;   // wgrad, added f32: D is loaded, added to and stored; else reduced into
+  int launches = 1;      // one after another, each of a range of experts: of much work, so that
+                         // CTAs do not drift apart
 
   bool operator==(const GemmCandidate&) const = default;
 };

@@ -51,6 +51,7 @@ Words words(const GemmCandidate& c) {
   d["raster_group"] = c.raster_group;
   d["dynamic"] = c.dynamic;
   d["load_d"] = c.load_d;
+  d["launches"] = c.launches;
   return d;
 }
 
@@ -106,7 +107,8 @@ void bind_gemm_choice(nb::module_& m) {
                               .tile_n = tile_n,
                               .raster_group = nb::cast<int>(of("raster_group")),
                               .dynamic = nb::cast<bool>(of("dynamic")),
-                              .load_d = nb::cast<bool>(of("load_d"))};
+                              .load_d = nb::cast<bool>(of("load_d")),
+                              .launches = nb::cast<int>(of("launches"))};
         force_grouped_gemm(&c);
       },
       "candidate"_a.none(),

@@ -124,7 +124,7 @@ GemmChoice explain_grouped_gemm(const GemmQuery& q) {
 
 std::vector<GemmCandidate> grouped_gemm_candidates(const GemmQuery& q) {
   check(q);
-  return candidates(problem_of(q));
+  return candidates(problem_of(q), q.board);
 }
 
 GemmBoard gemm_board(int device) { return cuda::gemm_board({DeviceType::cuda, device}); }

@@ -1,5 +1,6 @@
 #include "gemm/policy.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -13,6 +14,7 @@ namespace {
 
 // Fitted to the record docs/benchmarks/gemm-candidates-h100.json, as TileShape::k_block_ns is.
 constexpr double kTileNs = 330;        // a tile's start and end, beside its K-blocks
+constexpr double kSpread = 0.5;        // of fprop's rows per expert, in standard deviations
 constexpr double kMemoryShare = 0.84;  // of the board's bandwidth that a GEMM gets
 // A static schedule: fast CTAs run ahead, and slow ones read again what has left L2.
 constexpr double kStaticBytes = 1.013;  // times the bytes
@@ -21,7 +23,13 @@ constexpr double kReducedBytes = 1.07;  // per byte of D that is reduced into, w
 constexpr double kLoadNs = 840;         // a tile's wait for what D holds
 
 // Rows of tiles in a raster group. Other heights gain nothing on an H100 (docs/notes).
-constexpr int kRasterGroup = 4;
+constexpr int raster_group(Kind kind, bool dynamic) {
+  return kind == Kind::fprop || dynamic ? 4 : 8;
+}
+
+// K-blocks of a CTA in one launch, at most. CTAs drift apart, and what they share leaves L2
+// (docs/notes): 22,000 in one launch take up to 1.2 of the time of several.
+constexpr double kLaunchKBlocks = 4000;
 
 std::optional<Candidate>& forced() {
   static thread_local std::optional<Candidate> candidate;
@@ -31,21 +39,47 @@ std::optional<Candidate>& forced() {
 bool is_legal(const Problem& p, const Candidate& c) {
   for (const TileShape& shape : kTiles)
     if (shape.m == c.tile_m && shape.n == c.tile_n)
-      return shape.writes(p.kind, p.bf16) && c.raster_group > 0 &&
+      return shape.writes(p.kind, p.bf16) && c.raster_group > 0 && c.launches > 0 &&
              (p.kind != Kind::fprop || !c.dynamic) && (!c.load_d || (p.add && !p.bf16));
   return false;
 }
 
 constexpr double ceil_div(double a, double b) { return std::ceil(a / b); }
 
+struct Tiles {
+  double count, depth;  // of all experts; the K-blocks of one
+};
+
+// Rows of fprop are spread over the experts as a random routing does it, whose standard deviation
+// is sqrt(rows per expert * (1 - 1 / experts)): where the mean fills whole tiles, half of the
+// experts have a few rows more, and with them one more row of tiles.
+Tiles tiles_of(const Problem& p, const TileShape& shape) {
+  const auto experts = static_cast<double>(p.experts), k_blocks = static_cast<double>(p.k_blocks);
+  if (p.kind != Kind::fprop)
+    return {experts * ceil_div(static_cast<double>(p.m), shape.m) *
+                ceil_div(static_cast<double>(p.n), shape.n),
+            k_blocks / experts};
+  const double mean = ceil_div(static_cast<double>(p.m), experts);
+  const auto rows = static_cast<int>(mean + kSpread * std::sqrt(mean * (1 - 1 / experts)));
+  return {experts * row_tiles(shape, static_cast<int>(p.n), rows).all(), k_blocks};
+}
+
+int launches(const Problem& p, const TileShape& shape, const Board& board) {
+  const Tiles tiles = tiles_of(p, shape);
+  const double k_blocks = tiles.count * tiles.depth / static_cast<double>(board.sm_count);
+  return static_cast<int>(
+      std::clamp(ceil_div(k_blocks, kLaunchKBlocks), 1.0, static_cast<double>(p.experts)));
+}
+
 }  // namespace
 
-std::vector<Candidate> candidates(const Problem& p) {
+std::vector<Candidate> candidates(const Problem& p, const Board& board) {
   std::vector<Candidate> legal;
   for (const TileShape& shape : kTiles)
     for (const bool dynamic : {false, true})
       for (const bool load_d : {false, true}) {
-        const Candidate c{shape.m, shape.n, kRasterGroup, dynamic, load_d};
+        const Candidate c{shape.m, shape.n, raster_group(p.kind, dynamic),
+                          dynamic, load_d,  launches(p, shape, board)};
         if (is_legal(p, c)) legal.push_back(c);
       }
   return legal;
@@ -55,23 +89,16 @@ double nanoseconds(const Problem& p, const Candidate& c, const Board& board) {
   const TileShape& shape = shape_of(c);
   const auto m = static_cast<double>(p.m), n = static_cast<double>(p.n),
              experts = static_cast<double>(p.experts), k_blocks = static_cast<double>(p.k_blocks);
-  double tiles, depth, operands, d;  // depth: K-blocks of a tile; operands, d: bytes
-  if (p.kind == Kind::fprop) {
-    const auto rows = static_cast<int>((p.m + p.experts - 1) / p.experts);
-    tiles = experts * row_tiles(shape, static_cast<int>(p.n), rows).all();
-    depth = k_blocks;
-    operands = k_blocks * kBlockK * (m + experts * n);
-    d = m * n;
-  } else {
-    tiles = experts * ceil_div(m, shape.m) * ceil_div(n, shape.n);
-    depth = k_blocks / experts;
-    operands = k_blocks * kBlockK * (m + n);
-    d = experts * m * n;
-  }
-  d *= p.bf16 ? 2 : 4;
+  const bool fprop = p.kind == Kind::fprop;
+  const double operands = k_blocks * kBlockK * (m + (fprop ? experts : 1) * n);  // bytes
+  double d = (fprop ? 1 : experts) * m * n * (p.bf16 ? 2 : 4);
   if (p.add) d *= 1 + (p.bf16 || c.load_d ? 1 : kReducedBytes);
-  const double waves = ceil_div(tiles, static_cast<double>(board.sm_count));
-  const double arithmetic = waves * (kTileNs + depth * shape.k_block_ns + (c.load_d ? kLoadNs : 0));
+  const Tiles tiles = tiles_of(p, shape);
+  // SMs that the last wave leaves idle leave the others their power: half of it counts as whole.
+  const double full = tiles.count / static_cast<double>(board.sm_count),
+               waves = (std::ceil(full) + std::max(full, 1.0)) / 2;
+  const double arithmetic =
+      waves * (kTileNs + tiles.depth * shape.k_block_ns + (c.load_d ? kLoadNs : 0));
   const double bytes = (operands + d) * (c.dynamic ? 1 : kStaticBytes);
   const double memory = bytes / (1e3 * kMemoryShare * board.memory_tb_s);
   // Near the larger of the two, as they overlap.
@@ -87,7 +114,7 @@ Candidate choose(const Problem& p, const Board& board) {
   }
   Candidate cheapest;
   double least = std::numeric_limits<double>::infinity();
-  for (const Candidate& c : candidates(p)) {
+  for (const Candidate& c : candidates(p, board)) {
     const double cost = nanoseconds(p, c, board);
     if (cost < least) {
       cheapest = c;

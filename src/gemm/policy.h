@@ -29,9 +29,10 @@ constexpr const TileShape& shape_of(const Candidate& candidate) {
 }
 
 // Every way to run it.
-std::vector<Candidate> candidates(const Problem& problem);
+std::vector<Candidate> candidates(const Problem& problem, const Board& board);
 
-// What it takes on the board, as far as candidates differ; the experts' rows are taken to be even.
+// What it takes on the board, as far as candidates differ; the experts' rows are taken to be as a
+// random routing spreads them.
 double nanoseconds(const Problem& problem, const Candidate& candidate, const Board& board);
 
 // The cheapest candidate; or the forced one, which must be legal (else InvalidArgument).

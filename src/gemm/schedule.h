@@ -15,11 +15,12 @@ struct Sizes {
   const int32_t* row_offsets;        // [E+1] rows
   const int32_t* tokens_per_expert;  // [E]   wgrad
   const int32_t* col_offsets;        // [E+1] wgrad
-  int experts;
-  int m;             // rows of D per expert (wgrad; unused for rows)
-  int n;             // columns of D
-  int k_blocks;      // cdiv(K, 128) or Kcap / 128
-  int raster_group;  // rows of tiles in a raster group, see place_in_raster_groups
+  int first_expert;                  // of this launch
+  int experts;                       // those up to this launch's last
+  int m;                             // rows of D per expert (wgrad; unused for rows)
+  int n;                             // columns of D
+  int k_blocks;                      // cdiv(K, 128) or Kcap / 128
+  int raster_group;                  // rows of tiles in a raster group, see place_in_raster_groups
 };
 
 // The tiles of an expert's rows.
@@ -74,7 +75,11 @@ class Schedule<Kind::fprop, TileM, TileN> {
  public:
   // row_offsets: in shared memory.
   FP8MOE_HD Schedule(const Sizes& sizes, const int32_t* row_offsets, int cta, int ctas)
-      : sizes_(sizes), row_offsets_(row_offsets), at_(cta), ctas_(ctas) {}
+      : sizes_(sizes),
+        row_offsets_(row_offsets),
+        at_(cta),
+        ctas_(ctas),
+        expert_(sizes.first_expert) {}
 
   // The next tile of this CTA; false when there is none.
   FP8MOE_HD bool next(Tile& tile) {
@@ -113,7 +118,8 @@ class Schedule<Kind::fprop, TileM, TileN> {
   const Sizes& sizes_;
   const int32_t* row_offsets_;
   int at_, ctas_;
-  int expert_ = 0, before_ = 0;  // tiles of the experts before it
+  int expert_;
+  int before_ = 0;  // tiles of the experts before it
 };
 
 // Tiles of dw, [M, N] for each expert: scheduled statically, unless `jump_to` says which one is
@@ -124,17 +130,20 @@ class Schedule {
   FP8MOE_HD Schedule(const Sizes& sizes, const int32_t*, int cta, int ctas)
       : sizes_(sizes), at_(cta), ctas_(ctas) {}
 
-  // The tiles of all experts.
-  FP8MOE_HD int count() const { return sizes_.experts * tiles_m() * tiles_n(); }
+  // The tiles of all experts of the launch.
+  FP8MOE_HD int count() const {
+    return (sizes_.experts - sizes_.first_expert) * tiles_m() * tiles_n();
+  }
 
   FP8MOE_HD void jump_to(int to) { at_ = to; }
 
   FP8MOE_HD bool next(Tile& tile) {
     const int each = tiles_m() * tiles_n();
-    tile.expert = at_ / each;
+    const int expert = at_ / each;
+    tile.expert = sizes_.first_expert + expert;
     if (tile.expert >= sizes_.experts) return false;
     const Place place =
-        place_in_raster_groups(sizes_.raster_group, at_ - tile.expert * each, tiles_m(), tiles_n());
+        place_in_raster_groups(sizes_.raster_group, at_ - expert * each, tiles_m(), tiles_n());
     tile.row = place.row * TileM;
     tile.rows = sizes_.m - tile.row;
     tile.column = place.column * TileN;

@@ -1,6 +1,6 @@
 // The order of the grouped GEMM's tiles, over random problems: every element of D in one tile of
-// one CTA, and CTAs in step: each has as many tiles as any other, or one fewer. Tiles that CTAs
-// claim as they come free are claimed once, too, and the queue is as it was.
+// one CTA of one launch, and CTAs in step: each has as many tiles of a launch as any other, or one
+// fewer. Tiles that CTAs claim as they come free are claimed once, too, and the queue is as it was.
 #include "gemm/schedule.h"
 
 #include <algorithm>
@@ -18,15 +18,15 @@ namespace {
 constexpr int kBlocks = 3;  // K-blocks of every tile of Kind::fprop
 int tails = 0;              // tail tiles met
 
-// Walks all CTAs. d_row [E+1]: where the experts' rows of D begin.
+// Walks all CTAs of one launch. d_row [E+1]: where the experts' rows of D begin; seen: how many
+// tiles 16 columns of a row are in.
 template <Kind kKind, int TileM, int TileN>
-void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
-  std::vector<int> seen(  // tiles that 16 columns of a row are in
-      static_cast<size_t>(d_row.back()) * sizes.n / 16);
+void walk_launch(const Sizes& sizes, int ctas, const std::vector<int>& d_row,
+                 std::vector<int>& seen) {
   int most = 0, least = 0;
   for (int cta = 0; cta < ctas; ++cta) {
     Schedule<kKind, TileM, TileN> schedule(sizes, sizes.row_offsets, cta, ctas);
-    int tiles = 0, last = 0;
+    int tiles = 0, last = sizes.first_expert;
     for (Tile tile; schedule.next(tile); ++tiles) {
       CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
       last = tile.expert;
@@ -51,8 +51,21 @@ void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
     most = std::max(most, tiles);
     least = cta == 0 ? tiles : std::min(least, tiles);
   }
-  CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }));
   CHECK(most - least <= 1);
+}
+
+// One launch, and several of ranges of experts.
+template <Kind kKind, int TileM, int TileN>
+void walk(const Sizes& sizes, int ctas, const std::vector<int>& d_row) {
+  for (const int launches : {1, 3}) {
+    std::vector<int> seen(static_cast<size_t>(d_row.back()) * sizes.n / 16);
+    Sizes part = sizes;
+    for (int i = 1; i <= launches; ++i, part.first_expert = part.experts) {
+      part.experts = sizes.experts * i / launches;
+      walk_launch<kKind, TileM, TileN>(part, ctas, d_row, seen);
+    }
+    CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }));
+  }
 }
 
 // Tiles taken from a queue (produce.cuh), by CTAs that come free in any order.
@@ -114,7 +127,10 @@ void tokens(const std::vector<int>& counts, int m, int n, int raster_group, int 
   sizes.n = n;
   sizes.raster_group = raster_group;
   walk<Kind::wgrad_128x128, TileM, TileN>(sizes, ctas, d_row);
-  claim_next_tile<Kind::wgrad_128x128, TileM, TileN>(sizes, ctas, random);
+  for (const int first : {0, sizes.experts / 2}) {
+    sizes.first_expert = first;
+    claim_next_tile<Kind::wgrad_128x128, TileM, TileN>(sizes, ctas, random);
+  }
 }
 
 }  // namespace

@@ -53,10 +53,10 @@ def sms_here() -> int:
 
 
 def candidates(gemm: str, plan: RoutingPlan, n: int, k: int, *how: Any) -> list[dict[str, Any]]:
-    """Every way to run the product of weights [experts, n, k]."""
+    """Every way to run the product of weights [experts, n, k], in one launch and in three."""
     sizes = plan.rows, n, k, plan.experts, sms_here()
     found: list[dict[str, Any]] = _C.grouped_gemm_candidates(gemm, *sizes, *how)
-    return found
+    return [{**way, "launches": launches} for way in found for launches in (1, 3)]
 
 
 @contextmanager
@@ -232,9 +232,10 @@ def test_an_illegal_candidate_is_refused() -> None:
     plan = plan_of([5])
     a, w = on_gpu(noise(5, 272, layout="gemm")), on_gpu(noise(1, 48, 272, layout="block"))
     wide = {"tile": (128, 192), "raster_group": 16, "dynamic": False, "load_d": False}
+    wide["launches"] = 1
     with forced(wide), pytest.raises(ValueError, match="candidate"):
         ops.grouped_gemm(a, w, plan, out_dtype="float32")
-    for odd in ({"tile": (64, 64)}, {"raster_group": 0}, {"dynamic": True}):
+    for odd in ({"tile": (64, 64)}, {"raster_group": 0}, {"dynamic": True}, {"launches": 0}):
         with forced({**wide, **odd}), pytest.raises(ValueError, match="candidate"):
             ops.grouped_gemm(a, w, plan)
 
