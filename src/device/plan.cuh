@@ -49,6 +49,44 @@ __device__ __forceinline__ TokenBlock token_block(const PlanView& plan, int inde
   return {.first_row = b.x, .tokens = b.y, .rows = b.z, .expert = b.w};
 }
 
+// The block at place `index` of an order by 2^log windows of tokens: the first 2^-log of each
+// expert's blocks, then the second of each, and so on; past the last block `index` itself. By a
+// whole warp.
+__device__ __forceinline__ int block_in_windows(const PlanView& plan, int log, int index) {
+  const int all = plan.col_offsets[plan.experts] / 128, lane = threadIdx.x % 32;
+  if (index >= all) return index;
+  // Where window w begins in expert e; and in all the experts of this lane.
+  const auto start = [&](int e, int w) {
+    return (plan.col_offsets[e + 1] - plan.col_offsets[e]) / 128 * w >> log;
+  };
+  const auto starts = [&](int w) {
+    int sum = 0;
+    for (int e = lane; e < plan.experts; e += 32) sum += start(e, w);
+    return sum;
+  };
+  int window = (index << log) / all;  // or, as starts are rounded down, a later one
+  int mine = starts(window), next = starts(window + 1);
+  int begin = __reduce_add_sync(kFullWarp, mine), end = __reduce_add_sync(kFullWarp, next);
+  while (index >= end) {
+    ++window, mine = next, begin = end;
+    next = starts(window + 1), end = __reduce_add_sync(kFullWarp, next);
+  }
+  int through = next - mine;  // blocks of the window up to this lane's last expert
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kFullWarp, through, step);
+    if (lane >= step) through += before;
+  }
+  const int owner = __ffs(__ballot_sync(kFullWarp, through > index - begin)) - 1;
+  int block = 0;
+  if (lane == owner) {
+    int left = index - begin - (through - (next - mine)), e = lane;
+    for (int n; left >= (n = start(e, window + 1) - start(e, window)); e += 32) left -= n;
+    block = plan.col_offsets[e] / 128 + start(e, window) + left;
+  }
+  return __shfl_sync(kFullWarp, block, owner);
+}
+
 // The three arrays that the search below reads, of at most 1,024 experts, to L2: at once, before
 // the first of them is waited for. By the first three warps, one each.
 __device__ __forceinline__ void prefetch_plan(const PlanView& plan) {

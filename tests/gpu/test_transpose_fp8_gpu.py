@@ -73,6 +73,16 @@ def test_permute_transpose(kind, align, columns):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_permute_transpose_of_many_tokens(kind, columns):
+    """More than 32,768 tokens come in windows: of 33,000 in four, of 150,000 in sixteen."""
+    for tokens, experts, slots in [(33_000, 3, 2), (33_000, 70, 2), (150_000, 40, 1)]:
+        _, plan = plan_of(kind, tokens=tokens, experts=experts, slots=slots, align=1)
+        t = random_rows(tokens, 16, "e4m3", "row", spread=4)
+        check(ops.permute_transpose_fp8, t, plan, columns=columns, plan=plan)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("fp8_dtype", FP8)
 def test_ordinary_codes(fp8_dtype, columns):
     """What quantize makes: no specials, and tokens whose scales are near each other, or are not, or

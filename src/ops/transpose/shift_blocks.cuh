@@ -146,7 +146,7 @@ template <typename F, bool kScalesByRow>
 __global__ __launch_bounds__(kThreads,
                              kTileBlocksPerSm) void shift_tiles(const __grid_constant__ Params p) {
   __shared__ TileShared shared;
-  const int block = blockIdx.x, tile = blockIdx.y;
+  const int block = block_of_tokens(p), tile = blockIdx.y;
   const TokenBlock tokens = token_block(p.plan, block);
   if (tokens.expert < 0) return;
   TokenOfTile token{};

@@ -254,7 +254,7 @@ template <typename F, bool kScalesByRow>
 __global__ __launch_bounds__(kThreads, kChannelBlocksPerSm) void shift_channels(
     const __grid_constant__ Params p) {
   __shared__ ChannelShared shared;
-  const int block = blockIdx.x, tile = blockIdx.y;
+  const int block = block_of_tokens(p), tile = blockIdx.y;
   const TokenBlock tokens = token_block(p.plan, block);
   if (tokens.expert < 0) return;
   TokenOfTile token{};

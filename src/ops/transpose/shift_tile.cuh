@@ -24,6 +24,7 @@ struct Params {
   uint32_t stride;  // of rows
   int channels;
   bool gather;
+  int log_windows;  // of tokens, see block_in_windows
   PlanView plan;
   ColumnsOut out;  // [C, Kcap]
 };
@@ -113,6 +114,12 @@ __device__ __forceinline__ void transposed_codes(const uint32_t (&halves)[4], ui
 struct TileCodes {
   alignas(128) uint4 vector[kThreads * 8];
 };
+
+// The block of 128 tokens that a block of threads takes.
+__device__ __forceinline__ int block_of_tokens(const Params& p) {
+  const int index = static_cast<int>(blockIdx.x);
+  return p.log_windows == 0 ? index : block_in_windows(p.plan, p.log_windows, index);
+}
 
 // What a thread has of its tile as codes arrive: one token's row and scale, 16 channels of the 8
 // tokens of its lanes.

@@ -1,4 +1,8 @@
 // transpose_fp8 and permute_transpose_fp8: rows to token-transposed operands, in the FP8 domain.
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "device/runtime.h"
@@ -14,6 +18,16 @@ namespace fp8moe::cuda {
 // tile.
 
 namespace {
+
+// Experts share tokens, and each has all of its own in a row: of many tokens a slice of gathered
+// rows would be gone from L2 before the next expert wants it. So they come in windows of at most so
+// many tokens; two such windows still fit (docs/notes). The kernels count up to 2^6 windows.
+constexpr int64_t kWindowTokens = 16384;
+int log_windows(int64_t tokens) {
+  if (tokens <= 2 * kWindowTokens) return 0;
+  const auto windows = static_cast<uint64_t>((tokens - 1) / kWindowTokens);
+  return std::min(static_cast<int>(std::bit_width(windows)), 6);
+}
 
 // Row r of the plan is row r of q, or under `gather` row token_of_row[r]. Scales that are neither
 // zero nor a positive power of two are counted in the plan's status and make their tiles' scales
@@ -33,6 +47,7 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan, 
       .stride = static_cast<uint32_t>(q.data.stride()),
       .channels = static_cast<int>(rows.ld),
       .gather = gather,
+      .log_windows = gather ? log_windows(plan.tokens) : 0,
       .plan = view_of(plan),
       .out = columns_out(columns)};
   // Neighbours take neighbouring tokens: they end the lines of the output that they share, and the
