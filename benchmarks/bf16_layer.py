@@ -172,14 +172,16 @@ def _mine(w: Any) -> Tensor:
 class _Bring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, topk_idx: Tensor, move: Any, found: Any) -> Any:
-        arrived = move.dispatch(x, topk_idx, probs, None, Need(True, True, True, True))()
+        sent = move.send(x, topk_idx, probs, None, Need(True, True, True, True))
+        arrived = move.receive(sent)
         found |= {"groups": arrived.plan, "route": arrived.route}
         ctx.move, ctx.route = move, arrived.route
         return arrived.rows, arrived.probs
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dprobs: Tensor) -> Any:
-        return *ctx.move.combine_grads(dx, dprobs.contiguous(), ctx.route)(), None, None, None
+        returning = ctx.move.return_grads(dx, dprobs.contiguous(), ctx.route)
+        return *ctx.move.receive_grads(returning, ctx.route), None, None, None
 
 
 class _Return(torch.autograd.Function):
@@ -190,7 +192,7 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return ctx.move.dispatch_grad(dout, ctx.route, None), None, None
+        return ctx.move.send_grad(dout, ctx.route, None), None, None
 
 
 class _Spread(torch.autograd.Function):

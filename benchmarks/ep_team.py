@@ -73,7 +73,7 @@ class Legs:
             *(False,) * 3,
         )
         self.plan, counts = self.exchange.plan(self.topk_idx)
-        self.sizes = self.exchange.start_sizes(counts, terms)()
+        self.sizes = self.exchange.sizes(self.exchange.announce(counts, terms), terms)
         self.partial = torch.randn(self.sizes.rows, self.hidden, device=self.x.device).bfloat16()
 
     def dispatch(self) -> None:

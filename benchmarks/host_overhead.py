@@ -12,23 +12,7 @@ import torch
 from fp8moe_cutlass import _C, Fp8Tensor, ops
 
 CALLS = 20000
-_FLOOR: Any = torch.library.Library("fp8moe_floor", "DEF")  # type: ignore[no-untyped-call]
-
-
-def _empty_op() -> Callable[..., object]:
-    """A torch op of grouped_gemm's schema that does nothing: what torch's dispatcher costs."""
-    schema = str(torch.ops.fp8moe.grouped_gemm.default._schema)
-    _FLOOR.define(schema.removeprefix("fp8moe::"))
-    _FLOOR.impl("grouped_gemm", lambda *args: None, "CPU")
-    return torch.ops.fp8moe_floor.grouped_gemm.default
-
-
-# The same call; the torch op adds torch's dispatcher, which is what the empty one is.
-ROUTES: dict[str, Callable[..., object]] = {
-    "_C": _C.grouped_gemm,
-    "torch op": torch.ops.fp8moe.grouped_gemm.default,
-    "empty torch op": _empty_op(),
-}
+ROUTES: dict[str, Callable[..., object]] = {"_C": _C.grouped_gemm}
 
 
 def arguments(route: str) -> tuple[Any, ...]:

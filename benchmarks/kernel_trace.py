@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fp8moe_cutlass import _C, ops
 
 PREFIX = "fp8moe::"
 
@@ -30,6 +33,27 @@ def profile(run: Callable[[], object], device: torch.device) -> list[Kernel]:
     return kernels_of(trace(run, device), device.type == "cuda")
 
 
+@contextmanager
+def named_operators() -> Iterator[None]:
+    """Every function of ops under the operator's name in a trace."""
+
+    def named(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(PREFIX + name):
+                return function(*args, **kwargs)
+
+        return call
+
+    own = {name: getattr(ops, name) for name in _C.operators()}
+    for name, function in own.items():
+        setattr(ops, name, named(name, function))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(ops, name, function)
+
+
 def trace(run: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
     """The complete events of one `run` as torch.profiler saw it, oldest first.
 
@@ -39,7 +63,7 @@ def trace(run: Callable[[], object], device: torch.device) -> list[dict[str, Any
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    with torch.profiler.profile(activities=kinds) as profiler:
+    with named_operators(), torch.profiler.profile(activities=kinds) as profiler:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -54,7 +78,8 @@ def trace(run: Callable[[], object], device: torch.device) -> list[dict[str, Any
 def kernels_of(events: list[dict[str, Any]], cuda: bool) -> list[Kernel]:
     """A kernel belongs to the operator whose call, on the thread of the launch, spans the launch;
     launch and kernel share a correlation id."""
-    calls = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(PREFIX)]
+    kinds = ("cpu_op", "user_annotation")
+    calls = [e for e in events if e.get("cat") in kinds and e["name"].startswith(PREFIX)]
     numbers: dict[str, int] = {}
     owner: dict[int, tuple[str, int]] = {}
     for event in calls:

@@ -144,16 +144,14 @@ def functions() -> Tensor:
     move: autograd.Move = autograd.Local(E)
     need = autograd.Need(x=False)
     counters = autograd.Counters(torch.zeros(6, 64, dtype=torch.int64), every=8)
-    grads = autograd.weight_grads(gate_up, down)
     out: Tensor = autograd.experts(
         x, topk_idx, probs, gate_up, down, options,
-        move=move, weights=weights, grads=grads, need=need,
+        move=move, weights=weights, need=need,
     )  # fmt: skip
     plan = ops.route(E, topk_idx=topk_idx)
     rows, row_probs = autograd.permute_pad(x, plan, probs)
     back: Tensor = autograd.unpermute_unpad(rows, plan)
-    sizes = autograd.grouped_plan(Fp8Recipe(), [T, 0, 0, 0], x)
-    grouped: autograd.Move = autograd.Grouped(sizes)
+    grouped: autograd.Move = autograd.Grouped([T, 0, 0, 0])
     assert grouped is not move
     assert row_probs is not None
     return out.sum() + back.sum() + counters.counts.sum()

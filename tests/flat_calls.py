@@ -283,10 +283,12 @@ def objects(name: str, flat: dict[str, Any]) -> list[Any]:
 
 
 def outputs(name: str) -> list[str]:
-    """The arguments an op writes, from its schema; a workspace is as it was."""
-    schema = getattr(torch.ops.fp8moe, name).default._schema
-    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [a.name for a in written if a.name != "workspace"]
+    """The arguments an op writes, by their roles; a workspace is as it was."""
+    found = []
+    for field, kind, role, _ in _C.operators()[name]:
+        if role in ("out", "optional_out", "status"):
+            found += [field, f"{field}_scale"] if kind == "fp8" else [field]
+    return [key for key in found if key in flat_calls()[name]]
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.autograd import Grouped, Options, bf16, experts, grouped_plan
+from fp8moe_cutlass.autograd import Grouped, Options, bf16, experts
 from host_copies import HostCopies
 from moe_problem import Problem, problem, unaligned
 
@@ -39,11 +39,11 @@ def run(p: Problem, x: Tensor, probs: Tensor | None, dout: Tensor, *how: Any) ->
 
 def grouped(p: Problem, options: Options) -> tuple[Any, Tensor]:
     """The move of the problem's rows, and the assignment of each row."""
-    groups = bf16.group(p.topk_idx, len(p.down))
+    groups = bf16.make_plan(p.topk_idx, len(p.down))
     rows = int((p.topk_idx >= 0).sum())
     counts = torch.bincount(p.topk_idx[p.topk_idx >= 0], minlength=len(p.down))
     if options.recipe is None:
-        return Grouped(bf16.Groups(groups.offsets)), groups.order[:rows]
+        return Grouped(counts), groups.order[:rows]
     plan = ops.plan_from_counts(counts.int(), capacity=rows)
     return Grouped(plan), groups.order[:rows]
 
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_forward_rows_refuses(name: str) -> None:
     given, message = REFUSED[name]
     call = {"rows": torch.zeros(9, 256), "counts": [3, 0, 5, 1], "probs": None} | given
-    with pytest.raises(ValueError, match=rf"\[MoEExperts\] .*{message}"):
+    with pytest.raises(ValueError, match=rf"\[(MoEExperts|experts)\] .*{message}"):
         problem(8).experts().forward_rows(*call.values())
 
 
@@ -250,7 +250,7 @@ def test_an_id_that_is_no_expert(recipe: Any) -> None:
     want = layer(p.x, p.topk_idx, p.probs)
     ids = p.topk_idx.masked_fill(p.topk_idx == -1, 4)
     assert torch.equal(layer(p.x, ids, p.probs, no_expert=4), want)
-    with pytest.raises(ValueError, match=r"ids must lie in \[-1, 4\); got 4"):
+    with pytest.raises(ValueError, match=r"topk_idx must lie in \[-1, 4\); got 4"):
         layer(p.x, ids, p.probs)
 
 
@@ -259,7 +259,7 @@ def test_counts_are_read_before_the_call_returns(dtype: torch.dtype) -> None:
     """Of host memory, which may be pinned, a copy is sent; the meta device stands for a GPU."""
     counts = torch.tensor([3, 0, 5, 1], dtype=dtype)
     with HostCopies() as copies:
-        grouped_plan(None, counts, torch.empty(9, 256, device="meta"))
+        bf16.grouped_plan(counts, torch.empty(9, 256, device="meta"))
     assert copies.read
     assert counts.data_ptr() not in copies.read
 

@@ -381,7 +381,7 @@ def test_sizes_of_chunks_are_read_before_the_call_returns(device: str) -> None:
     """Pinned memory may be overwritten: of host memory a copy is sent."""
     sizes, order = torch.tensor([5, 0, 27]), torch.tensor([2, 0, 1])
     if device == "cpu":  # what a GPU would read, by the meta device
-        with HostCopies() as copies:
+        with HostCopies() as copies, pytest.raises(ValueError, match="meta"):
             te.moe_sort_chunks_by_index(torch.empty(32, H, device="meta"), sizes, order)
         assert len(copies.read) == 2
         assert not {sizes.data_ptr(), order.data_ptr()} & {*copies.read}

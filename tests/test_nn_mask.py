@@ -78,7 +78,7 @@ def test_refuses() -> None:
         ({"capacity": -1}, "a mask needs capacity, .*; got -1"),
         ({"capacity": held - 1}, f"a mask must hold at most {held - 1}; got {held}"),
     ):
-        with pytest.raises(ValueError, match=rf"\[MoEExperts\] {message}"):
+        with pytest.raises(ValueError, match=rf"\[(MoEExperts|experts)\] {message}"):
             layer(p.x, mask, probs, **call)
     with pytest.raises(ValueError, match=r"a mask must be \[..., 5\]; got \(150, 4\)"):
         layer(p.x, mask[:, :4], probs[:, :4], capacity=450)

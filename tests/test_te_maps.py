@@ -105,14 +105,14 @@ COMPILED: dict[str, Any] = {
 
 @pytest.mark.parametrize("call", COMPILED)
 def test_compiled(call: str, device: str) -> None:
-    """fullgraph=True: results and gradients of an eager call."""
+    """torch.compile breaks its graph there; results and gradients are an eager call's."""
     mask = ref.random_mask(12, E)
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
         x, probs = leaf(torch.randn(12, H).to(device)), leaf(torch.rand(12, E).to(device))
         torch._dynamo.reset()
-        function = torch.compile(COMPILED[call], fullgraph=True) if compiled else COMPILED[call]
+        function = torch.compile(COMPILED[call]) if compiled else COMPILED[call]
         made = function(x, probs, mask.to(device))
         made = made if isinstance(made, tuple) else (made,)
         # Of padded rows those past the last expert's are anything.

@@ -142,7 +142,12 @@ class RoutingPlan:
 
 def rows_bound(capacity: int, experts: int, align: int) -> int:
     """align * floor((A + min(E, A) (align - 1)) / align): what any A assignments fit into."""
-    hit = experts if experts < capacity else capacity  # min() takes as long as all the rest
+    if type(capacity).__name__ == "SymInt":  # a size that torch.compile does not know
+        from torch import sym_min
+
+        hit = sym_min(experts, capacity)
+    else:
+        hit = experts if experts < capacity else capacity  # min() takes as long as all the rest
     return align * ((capacity + hit * (align - 1)) // align)
 
 

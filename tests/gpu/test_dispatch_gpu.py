@@ -10,6 +10,7 @@ from backends import ROUTINGS, assert_same, awkward, on_both, poison, routing
 from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass.ops._call import operator
 
 Planned = tuple[RoutingPlan, Tensor]
 SPARE = 3  # rows of a segment that no token takes
@@ -35,7 +36,7 @@ def on_gpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(poison(torch.empty(words, dtype=torch.int32, device="cuda")), *whole)
     counts = poison(torch.empty(ranks, 2, dtype=torch.int32, device="cuda"))
-    torch.ops.fp8moe.dispatch_plan(ids.cuda(), experts, segment, plan.buffer, *whole, counts, None)
+    operator("dispatch_plan")(ids.cuda(), experts, segment, plan, counts, None)
     return plan, counts
 
 
@@ -46,7 +47,7 @@ def on_cpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(torch.empty(words, dtype=torch.int32), *whole)
     counts = torch.empty(ranks, 2, dtype=torch.int32)
-    torch.ops.fp8moe.dispatch_plan(ids, experts, segment, plan.buffer, *whole, counts, None)
+    operator("dispatch_plan")(ids, experts, segment, plan, counts, None)
     return plan, counts
 
 

@@ -3,13 +3,14 @@
 None has a second derivative, and each raises where one is asked for.
 """
 
-from fp8moe_cutlass.autograd.block import Grouped, Local, Move, experts, grouped_plan
+from fp8moe_cutlass.autograd import operator  # noqa: F401  (registers it)
+from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.gate import gate_logits
 from fp8moe_cutlass.autograd.movement import permute_pad, unpermute_unpad
 from fp8moe_cutlass.autograd.router_topk import router_topk
-from fp8moe_cutlass.autograd.weight_grad import weight_grads
+from fp8moe_cutlass.autograd.torch_op import experts
 from fp8moe_cutlass.autograd.weights import Fp8Weights, quantize_weights
 
 __all__ = [
@@ -22,10 +23,8 @@ __all__ = [
     "Options",
     "experts",
     "gate_logits",
-    "grouped_plan",
     "permute_pad",
     "quantize_weights",
     "router_topk",
     "unpermute_unpad",
-    "weight_grads",
 ]

@@ -7,16 +7,20 @@ this library's kernels. On a GPU torch.compile fuses SwiGLU and the sums over sl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.arguments import as_counts
 from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
 from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.ops._words import shape_of
+from fp8moe_cutlass.routing import RoutingPlan
 
 
 class Groups(NamedTuple):
@@ -43,6 +47,9 @@ class Groups(NamedTuple):
         return rows if self.row_of is None else sum_slots(rows, self.row_of)
 
 
+SAVED_TENSORS = 9  # of Saved.tensors()
+
+
 class Saved(NamedTuple):
     """What the backward reads of the forward."""
 
@@ -55,6 +62,19 @@ class Saved(NamedTuple):
     probs: Tensor | None
     gate_up: Tensor  # the parameters
     down: Tensor
+
+    @property
+    def sizes(self) -> None:
+        """As fp8.Saved has them: none."""
+
+    def tensors(self) -> list[Tensor | None]:
+        """The fields."""
+        return list(self)
+
+    @staticmethod
+    def of(tensors: Sequence[Any], sizes: Any, recipe: None, grouped: bool) -> Saved:
+        """The same again: sizes, recipe and grouped are for FP8."""
+        return Saved(*tensors)
 
 
 class Wgrad(NamedTuple):
@@ -90,7 +110,7 @@ def enter(t: Tensor, recipe: None, *, gradient: bool = False, grouped: bool = Fa
     return t.bfloat16().contiguous()
 
 
-def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Groups:
+def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Groups:
     """Sort the assignments of topk_idx [T, S] by expert; -1 is dropped.
 
     There are capacity rows (T S if None); assignments that find none are dropped too.
@@ -98,7 +118,7 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
     shape_of("route", "topk_idx", topk_idx, 2)
     if topk_idx.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"[route] topk_idx must be one of int32, int64; got {topk_idx.dtype}")
-    if topk_idx.device.type == "cpu" and not torch.compiler.is_compiling():
+    if topk_idx.device.type == "cpu":
         bad = (topk_idx < -1) | (topk_idx >= num_experts)
         if bool(bad.any()):
             value = int(topk_idx[bad][0])
@@ -117,6 +137,15 @@ def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Gr
         order, offsets = order[:capacity], offsets.clamp(max=capacity)
         kept = kept & (row_of < capacity)
     return Groups(offsets, order, torch.where(kept, row_of, -1))
+
+
+def grouped_plan(counts: Tensor | Sequence[int] | RoutingPlan, rows: Tensor) -> Groups:
+    """The groups of rows [R, H] that came grouped, of Grouped's counts."""
+    if isinstance(counts, RoutingPlan):
+        padding = counts.token_of_row < 0 if counts.align > 1 else None
+        return Groups(counts.row_offsets[1:].clone(), padding=padding)
+    counts = now_on(rows.device, as_counts("grouped_plan", counts).int())
+    return Groups(counts.cumsum(0, dtype=torch.int32))
 
 
 def dropped(topk_idx: Tensor, groups: Groups) -> Tensor:
@@ -195,28 +224,14 @@ def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """F.grouped_mm, summed in float32 and rounded once."""
-    if a.device.type == "cpu":
-        product: Tensor = _grouped_mm_of_float32(a, b, offsets)
-        return product
+    if a.device.type == "cpu":  # without AVX-512 torch takes 13 times as long for bfloat16
+        return F.grouped_mm(a.float(), b.float(), offs=offsets).to(a.dtype)
     return F.grouped_mm(_aligned(a), _aligned(b), offs=offsets)
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """t from a multiple of 16 bytes on, as torch's kernel reads it; dynamo knows no address."""
-    return t if torch.compiler.is_compiling() or t.data_ptr() % 16 == 0 else t.clone()
-
-
-# On CPUs without AVX-512 torch takes 13 times as long for bfloat16 operands. An op of its own, as
-# torch.compile's fake of _grouped_mm takes no others.
-@torch.library.custom_op("fp8moe::_grouped_mm_of_float32", mutates_args=(), device_types="cpu")
-def _grouped_mm_of_float32(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(a.float(), b.float(), offs=offsets).to(a.dtype)
-
-
-@_grouped_mm_of_float32.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    experts = [] if b.ndim == 3 else [offsets.shape[0]]
-    return a.new_empty(*experts, a.shape[0], b.shape[-1])
+    """t from a multiple of 16 bytes on, as torch's kernel reads it."""
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 @compiled

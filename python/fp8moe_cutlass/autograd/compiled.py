@@ -21,13 +21,12 @@ def compiled(function: Callable[..., R]) -> Callable[..., R]:
     """`function` of tensors [rows] or [rows, width], compiled where they are on a GPU: at its first
     call, once per width, for any number of rows.
 
-    It runs as written on a CPU, inside an outer torch.compile or export, and where torch cannot
-    compile, which one warning says.
+    It runs as written on a CPU, and where torch cannot compile, which one warning says.
     """
 
     @functools.wraps(function)
     def run(*tensors: Tensor) -> R:
-        if torch.compiler.is_compiling() or _refused or not _on_gpu(tensors):
+        if _refused or not _on_gpu(tensors):
             return function(*tensors)
         for tensor in tensors:
             if tensor.ndim == 2:  # what gathers rows of any width takes three times as long

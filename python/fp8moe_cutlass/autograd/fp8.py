@@ -3,21 +3,23 @@
 Two standalone casts exist, by `enter`: x before `forward`, the gradient of the output before
 `backward`. Everything between stays in FP8 or is quantized by the SwiGLU kernels.
 
-Rows come as tokens, in row layout, which a plan of `group` takes to their experts; or grouped by
-expert already, in GEMM layout, with a plan of ops.plan_from_counts.
+Rows come as tokens, in row layout, which a plan of `make_plan` takes to their experts; or grouped
+by expert already, in GEMM layout, with a plan of ops.plan_from_counts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.arguments import as_counts
 from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
 from fp8moe_cutlass.autograd.counters import Counters, count
+from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import (
     Fp8Weights,
     of_one_forward,
@@ -27,6 +29,8 @@ from fp8moe_cutlass.autograd.weights import (
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
+
+SAVED_TENSORS = 14  # of Saved.tensors()
 
 
 class Saved(NamedTuple):
@@ -40,6 +44,36 @@ class Saved(NamedTuple):
     down: Fp8Tensor | Tensor | None
     gate_up_t: Fp8Tensor | None
     down_t: Fp8Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the plan."""
+        return self.plan.sizes
+
+    def tensors(self) -> list[Tensor | None]:
+        """The plan's buffer, row_probs, and two for each of the others: codes and scales, or a
+        tensor and None."""
+        found: list[Tensor | None] = [self.plan.buffer, self.row_probs]
+        for part in (self.x, self.z, self.gate_up, self.down, self.gate_up_t, self.down_t):
+            if isinstance(part, Fp8Tensor):
+                found += part.data, part.scale_inv
+            else:
+                found += part, None
+        return found
+
+    @staticmethod
+    def of(
+        tensors: Sequence[Tensor | None], sizes: Sequence[int], recipe: Fp8Recipe, grouped: bool
+    ) -> Saved:
+        """The same again: sizes are the plan's."""
+        buffer, row_probs, *pairs = tensors
+        layouts = ("gemm" if grouped else "row", "row", "block", "block", "block", "block")
+        pow2 = recipe.scale == "pow2"
+        parts: list[Any] = [
+            Fp8Tensor(data, scale, layout, pow2, "e4m3", check=False) if scale is not None else data
+            for data, scale, layout in zip(pairs[::2], pairs[1::2], layouts, strict=True)
+        ]
+        return Saved(RoutingPlan(buffer, *sizes), parts[0], row_probs, *parts[1:])
 
 
 class Wgrad(NamedTuple):
@@ -97,9 +131,18 @@ def enter(t: Tensor, recipe: Fp8Recipe, *, gradient: bool = False, grouped: bool
     )
 
 
-def group(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> RoutingPlan:
-    """The plan of topk_idx [T, S]."""
+def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> RoutingPlan:
+    """The plan of topk_idx [T, S]. On a CPU what finds no place in capacity raises."""
     plan: RoutingPlan = ops.route(num_experts, topk_idx=topk_idx, capacity=capacity)
+    return plan
+
+
+def grouped_plan(counts: Tensor | Sequence[int] | RoutingPlan, rows: Tensor) -> RoutingPlan:
+    """The plan of rows [R, H] that came grouped, of Grouped's counts."""
+    if isinstance(counts, RoutingPlan):
+        return counts
+    counts = now_on(rows.device, as_counts("grouped_plan", counts).int())
+    plan: RoutingPlan = ops.plan_from_counts(counts, capacity=rows.shape[0])
     return plan
 
 
@@ -119,8 +162,7 @@ def weights(
     """The FP8 weights of a forward, those given or the parameters quantized now, in as many
     directions as a backward will read; need None: there is none."""
     if given is not None:
-        if not torch.compiler.is_compiling():  # dynamo traces no event
-            given.wait()
+        given.wait()
         return ForwardWeights(given, (given.gate_up, given.down))
     codes = need is not None and options.transposed_weights == "save"
     gate_up_t = codes and need is not None and need.x
@@ -192,10 +234,10 @@ def backward(
     plan, x, row_probs, z, gate_up, down, gate_up_t, down_t = saved
     grouped = _grouped(dout)
     dy = dout if grouped else ops.permute_pad(dout, plan)[0]
-    dh = ops.grouped_gemm(dy, transpose(down, recipe, dout) if down_t is None else down_t, plan)
+    dh = ops.grouped_gemm(dy, transpose(down, recipe) if down_t is None else down_t, plan)
     if z is None:
         if isinstance(gate_up, Tensor):
-            gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x, dout=dout)
+            gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x)
         z = ops.grouped_gemm(x if grouped else ops.permute_pad(x, plan)[0], gate_up, plan)
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
@@ -220,7 +262,7 @@ def backward(
 
     dx, dprobs = None, row_dprobs if need.probs else None
     if need.x:
-        gate_up_t = transpose(gate_up, recipe, dout) if gate_up_t is None else gate_up_t
+        gate_up_t = transpose(gate_up, recipe) if gate_up_t is None else gate_up_t
         dx = ops.grouped_gemm(dz, gate_up_t, plan)
         if not grouped:
             dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs)

@@ -11,6 +11,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.arguments import check_tensor
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
 from fp8moe_cutlass.autograd.transforms import refuse_transforms
+from fp8moe_cutlass.ops._torch import watched
 
 _OF_WEIGHTS = ("score", "softmax_after_topk", "normalize", "epsilon", "routed_scaling_factor")
 
@@ -37,9 +38,12 @@ def router_topk(
             check_tensor("router_topk", name, t, distributed=True)
     if hasattr(logits, "full_tensor"):
         return _of_dtensors(arrays, top_k, sequences, options)
-    scores, chosen, weights, counts = _RouterTopk.apply(  # type: ignore[no-untyped-call]
-        *arrays, top_k, sequences, options
-    )
+    given = (*arrays, top_k, sequences)
+    if watched():
+        found = torch.ops.fp8moe.router_topk(*given, **options)
+    else:
+        found = _RouterTopk.apply(*given, options)  # type: ignore[no-untyped-call]
+    scores, chosen, weights, counts = found
     return ops.RouterTopk(scores, chosen if given_idx is None else given_idx, weights, counts)
 
 
@@ -90,6 +94,108 @@ class _RouterTopk(torch.autograd.Function):
                 **ctx.options,
             )
         return dlogits, None, None, None, None, None, None
+
+
+# ---- as an operator of torch's -------------------------------------------------------------------
+
+_OPTIONS = (
+    "str score='softmax', bool softmax_after_topk=False, bool normalize=True, float epsilon=1e-20, "
+    "float routed_scaling_factor=1.0"
+)
+_FORWARD = (
+    "(Tensor logits, Tensor? selection_bias, Tensor? padding, Tensor? given_idx, SymInt top_k, "
+    f"SymInt sequences, *, {_OPTIONS}, str select_by='scores', int num_groups=1, "
+    "int topk_groups=1, int best_per_group=1, float? closed_value=None) "
+    "-> (Tensor scores, Tensor topk_idx, Tensor topk_weights, Tensor tokens_per_expert)"
+)
+_BACKWARD = (
+    "(Tensor? dweights, Tensor? dscores, Tensor scores, Tensor topk_idx, Tensor topk_weights, "
+    f"*, {_OPTIONS}) -> Tensor"
+)
+
+
+def _run(
+    logits: Tensor,
+    selection_bias: Tensor | None,
+    padding: Tensor | None,
+    given_idx: Tensor | None,
+    top_k: int,
+    sequences: int,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    given = (selection_bias, padding, given_idx, top_k, sequences)
+    if options.get("closed_value") is None:  # a schema cannot say -inf
+        options.pop("closed_value", None)
+    scores, chosen, weights, counts = _RouterTopk.forward(logits, *given, options)
+    if chosen is None:  # an operator's outputs are tensors of their own
+        chosen = logits.new_empty(0, dtype=torch.int64)
+    return scores, chosen, weights, counts
+
+
+def _fake(
+    logits: Tensor,
+    selection_bias: Tensor | None,
+    padding: Tensor | None,
+    given_idx: Tensor | None,
+    top_k: int,
+    sequences: int,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    tokens, experts = logits.shape
+    chosen = (0,) if given_idx is not None else (tokens, top_k)
+    return (
+        logits.new_empty(tokens, experts),
+        logits.new_empty(chosen, dtype=torch.int64),
+        logits.new_empty(tokens, top_k),
+        logits.new_empty(sequences * experts, dtype=torch.int64),
+    )
+
+
+def _setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+    scores, chosen, weights, counts = output
+    given_idx = inputs[3]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(chosen, counts)
+    ctx.save_for_backward(scores, chosen if given_idx is None else given_idx, weights)
+    ctx.options = {name: keyword_only_inputs[name] for name in _OF_WEIGHTS}
+
+
+def _through_torch(ctx: Any, dscores: Any, _idx: Any, dweights: Any, _counts: Any) -> Any:
+    dlogits = None
+    if dscores is not None or dweights is not None:
+        op = torch.ops.fp8moe.router_topk_backward
+        dlogits = op(dweights, dscores, *ctx.saved_tensors, **ctx.options)
+    return dlogits, None, None, None, None, None
+
+
+def _run_backward(
+    dweights: Tensor | None,
+    dscores: Tensor | None,
+    scores: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    **options: Any,
+) -> Tensor:
+    grads = (None if d is None else d.contiguous() for d in (dweights, dscores))
+    made: Tensor = ops.router_topk_backward(
+        *grads, scores, topk_idx.contiguous(), topk_weights, **options
+    )
+    return made
+
+
+def _fake_backward(
+    dweights: Any, dscores: Any, scores: Tensor, topk_idx: Any, topk_weights: Any, **options: Any
+) -> Tensor:
+    return torch.empty_like(scores)
+
+
+_backward_op = torch.library.custom_op(
+    "fp8moe::router_topk_backward", _run_backward, mutates_args=(), schema=_BACKWARD
+)
+_backward_op.register_fake(_fake_backward)
+_op = torch.library.custom_op("fp8moe::router_topk", _run, mutates_args=(), schema=_FORWARD)
+_op.register_fake(_fake)
+_op.register_autograd(_through_torch, setup_context=_setup)
 
 
 def _of_dtensors(

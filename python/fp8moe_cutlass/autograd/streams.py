@@ -36,17 +36,16 @@ class Written:
 
 
 def written(device: torch.device) -> Written | None:
-    """Of an eager GPU stream; None elsewhere, where nothing needs to wait."""
-    eager_gpu = device.type == "cuda" and not torch.compiler.is_compiling()
-    return Written(device) if eager_gpu else None
+    """Of a GPU's stream; None on a CPU, where nothing needs to wait."""
+    return Written(device) if device.type == "cuda" else None
 
 
 def now_on(device: torch.device, t: Tensor) -> Tensor:
     """t on `device`, with the values that it has now. The device reads pinned memory later, where
     the caller may have written by then: it gets a pageable copy, which is read before this returns.
     """
-    if t.device.type != "cpu" or device.type == "cpu" or torch.compiler.is_compiling():
-        return t.to(device)  # which waits where a compiler might leave the copy out
+    if t.device.type != "cpu" or device.type == "cpu":
+        return t.to(device)
     return t.clone().to(device, non_blocking=True)
 
 
@@ -55,17 +54,10 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward, as a checkpointed forward does that is computed again.
-    torch has no public word for it; without the private one: no."""
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
-
-
 def order_with_backward(device: torch.device) -> None:
     """In a backward: the stream that called backward() waits for what is queued here, as it does
     for every `.grad`."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
+    if device.type != "cuda":
         return
     event = torch.cuda.current_stream(device).record_event()
     torch.autograd.Variable._execution_engine.queue_callback(

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.saved import tensors_of
-from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
 from fp8moe_cutlass.slow_path import slow_path
 
 
-@dataclass(frozen=True)
-class Average:
+class Average(Protocol):
     """What turns a gradient, which has summed over the tokens of several ranks, into the average
-    that data parallelism takes of the replicated weights' gradients."""
+    that data parallelism takes of the replicated weights' gradients (distributed/shards.py)."""
 
     scale: float
-    replicas: Any = None  # the process group whose ranks hold the same weights; None: one rank
+    replicated: bool  # other ranks hold the same weights
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Average:
-        return self
+    def sum_(self, grad: Tensor) -> None:
+        """The sum of the replicas' gradients, in place. Collective."""
+
+    def shape_of(self, weight: Any) -> torch.Size:
+        """Of what this rank holds."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,29 @@ class Destination:
     def deliver(self, wgrad: Any, workspace: Tensor | None = None) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
         main_grad = self.main_grad
-        if self.average is not None and self.average.scale != 1.0:
-            wgrad = wgrad.scaled(self.average.scale)
-        replicas = None if self.average is None else self.average.replicas
+        average = self.average
+        if average is not None and average.scale != 1.0:
+            wgrad = wgrad.scaled(average.scale)
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
             grad: Tensor = wgrad.run(None, False, exact, workspace)
-            if replicas is not None:
-                dist.all_reduce(grad, group=replicas)
+            if average is not None and average.replicated:
+                average.sum_(grad)
             return cast(grad, self.dtype)
-        eager = not torch.compiler.is_compiling()
-        into = main_grad.clone() if eager and main_grad.data_ptr() % 16 else main_grad
-        if eager and into is not main_grad:
+        into = main_grad
+        if main_grad.data_ptr() % 16:
+            into = main_grad.clone()
             slow_path(
                 "misaligned main_grad",
                 "[main_grad] begins at no multiple of 16 bytes: each gradient is added to a copy, "
                 "which is copied back; align each parameter's part of a flat gradient buffer",
             )
-        if replicas is None:
-            wgrad.run(into, True, "float32", workspace)
-        else:
+        if average is not None and average.replicated:
             grad = wgrad.run(None, False, "float32", workspace)
-            dist.all_reduce(grad, group=replicas)
+            average.sum_(grad)
             into.add_(grad)
+        else:
+            wgrad.run(into, True, "float32", workspace)
         if into is not main_grad:
             main_grad.copy_(into)
         if hasattr(self.weight, "grad_added_to_main_grad"):
@@ -164,27 +164,14 @@ def weight_grads(
     pending: list[Pending] | None = None,
     average: Average | None = None,
 ) -> WeightGrads:
-    """Of a forward that runs now."""
+    """Where the gradients of a forward over these two weights go."""
     return WeightGrads(_destination(gate_up, average), _destination(down, average), pending)
 
 
 def _destination(weight: Any, average: Average | None) -> Destination:
-    dtype: torch.dtype = weight.dtype
-    if isinstance(weight, torch.nn.Parameter) or not torch.compiler.is_compiling():
-        dtype = _grad_dtype(weight)
-    if torch.compiler.is_compiling() and dtype != weight.dtype:
-        raise RuntimeError(
-            f"[MoEExperts] grad_dtype cannot be compiled; got {dtype} of a {weight.dtype} weight"
-        )
-    shape = weight.shape if average is None else held(weight).shape
-    return Destination(weight, dtype, shape, average)
-
-
-@torch.compiler.assume_constant_result  # dynamo cannot read the attribute
-def _grad_dtype(weight: Any) -> torch.dtype:
     named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
-    dtype: torch.dtype = named or weight.dtype
-    return dtype
+    shape = weight.shape if average is None else average.shape_of(weight)
+    return Destination(weight, named or weight.dtype, shape, average)
 
 
 _placeholders: dict[Any, Tensor] = {}

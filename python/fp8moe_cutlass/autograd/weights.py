@@ -38,7 +38,7 @@ class Fp8Weights:
     def wait(self) -> None:
         """The current stream waits until the codes are written."""
         if self.written is not None:
-            self.written.wait(tensors_of(self._parts))
+            self.written.wait(tensors_of(self.parts))
 
     @torch.no_grad()
     def update_(self, layer: Any) -> None:
@@ -68,12 +68,13 @@ class Fp8Weights:
                 )
 
     @property
-    def _parts(self) -> tuple[Fp8Tensor | None, ...]:
+    def parts(self) -> tuple[Fp8Tensor | None, ...]:
+        """Its four FP8 tensors."""
         return self.gate_up, self.down, self.gate_up_t, self.down_t
 
     def __reduce__(self) -> Any:  # an event is of this process alone
         self.wait()
-        return _now_written, self._parts
+        return _now_written, self.parts
 
 
 def quantize_weights(
@@ -105,43 +106,26 @@ def of_one_forward(
 
 
 def quantize_weight(
-    w: Tensor,
-    recipe: Fp8Recipe,
-    *,
-    transposed: bool,
-    rows: bool = True,
-    dout: Fp8Tensor | None = None,
+    w: Tensor, recipe: Fp8Recipe, *, transposed: bool, rows: bool = True
 ) -> tuple[Any, Any]:
-    """w [E, N, K] as fprop reads it, unless not `rows`, and as dgrad does; in one pass. dout: in a
-    backward, what it was given."""
+    """w [E, N, K] as fprop reads it, unless not `rows`, and as dgrad does; in one pass."""
     e, n, k = w.shape
-    made = (
-        _empty(w, (e, n, k), recipe, dout) if rows else None,
-        _empty(w, (e, k, n), recipe, dout) if transposed else None,
+    pow2 = recipe.scale == "pow2"
+    made = tuple(
+        new_fp8("quantize_weight", w, shape, "block", "e4m3", pow2) if wanted else None
+        for wanted, shape in ((rows, (e, n, k)), (transposed, (e, k, n)))
     )
     _fill(*made, w, recipe)
     return made
 
 
-def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe, dout: Fp8Tensor) -> Fp8Tensor:
-    """w [E, N, K], codes or a parameter, as the dgrad of dout reads it: the same either way."""
+def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
+    """w [E, N, K], codes or a parameter, as dgrad reads it: the same either way."""
     if isinstance(w, Fp8Tensor):
         data = w.data.view(torch.uint8).mT.contiguous().view(w.data.dtype)
         return Fp8Tensor(data, w.scale_inv.mT.contiguous(), w.scale_layout, w.pow2)
-    made: Fp8Tensor = quantize_weight(w, recipe, rows=False, transposed=True, dout=dout)[1]
+    made: Fp8Tensor = quantize_weight(w, recipe, rows=False, transposed=True)[1]
     return made
-
-
-def _empty(
-    w: Tensor, shape: tuple[int, int, int], recipe: Fp8Recipe, dout: Fp8Tensor | None
-) -> Fp8Tensor:
-    """Codes to fill. In a compiled backward their scales hold something of dout until then, or the
-    partitioner would move what depends on a parameter alone into forward, and keep it."""
-    pow2 = recipe.scale == "pow2"
-    codes: Fp8Tensor = new_fp8("quantize_weight", w, shape, "block", "e4m3", pow2)
-    if dout is not None and torch.compiler.is_compiling():
-        codes.scale_inv.copy_(dout.scale_inv[:1, :1].sum())
-    return codes
 
 
 def _fill(
@@ -167,10 +151,9 @@ torch.serialization.add_safe_globals([_now_written])  # what torch.load takes
 
 def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor], list[bool]]:
     """Its FP8 tensors, and which of the four there are."""
-    if not torch.compiler.is_compiling():
-        weights.wait()  # so that _unflatten's event is one of all that was written
-    there = [part is not None for part in weights._parts]
-    return [part for part in weights._parts if part is not None], there
+    weights.wait()  # so that _unflatten's event is one of all that was written
+    there = [part is not None for part in weights.parts]
+    return [part for part in weights.parts if part is not None], there
 
 
 def _unflatten(parts: Iterable[Fp8Tensor], there: Iterable[bool]) -> Fp8Weights:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +30,26 @@ class Sizes:
     rows_sent: int
     rows: int  # received
     assignments: int  # at most so many entries of topk_idx travel on the received rows
+
+
+class Announced(NamedTuple):
+    """Sizes on their way."""
+
+    message: Tensor  # [2, ranks, words] i32: told to each rank, and told by each
+    work: Any
+
+
+class Returning(NamedTuple):
+    """Rows on their way back."""
+
+    rows: Tensor  # [bound, C], what comes
+    work: Any
+    source: Tensor  # which is read until they have come
+
+
+def sizes_of_words(terms: Terms, sent: list[int], received: list[int], assignments: int) -> Sizes:
+    """Of rows to and from each rank."""
+    return Sizes(terms, sent, received, sum(sent), sum(received), assignments)
 
 
 def check_group(op: str, group: Any) -> None:
@@ -128,15 +146,20 @@ class Exchange:
             topk_idx, self.num_experts, self.ranks, segment=self.segment, spare=spare
         )
 
-    def start_sizes(self, counts: Tensor, terms: Terms) -> Callable[[], Sizes]:
+    def plan_sizes(self, tokens: int, slots: int) -> tuple[int, int, int, int, int]:
+        """Of `plan`'s plan."""
+        ranks, segment = self.ranks, self.segment
+        capacity = (segment + 1) * ranks if segment else tokens * min(slots, ranks)
+        return tokens, ranks, ranks, 1, capacity
+
+    def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
 
-        Returns how to learn the sizes: there the host waits for the device. Raises ValueError
-        on every rank if the ranks' terms differ, or have differed. With a capacity nothing is
-        exchanged here but the terms, and they only until they have been agreed upon.
+        With a capacity nothing is told but the terms, and they only until they have been agreed
+        upon: then None.
         """
         if self.segment and terms in self._agreed:
-            return functools.partial(self._fixed, terms)
+            return None
         if counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "[MoEExperts] a captured forward needs capacity=, and one forward like it before "
@@ -147,20 +170,23 @@ class Exchange:
         words = self._words_of(terms, counts.device)
         torch.cat([counts, words, self._differed], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
+        return Announced(message, work)
 
-        def sizes() -> Sizes:
-            sent, received = _read(message, work)
-            terms.check([words[2:-1] for words in received], self._names)
-            self._check_in_step([words[-1] for words in sent])
-            if self.segment:
-                self._agreed.add(terms)
-                for backward in (False, True):  # before a capture, which can copy nothing
-                    self._words_of(terms.mark(backward), counts.device)
-                return self._fixed(terms)
-            to, of = ([words[0] for words in side] for side in (sent, received))
-            return Sizes(terms, to, of, sum(to), sum(of), sum(words[1] for words in received))
-
-        return sizes
+    def sizes(self, announced: Announced | None, terms: Terms) -> Sizes:
+        """What the ranks have announced; the host waits for the device. Raises ValueError on every
+        rank if the ranks' terms differ, or have differed."""
+        if announced is None:
+            return self.fixed(terms)
+        sent, received = _read(announced)
+        terms.check([words[2:-1] for words in received], self._names)
+        self._check_in_step([words[-1] for words in sent])
+        if self.segment:
+            self._agreed.add(terms)
+            for backward in (False, True):  # before a capture, which can copy nothing
+                self._words_of(terms.mark(backward), announced.message.device)
+            return self.fixed(terms)
+        to, of = ([words[0] for words in side] for side in (sent, received))
+        return sizes_of_words(terms, to, of, sum(words[1] for words in received))
 
     def dispatch(self, rows: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor:
         """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
@@ -189,26 +215,25 @@ class Exchange:
 
     def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
         """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
-        return self._back(rows, bound, sizes, beside=False)()
+        return self._back(rows, bound, sizes, beside=False).rows
 
-    def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Callable[[], Tensor]:
-        """The same, beside what is queued until it is waited for by what this returns."""
+    def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Returning:
+        """Start to do the same, beside what is queued until `finish_back`."""
         return self._back(rows, bound, sizes, beside=True)
 
-    def _back(self, rows: Tensor, bound: int, sizes: Sizes, beside: bool) -> Callable[[], Tensor]:
+    def _back(self, rows: Tensor, bound: int, sizes: Sizes, beside: bool) -> Returning:
         rows = rows.contiguous()
         got = rows.new_empty(bound, rows.shape[1])
         into = got[: sizes.rows_sent]
         work: Any = dist.all_to_all_single(
             into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
         )
+        return Returning(got, work, rows)
 
-        def arrive(source: Tensor = rows) -> Tensor:  # which is read until then
-            if beside:
-                work.wait()  # on a GPU it is the current stream that waits
-            return got
-
-        return arrive
+    def finish_back(self, returning: Returning) -> Tensor:
+        """What came back. On a GPU it is the current stream that waits."""
+        returning.work.wait()
+        return returning.rows
 
     def count(self, *dropped: Tensor) -> None:
         """Add what a forward dropped: integers, in the order of `dropped`."""
@@ -244,7 +269,8 @@ class Exchange:
                     for t in (self.dropped, self._differed)
                 )
 
-    def _fixed(self, terms: Terms) -> Sizes:
+    def fixed(self, terms: Terms) -> Sizes:
+        """The sizes of every exchange with a capacity."""
         rows, taken = self.ranks * (self.segment + 1), self.ranks * self.segment
         most = min(terms.slots, len(self.local_experts))
         return Sizes(terms, None, None, rows, rows, self._assignments or most * taken)
@@ -263,9 +289,10 @@ class Exchange:
         return Exchange, (Shared(self.group), self.num_experts, self.capacity)  # which refuses
 
 
-def _read(message: Tensor, work: Any) -> Any:
-    """message as lists, once `work` has filled it. On a GPU a stream of its own copies it: the host
-    does not wait for what was queued meanwhile, and so can queue the dispatch behind it in time."""
+def _read(announced: Announced) -> Any:
+    """The message as lists, once it is there. On a GPU a stream of its own copies it: the host does
+    not wait for what was queued meanwhile, and so can queue the dispatch behind it in time."""
+    message, work = announced
     if not message.is_cuda:
         work.wait()
         return message.tolist()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,9 +13,15 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.block import Arrived, body_of
 from fp8moe_cutlass.autograd.body import Need
 from fp8moe_cutlass.distributed import wire
-from fp8moe_cutlass.distributed.exchange import Exchange, Sizes
+from fp8moe_cutlass.distributed.exchange import (
+    Announced,
+    Exchange,
+    Returning,
+    Sizes,
+    sizes_of_words,
+)
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
-from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.routing import RoutingPlan, buffer_words
 
 
 class Route(NamedTuple):
@@ -23,6 +29,23 @@ class Route(NamedTuple):
 
     plan: RoutingPlan  # ops.dispatch_plan's: a row per (token, rank)
     sizes: Sizes
+
+
+class Sent(NamedTuple):
+    """Tokens ready to go, and their sizes on the way."""
+
+    packed: Tensor  # as many rows as there can be
+    plan: RoutingPlan
+    announced: Announced | None
+    terms: Terms
+    recipe: Any
+
+
+class ReturningGrads(NamedTuple):
+    """Gradients on their way back."""
+
+    dx: Returning | None
+    dprobs: Returning | None
 
 
 @dataclass(frozen=True)
@@ -33,67 +56,128 @@ class GroupMove:
     exchange: Exchange
     collective = True
 
-    def dispatch(
+    def send(
         self, x: Tensor, topk_idx: Tensor, probs: Tensor, recipe: Any, need: Need | None
-    ) -> Callable[[], Arrived]:
+    ) -> Sent:
         exchange = self.exchange
-        hidden, slots = x.shape[1], topk_idx.shape[1]
-        wanted = need or Need(False, False, False, False)
-        terms = Terms(
-            exchange.num_experts,
-            hidden,
-            slots,
-            exchange.segment,
-            recipe_word(recipe),
-            wanted.x,
-            wanted.probs,
-            wanted.gate_up or wanted.down,
-        )
+        terms = self.terms(x.shape[1], topk_idx.shape[1], recipe, need)
         plan, counts = exchange.plan(topk_idx)
-        learn = exchange.start_sizes(counts, terms)
-        # Into as many rows as there can be: the sizes are on their way meanwhile.
+        announced = exchange.announce(counts, terms)
+        # While the sizes are on their way:
         packed = wire.pack(x, topk_idx, probs, plan, recipe, exchange.num_experts)
+        return Sent(packed, plan, announced, terms, recipe)
 
-        def arrive() -> Arrived:
-            sizes, mine = learn(), exchange.local_experts
-            came = exchange.dispatch(packed, sizes)
-            rows, ids, row_probs = wire.unpack(came, hidden, slots, recipe, mine)
-            differ = exchange.compare(came, sizes)
-            if differ is not None:  # what would be misread is left out
-                ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
-            body = body_of(recipe)
-            local = body.group(ids, len(mine), sizes.assignments)
-            exchange.count(plan.status[:2], body.dropped(ids, local))
-            return Arrived(rows, row_probs, local, Route(plan, sizes))
+    def terms(self, hidden: int, slots: int, recipe: Any, need: Need | None) -> Terms:
+        """What all ranks must agree on."""
+        x, probs, gate_up, down = need or (False, False, False, False)
+        sizes = (self.exchange.num_experts, hidden, slots, self.exchange.segment)
+        return Terms(*sizes, recipe_word(recipe), x, probs, gate_up or down)
 
-        return arrive
+    def receive(self, sent: Sent) -> Arrived:
+        exchange, terms, recipe = self.exchange, sent.terms, sent.recipe
+        sizes, mine = exchange.sizes(sent.announced, terms), exchange.local_experts
+        came = exchange.dispatch(sent.packed, sizes)
+        rows, ids, row_probs = wire.unpack(came, terms.hidden_size, terms.slots, recipe, mine)
+        differ = exchange.compare(came, sizes)
+        if differ is not None:  # what would be misread is left out
+            ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
+        body = body_of(recipe)
+        local = body.make_plan(ids, len(mine), sizes.assignments)
+        exchange.count(sent.plan.status[:2], body.dropped(ids, local))
+        return Arrived(rows, row_probs, local, Route(sent.plan, sizes))
 
     def combine(self, out: Tensor, route: Route) -> Tensor:
         return _sums(self.exchange.combine(out, route.plan.rows, route.sizes), route.plan)
 
-    def dispatch_grad(self, dout: Tensor, route: Route, recipe: Any) -> Any:
+    def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> Any:
         packed = wire.pack_grad(dout, route.plan, recipe)
         rows = self.exchange.dispatch(packed, route.sizes, backward=True)
         self.exchange.compare(rows, route.sizes, backward=True)
         return wire.unpack_grad(rows, dout.shape[1], recipe)
 
-    def combine_grads(
+    def return_grads(
         self, dx: Tensor | None, dprobs: Tensor | None, route: Route
-    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-        start, plan, sizes = self.exchange.start_back, route.plan, route.sizes
-        coming_dprobs = None if dprobs is None else start(dprobs, plan.rows, sizes)
-        coming_dx = None if dx is None else start(dx, plan.rows, sizes)
+    ) -> ReturningGrads:
+        start, bound, sizes = self.exchange.start_back, route.plan.rows, route.sizes
+        coming_dprobs = None if dprobs is None else start(dprobs, bound, sizes)
+        return ReturningGrads(None if dx is None else start(dx, bound, sizes), coming_dprobs)
 
-        def arrive() -> tuple[Tensor | None, Tensor | None]:
-            dprobs = None
-            if coming_dprobs is not None:
-                # A slot's gradient is 0 but on the rank of its expert: their sum is that one.
-                rows = coming_dprobs()
-                slots = rows.shape[1]
-                dprobs = _sums(F.pad(rows, (0, -slots % 16)), plan)[:, :slots]
-            return None if coming_dx is None else _sums(coming_dx(), plan), dprobs
+    def receive_grads(
+        self, returning: ReturningGrads, route: Route
+    ) -> tuple[Tensor | None, Tensor | None]:
+        finish, dx, dprobs = self.exchange.finish_back, None, None
+        if returning.dprobs is not None:
+            # A slot's gradient is 0 but on the rank of its expert: their sum is that one.
+            rows = finish(returning.dprobs)
+            slots = rows.shape[1]
+            dprobs = _sums(F.pad(rows, (0, -slots % 16)), route.plan)[:, :slots]
+        if returning.dx is not None:
+            dx = _sums(finish(returning.dx), route.plan)
+        return dx, dprobs
 
-        return arrive
+    # ---- for the operator (autograd/torch_op.py), which takes and gives tensors and numbers
+
+    def local_sizes(self, slots: int) -> list[int]:
+        """Of the plan of what arrives, with a capacity; else [-1], for the host does not know."""
+        if not self.exchange.segment:
+            return [-1]
+        fixed = self.exchange.fixed(self.terms(0, slots, None, None))
+        return self.sizes_of(Route(None, fixed))  # type: ignore[arg-type]
+
+    def sizes_of(self, route: Route) -> list[int]:
+        """Of the plan of what arrives."""
+        sizes = route.sizes
+        local = len(self.exchange.local_experts)
+        return [sizes.rows, sizes.terms.slots, local, 1, sizes.assignments]
+
+    def owned(self, saved: Any, recipe: Any) -> Any:
+        """What a body has saved, with the packed rows in place of views of them."""
+        return wire.owned(saved, recipe)
+
+    def viewed(self, saved: Any, hidden: int, slots: int, recipe: Any) -> Any:
+        """The reverse."""
+        return wire.viewed(saved, hidden, slots, recipe)
+
+    def route_tensors(self, route: Route) -> list[Tensor]:
+        """The plan's buffer and, without a capacity, the sizes, on the CPU."""
+        sizes = route.sizes
+        if self.exchange.segment:
+            return [route.plan.buffer]
+        words = [*(sizes.sent or ()), *(sizes.received or ()), sizes.assignments]
+        return [route.plan.buffer, torch.tensor(words)]
+
+    def route_of(
+        self,
+        tensors: list[Any],
+        tokens: int,
+        hidden: int,
+        slots: int,
+        recipe: Any,
+        need: Need,
+    ) -> Route:
+        """The route again."""
+        terms = self.terms(hidden, slots, recipe, need)
+        plan = RoutingPlan(tensors[0], *self.exchange.plan_sizes(tokens, slots))
+        if self.exchange.segment:
+            return Route(plan, self.exchange.fixed(terms))
+        words, ranks = tensors[1].tolist(), self.exchange.ranks
+        return Route(plan, sizes_of_words(terms, words[:ranks], words[ranks:-1], words[-1]))
+
+    def fake(
+        self, saved: Any, x: Tensor, topk_idx: Tensor, recipe: Any, rows: int
+    ) -> tuple[Any, list[Tensor]]:
+        """Shapes alone: what `owned` returns for what a body has saved, and route_tensors."""
+        slots = topk_idx.shape[1]
+        words = buffer_words(*self.exchange.plan_sizes(x.shape[0], slots))
+        route = [x.new_empty(words, dtype=torch.int32)]
+        if not self.exchange.segment:
+            count = 2 * self.exchange.ranks + 1
+            route.append(torch.empty(count, dtype=torch.int64, device="cpu"))
+        width = wire.row_bytes(x.shape[1], slots, recipe)
+        packed = x.new_empty(rows, width, dtype=torch.uint8)
+        if saved.x is not None:
+            saved = saved._replace(x=packed)
+        return saved if recipe is not None else saved._replace(probs=None), route
 
 
 def _sums(rows: Tensor, plan: RoutingPlan) -> Tensor:

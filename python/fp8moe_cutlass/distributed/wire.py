@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 
 
 def pack(
@@ -29,7 +30,7 @@ def pack(
         return _quantize_pack(x, plan, recipe, "e4m3", topk_idx, probs, num_experts=num_experts)
     tokens, hidden = x.shape
     slots = topk_idx.shape[1]
-    width = (2 * hidden + 8 * slots + 15) // 16 * 16
+    width = row_bytes(hidden, slots, recipe)
     # Every token as its row of the wire, and one that goes nowhere.
     packed = torch.empty(tokens + 1, width, dtype=torch.uint8, device=x.device)
     rows, ids, weights = _parts(packed, hidden, slots)
@@ -48,6 +49,35 @@ def unpack(
     x, ids, probs = _parts(rows, hidden, slots)
     ids = ids - local_experts.start
     return x, ids.masked_fill((ids < 0) | (ids >= len(local_experts)), -1), probs
+
+
+def row_bytes(hidden: int, slots: int, recipe: Fp8Recipe | None) -> int:
+    """Bytes of a token's row."""
+    if recipe is not None:
+        return ops.packed_row_bytes(hidden, slots)
+    return (2 * hidden + 8 * slots + 15) // 16 * 16
+
+
+def owned(saved: Any, recipe: Fp8Recipe | None) -> Any:
+    """What a body has saved of rows that `unpack` gave, with the packed rows as its x."""
+    if saved.x is None:
+        return saved
+    view = (saved.x if recipe is None else saved.x.data).view(torch.uint8)
+    packed = view.as_strided((view.shape[0], view.stride(0)), (view.stride(0), 1), 0)
+    return saved._replace(x=packed) if recipe is not None else saved._replace(x=packed, probs=None)
+
+
+def viewed(saved: Any, hidden: int, slots: int, recipe: Fp8Recipe | None) -> Any:
+    """The reverse of `owned`."""
+    packed = saved.x
+    if packed is None:
+        return saved
+    if recipe is None:
+        x, _, probs = _parts(packed, hidden, slots)
+        return saved._replace(x=x, probs=probs)
+    data = packed[:, :hidden].view(torch.float8_e4m3fn)
+    scales = packed[:, hidden : hidden + 4 * cdiv(hidden, 128)].view(torch.float32)
+    return saved._replace(x=Fp8Tensor(data, scales, "row", recipe.scale == "pow2", "e4m3"))
 
 
 def pack_grad(dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None) -> Tensor:

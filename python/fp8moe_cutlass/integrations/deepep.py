@@ -24,7 +24,7 @@ stand-in that keeps its contract.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,28 +147,30 @@ class _DeepEp:
     combine_options: dict[str, Any]
     collective = True
 
-    def dispatch(
+    def send(
         self, x: Tensor, topk_idx: Tensor, probs: Tensor, recipe: Any, need: Need | None
-    ) -> Callable[[], Arrived]:
+    ) -> Arrived:
         rows, handle = self._dispatch(fp8.enter(x, recipe), topk_idx, probs)
-        arrived = Arrived(rows.x, rows.probs, rows.plan, _Route(handle))
-        return lambda: arrived
+        return Arrived(rows.x, rows.probs, rows.plan, _Route(handle))
+
+    def receive(self, sent: Arrived) -> Arrived:
+        return sent
 
     def combine(self, out: Tensor, route: _Route) -> Tensor:
         combined: Tensor = self._combine(out, route)[0]
         return combined
 
-    def dispatch_grad(self, dout: Tensor, route: _Route, recipe: Any) -> Fp8Tensor:
+    def send_grad(self, dout: Tensor, route: _Route, recipe: Any) -> Fp8Tensor:
         sent = fp8.enter(dout, recipe, gradient=True)
         options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
         pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.handle, **options)[0]
         return fp8_rows("experts", pair, sent.pow2)
 
-    def combine_grads(
-        self, dx: Tensor | None, dprobs: Tensor | None, route: _Route
-    ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-        combined = self._combine(dx, route, dprobs)
-        return lambda: combined
+    def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: _Route) -> Any:
+        return self._combine(dx, route, dprobs)
+
+    def receive_grads(self, returning: Any, route: _Route) -> Any:
+        return returning
 
     def _dispatch(self, x: Fp8Tensor, topk_idx: Tensor, weights: Tensor) -> Any:
         """(Received, handle)."""

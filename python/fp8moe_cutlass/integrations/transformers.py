@@ -20,6 +20,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.integrations.transformers_check import (
     OWN_FORWARD,
     WEIGHTS,
@@ -186,6 +187,7 @@ class _Registered(ExpertBlock):
     def __init__(self, module: Any, options: Options) -> None:
         self._module, self._options = module, options
         self._move = Local(module.num_experts)
+        self.key = new_key(self)
 
     @property
     def gate_up_proj(self) -> Any:

@@ -1,5 +1,5 @@
 """Parameters that are DTensors: fully_shard has split them over ranks, and in a forward they are
-whole; or shard_experts has, and a rank multiplies its part (autograd/shards.py).
+whole; or shard_experts has, and a rank multiplies its part (distributed/shards.py).
 
 Duck-typed: to import DTensor takes half a second, and most layers never meet one.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.shards import held
+from fp8moe_cutlass.distributed.shards import held
 
 
 def is_sharded(t: Any) -> bool:

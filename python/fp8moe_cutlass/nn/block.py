@@ -14,18 +14,17 @@ from fp8moe_cutlass.autograd import (
     Grouped,
     Local,
     Move,
+    Need,
     Options,
-    experts,
-    grouped_plan,
     quantize_weights,
-    weight_grads,
 )
-from fp8moe_cutlass.autograd.shards import held, local
-from fp8moe_cutlass.autograd.streams import in_backward
-from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads
+from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
+from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads, weight_grads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.distributed.shards import Average, held, local
 from fp8moe_cutlass.nn._sharded import whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
+from fp8moe_cutlass.ops._torch import compiling, in_backward
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from fp8moe_cutlass.nn.reuse import Reused
 
 
-class ExpertBlock:
+class ExpertBlock(Owner):
     """What MoEExperts does with its parameters. An integration derives another one, for parameters
     that a module of another library holds."""
 
@@ -138,7 +137,7 @@ class ExpertBlock:
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         probs = None if probs is None else probs.float().contiguous()
-        move = Grouped(grouped_plan(self.recipe, counts, rows))
+        move = Grouped(counts)
         return self.run(move, rows.contiguous(), None, probs, weights)
 
     def run(
@@ -148,15 +147,17 @@ class ExpertBlock:
         topk_idx: Tensor | None,
         probs: Tensor | None,
         weights: Fp8Weights | None = None,
-        **how: Any,
+        need: Need | None = None,
     ) -> Tensor:
-        """The block over these parameters by any `move`, as autograd.experts, which takes `how`."""
+        """autograd.experts over these parameters, by any `move`."""
         gate_up, down = self.local_weights()  # once: a look-up takes a microsecond
-        if torch.compiler.is_compiling():
-            self._check_compilable()
-        weights, grads = self._prepare(gate_up, down, weights)
-        how |= {"move": move, "weights": weights, "grads": grads, "counters": self._counters}
-        return experts(x, topk_idx, probs, gate_up, down, self._options, **how)
+        weights = self._prepare(gate_up, down, weights)
+        how = (self._options, move, weights, need, self)
+        return run(x, topk_idx, probs, gate_up, down, *how)
+
+    def weight_grads(self) -> WeightGrads:
+        """Where the gradients of a forward that runs now go."""
+        return weight_grads(self.gate_up_proj, self.down_proj, self._delayed, self._average)
 
     def quantize_weights(self) -> Fp8Weights:
         """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless
@@ -170,13 +171,10 @@ class ExpertBlock:
 
     def _prepare(
         self, gate_up: Tensor, down: Tensor, weights: Fp8Weights | None
-    ) -> tuple[Fp8Weights | None, WeightGrads]:
-        """Of a forward over these parameters: the FP8 weights it multiplies, None if it quantizes
-        them, and where the gradients go."""
-        own = (gate_up, down)  # whose attributes say where gradients go
-        if self._average is not None:
-            own = (self.gate_up_proj, self.down_proj)
-        if self.delay_wgrad:
+    ) -> Fp8Weights | None:
+        """The FP8 weights that a forward over these parameters multiplies; None: it quantizes
+        them."""
+        if self.delay_wgrad and not compiling():
             self._check_delay(gate_up, down)
         if weights is not None:
             if not isinstance(weights, Fp8Weights):
@@ -184,9 +182,9 @@ class ExpertBlock:
             weights.check(gate_up, down, self.recipe)
         elif self._reused is not None:
             weights = self._reused.weights_of(self)
-        elif own[0].is_leaf and own[0].grad is not None and not torch.compiler.is_compiling():
+        elif not compiling() and self.gate_up_proj.is_leaf and self.gate_up_proj.grad is not None:
             _say_what_repeats(self.recipe)
-        return weights, weight_grads(*own, self._delayed, self._average)
+        return weights
 
     def _held_gate_up(self) -> Any:
         return self.gate_up_proj if self._average is None else held(self.gate_up_proj)
@@ -227,21 +225,9 @@ class ExpertBlock:
         own: Any = {"_delayed": None if self._delayed is None else []}
         return {**self.__dict__, **own, "_reused": None, "_counters": None}
 
-    def _check_compilable(self) -> None:
-        # What the backward would have to do to Python objects, which a compiled one cannot.
-        if self.delay_wgrad:
-            raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be compiled")
-        if self._exchange is not None:
-            raise RuntimeError(
-                "[MoEExperts] a layer with a group cannot be compiled; run it eagerly"
-            )
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(self, name)
-            if hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad"):
-                raise RuntimeError(
-                    "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; "
-                    f"got it on {name}; delete the attribute to have main_grad accumulate alone"
-                )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self.key = new_key(self)
 
 
 Finder = Callable[[nn.Module], ExpertBlock | None]

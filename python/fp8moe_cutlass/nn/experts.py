@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import build_info
 from fp8moe_cutlass.autograd import Local, Options
-from fp8moe_cutlass.autograd.shards import held
+from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.distributed.shards import held
 from fp8moe_cutlass.nn._sharded import is_sharded, take_share, writable
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
@@ -92,6 +93,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.key = new_key(self)
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         check_options(recipe, preactivation, transposed_weights, dtype)
         check_device("MoEExperts", device)

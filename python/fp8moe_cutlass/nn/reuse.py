@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.saved import tensors_of
-from fp8moe_cutlass.autograd.shards import held
 from fp8moe_cutlass.autograd.streams import capturing
+from fp8moe_cutlass.distributed.shards import held
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_bool
 from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
+from fp8moe_cutlass.ops._torch import compiling
 
 _NAMES = ("gate_up_proj", "down_proj")
 
@@ -42,7 +43,7 @@ class Reused:
     def _refuse_capture(self, layer: ExpertBlock) -> None:
         """A CUDA graph would read these after the scope has freed them; and what a capture has
         made holds no values before its replay."""
-        if torch.compiler.is_compiling() or capturing(layer.down_proj.device) == self.captured:
+        if compiling() or capturing(layer.down_proj.device) == self.captured:
             return
         raise RuntimeError(
             "[reuse_fp8_weights] the scope and its forwards must be in one capture of a CUDA "
@@ -57,7 +58,7 @@ class Reused:
         ):
             if now is not then:
                 changed = "is another tensor"
-            elif torch.compiler.is_compiling():  # which sees neither addresses nor versions
+            elif compiling():  # which sees neither addresses nor versions
                 continue
             elif held(now).data_ptr() != alias.data_ptr():
                 changed = "is at another address"
@@ -66,7 +67,7 @@ class Reused:
             else:
                 continue
             self._raise(name, changed)
-        if self.check and not torch.compiler.is_compiling():
+        if self.check and not compiling():
             self._compare_codes(layer)
 
     def _compare_codes(self, layer: ExpertBlock) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8moe_cutlass.autograd.weight_grad import Average
 from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.distributed.shards import Average
 from fp8moe_cutlass.nn.experts import MoEExperts
 
 _WEIGHTS = ("gate_up_proj", "down_proj")

@@ -337,8 +337,6 @@ def _check_chunks(
             f"[{op}] split_sizes and sorted_index must both be [C]; got "
             f"{tuple(split_sizes.shape)} and {tuple(sorted_index.shape)}"
         )
-    if torch.compiler.is_compiling():
-        return
     rows, chunks = inp.shape[0], split_sizes.shape[0]
     if split_sizes.device.type == "cpu":
         sizes = split_sizes.tolist()
@@ -371,7 +369,7 @@ def _mask(routing_map: Tensor) -> Tensor:
 def _check_plan(plan: RoutingPlan) -> None:
     """ValueError for assignments without a row; not on CUDA, whose status would have to be waited
     for, nor in a compiled graph."""
-    if plan.buffer.device.type == "cpu" and not torch.compiler.is_compiling():
+    if plan.buffer.device.type == "cpu":
         plan.check()
 
 

@@ -1,14 +1,41 @@
-"""Weights that the ranks of a group hold in parts: DTensors, of which a rank multiplies its own.
+"""Weights that the ranks of a group hold in parts: DTensors, of which a rank multiplies its own,
+and averages of their gradients.
 
 Duck-typed: to import DTensor takes half a second, and most layers never meet one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Average:
+    """The average that data parallelism takes of replicated weights' gradients, of one that has
+    summed over the tokens of several ranks: autograd.weight_grad's Average."""
+
+    scale: float
+    replicas: Any = None  # the process group whose ranks hold the same weights; None: one rank
+
+    @property
+    def replicated(self) -> bool:
+        return self.replicas is not None
+
+    def sum_(self, grad: Tensor) -> None:
+        """The sum of the replicas' gradients, in place. Collective."""
+        dist.all_reduce(grad, group=self.replicas)
+
+    def shape_of(self, weight: Any) -> torch.Size:
+        """Of what this rank holds."""
+        return held(weight).shape
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Average:
+        return self
 
 
 def held(weight: Any) -> Tensor:

@@ -1,0 +1,372 @@
+"""torch.ops.fp8moe.experts and experts_backward: the block of torch_op.py as operators of torch's.
+
+Their arguments are tensors, numbers and words, and so is what is saved between them. An operator's
+outputs are tensors of their own: empty ones stand for None and for inputs. The fakes say shapes
+alone, written by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fp8moe_cutlass.autograd import bf16, block, fp8
+from fp8moe_cutlass.autograd.block import Grouped, Local, Move
+from fp8moe_cutlass.autograd.body import Need, Options
+from fp8moe_cutlass.autograd.torch_op import Owner, owners
+from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads
+from fp8moe_cutlass.autograd.weights import Fp8Weights
+from fp8moe_cutlass.ops._torch import compiling
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.routing import RoutingPlan, buffer_words
+from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
+
+_FORWARD = (
+    "(Tensor x, Tensor? topk_idx, Tensor? probs, Tensor? plan, Tensor gate_up, Tensor down, "
+    "Tensor[] codes, str how, SymInt[] sizes, int key, bool[] need) -> Tensor[]"
+)
+_BACKWARD = (
+    "(Tensor dout, Tensor[] saved, str how, SymInt[] sizes, int key, bool[] need, int[] widths, "
+    "ScalarType[] dtypes, SymInt slots) -> Tensor[]"
+)
+
+
+def _options_of(words: list[str]) -> Options:
+    preactivation, transposed, *recipe = words
+    if not recipe:
+        return Options(None, preactivation, transposed)
+    grad_dtype, scale, eps, columns = recipe
+    made: Any = Fp8Recipe(grad_dtype, scale, float(eps), columns)  # type: ignore[arg-type]
+    return Options(made, preactivation, transposed)
+
+
+def _move_of(kind: str, plan: Tensor | None, sizes: Sequence[int], owner: Owner | None) -> Move:
+    if kind == "group":
+        assert owner is not None
+        return owner._move
+    if kind == "tokens":
+        return Local(sizes[2], None if sizes[4] == sizes[0] * sizes[1] else sizes[4])
+    assert plan is not None
+    return Grouped(RoutingPlan(plan, *sizes) if kind == "plan" else plan)
+
+
+def _weights_of(codes: Sequence[Tensor], options: Options) -> Fp8Weights | None:
+    if not codes:
+        return None
+    pow2 = options.recipe.scale == "pow2"
+    parts: list[Any] = [
+        Fp8Tensor(data, scale, "block", pow2, "e4m3", check=False) if data.ndim == 3 else None
+        for data, scale in zip(codes[::2], codes[1::2], strict=True)
+    ]
+    return Fp8Weights(*parts)
+
+
+def _forward_of(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    probs: Tensor | None,
+    plan: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    codes: list[Tensor],
+    how: str,
+    sizes: list[int],
+    key: int,
+    need: list[bool],
+) -> list[Tensor]:
+    kind, *words = how.split()
+    options, owner = _options_of(words), owners[key] if key >= 0 else None
+    move = _move_of(kind, plan, sizes, owner)
+    out, saved, route = block.forward(
+        *(x, topk_idx, probs, gate_up, down, options, move, _weights_of(codes, options)),
+        Need(*need[:4]) if need else None,
+        owner._counters if owner is not None and need else None,
+    )
+    if not need:
+        return [out]
+    tensors = saved.tensors()
+    if kind == "group":
+        own: Any = move
+        tensors = own.owned(saved, options.recipe).tensors() + own.route_tensors(route)
+    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes))]
+
+
+def _fake(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    probs: Tensor | None,
+    plan: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    codes: list[Tensor],
+    how: str,
+    sizes: Sequence[int],
+    key: int,
+    need: list[bool],
+) -> list[Tensor]:
+    """Shapes alone. Of a group without a capacity what arrives has sizes that nobody knows yet."""
+    out = x.new_empty(x.shape)
+    if not need:
+        return [out]
+    kind, *words = how.split()
+    options, owner, route = _options_of(words), owners.get(key), []
+    if len(sizes) == 1:
+        new_size = torch.library.get_ctx().new_dynamic_size
+        sizes = [new_size(), topk_idx.shape[1], gate_up.shape[0], 1, new_size()]  # type: ignore[union-attr]
+    buffer = plan if kind == "plan" else None
+    if buffer is None:
+        buffer = x.new_empty(buffer_words(*sizes), dtype=torch.int32)
+    given = _weights_of(codes, options)
+    like = _fake_bf16 if options.recipe is None else _fake_fp8
+    saved = like(x, probs, buffer, gate_up, down, given, options, need, sizes, kind)
+    if kind == "group":
+        move: Any = owner._move  # type: ignore[union-attr]
+        saved, route = move.fake(saved, x, topk_idx, options.recipe, sizes[0])
+    tensors = [*saved.tensors(), *route]
+    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes))]
+
+
+def _fake_fp8(
+    x: Tensor,
+    probs: Tensor | None,
+    buffer: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    given: Fp8Weights | None,
+    options: Options,
+    need: list[bool],
+    sizes: Sequence[int],
+    kind: str,
+) -> fp8.Saved:
+    """fp8.forward's Saved."""
+
+    def codes(shape: Sequence[int], layout: str) -> Fp8Tensor:
+        data = x.new_empty(shape, dtype=torch.float8_e4m3fn)
+        scales = x.new_empty(scale_shape(tuple(shape), layout), dtype=torch.float32)
+        return Fp8Tensor(data, scales, layout, options.recipe.scale == "pow2", "e4m3", check=False)
+
+    grouped = kind in ("counts", "plan")
+    rows = x.shape[0] if grouped else sizes[4]
+    experts, double, hidden = gate_up.shape
+    again = options.preactivation == "recompute"
+    z: Any = None
+    if not again:
+        z_is_fp8 = options.preactivation == "save_fp8"
+        z_of = (rows, double)
+        z = codes(z_of, "row") if z_is_fp8 else x.new_empty(z_of, dtype=torch.bfloat16)
+    row_probs = probs if grouped else x.new_empty(rows, dtype=torch.float32)
+    source: tuple[Any, Any] = (gate_up, down)
+    gate_up_t = down_t = None
+    if given is not None:
+        source, gate_up_t, down_t = (given.gate_up, given.down), given.gate_up_t, given.down_t
+    elif options.transposed_weights == "save":
+        source = codes(gate_up.shape, "block"), codes(down.shape, "block")
+        gate_up_t = codes((experts, hidden, double), "block") if need[0] else None
+        down_t = codes((experts, double // 2, hidden), "block")
+    gate_up_t = gate_up_t if need[0] else None
+    return fp8.Saved(
+        RoutingPlan(buffer, *sizes),
+        codes((sizes[0], hidden), "gemm" if grouped else "row") if again or need[2] else None,
+        row_probs,
+        z,
+        source[0] if again or (need[0] and gate_up_t is None) else None,
+        source[1] if down_t is None else None,
+        gate_up_t,
+        down_t,
+    )
+
+
+def _fake_bf16(
+    x: Tensor,
+    probs: Tensor | None,
+    buffer: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    given: None,
+    options: Options,
+    need: list[bool],
+    sizes: Sequence[int],
+    kind: str,
+) -> bf16.Saved:
+    """bf16.forward's Saved."""
+    tokens, slots, experts, _, assignments = sizes
+    grouped = kind in ("counts", "plan")
+    rows = x.shape[0] if grouped else assignments
+    order = row_of = padding = z = None
+    if not grouped:
+        order = x.new_empty(rows, dtype=torch.int64)
+        row_of = x.new_empty(tokens, slots, dtype=torch.int64)
+    if options.preactivation != "recompute":
+        z = x.new_empty(rows, gate_up.shape[1], dtype=torch.bfloat16)
+    x = x.bfloat16()
+    if kind == "plan" and sizes[3] > 1:
+        padding, x = x.new_empty(rows, dtype=torch.bool), torch.empty_like(x)
+        probs = None if probs is None else torch.empty_like(probs)
+    offsets = x.new_empty(experts, dtype=torch.int32)
+    return bf16.Saved(offsets, order, row_of, padding, x, z, probs, gate_up, down)
+
+
+_ABSENT, _AN_INPUT = (0,) * 4, (0,) * 5  # the shapes that stand for a saved tensor
+
+
+def _owned(tensors: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """An operator's outputs are tensors of their own: empty ones stand for None and for inputs."""
+    like: Any = inputs[0]
+    return [
+        like.new_empty(_ABSENT)
+        if t is None
+        else (like.new_empty(_AN_INPUT) if any(t is given for given in inputs) else t)
+        for t in tensors
+    ]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, need = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    by_place: list[Tensor | None]  # inputs, where the body saves them
+    if len(how.split()) == 3:
+        by_place = [None, None, None, None, x, None, probs, gate_up, down]
+    else:
+        weights = codes or [gate_up, None, down, None, None, None, None, None]
+        by_place = [plan, probs, None, None, None, None, *weights]
+    ctx.save_for_backward(
+        *(by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:]))
+    )
+    experts, double, hidden = gate_up.shape
+    slots = 0 if topk_idx is None else topk_idx.shape[1]
+    ctx.codes = len(codes)
+    ctx.how = how, sizes, key, need
+    ctx.shapes = [experts, hidden, double // 2], [gate_up.dtype, down.dtype], slots
+
+
+def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    none = (None,) * 4
+    dout = grads[0]
+    if dout is None:
+        return None, None, None, None, None, None, [None] * ctx.codes, *none
+    if torch.is_grad_enabled() and not compiling():
+        raise RuntimeError("[Experts] has no second derivative; got create_graph=True")
+    made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes)
+    dx, dprobs, dgate_up, ddown = (None if t.ndim == len(_ABSENT) else t for t in made)
+    return dx, None, dprobs, None, dgate_up, ddown, [None] * ctx.codes, *none
+
+
+def _backward_of(
+    dout: Tensor,
+    saved: list[Tensor],
+    how: str,
+    sizes: Sequence[int],
+    key: int,
+    need: list[bool],
+    widths: list[int],
+    dtypes: list[torch.dtype],
+    slots: int,
+) -> list[Tensor]:
+    kind, *words = how.split()
+    options, owner = _options_of(words), owners.get(key)
+    asked = Need(*need[:4])
+    tensors = [None if t.ndim == len(_ABSENT) else t.contiguous() for t in saved]
+    body, route = block.body_of(options.recipe), None
+    count = body.SAVED_TENSORS
+    if kind == "group":
+        move: Any = owner._move  # type: ignore[union-attr]
+        route = move.route_of(
+            tensors[count:], dout.shape[0], widths[1], slots, options.recipe, asked
+        )
+        sizes = move.sizes_of(route)
+    else:
+        move = _move_of(kind, saved[0], sizes, owner)
+    read = body.Saved.of(tensors[:count], sizes, options.recipe, kind in ("counts", "plan"))
+    if kind == "group":
+        read = move.viewed(read, widths[1], slots, options.recipe)
+    experts, hidden, width = widths
+    grads = owner.weight_grads() if owner is not None else None
+    to: list[Destination] = []
+    for n, shape in enumerate(((experts, 2 * width, hidden), (experts, hidden, width))):
+        if grads is not None:
+            own = (grads.gate_up, grads.down)[n]
+            to.append(replace(own, dtype=dtypes[n], returned=not need[4 + n]))
+        else:
+            to.append(Destination(None, dtypes[n], torch.Size(shape), returned=True))
+    del tensors
+    counters = None if owner is None else owner._counters
+    of = (options, move, WeightGrads(*to, None), counters, asked)
+    dx, dprobs, weights = block.backward(dout, read, route, *of)
+    return [dout.new_empty(_ABSENT) if t is None else t for t in (dx, dprobs, *weights)]
+
+
+def _fake_backward(
+    dout: Tensor,
+    saved: list[Tensor],
+    how: str,
+    sizes: Sequence[int],
+    key: int,
+    need: list[bool],
+    widths: list[int],
+    dtypes: list[torch.dtype],
+    slots: int,
+) -> list[Tensor]:
+    experts, hidden, width = widths
+    tokens = dout.shape[0]
+    shapes: Any = (
+        ((tokens, hidden), dout.dtype),
+        ((tokens, slots) if slots else (tokens,), torch.float32),
+        ((experts, 2 * width, hidden), dtypes[0]),
+        ((experts, hidden, width), dtypes[1]),
+    )
+    returned = [*need[:2], need[2] and not need[4], need[3] and not need[5]]
+    return [
+        dout.new_empty(shape, dtype=dtype) if wanted else dout.new_empty(_ABSENT)
+        for (shape, dtype), wanted in zip(shapes, returned, strict=True)
+    ]
+
+
+def _flops(
+    x: Any, topk_idx: Any, probs: Any, plan: Any, gate_up: Any, down: Any, *rest: Any, **_: Any
+) -> int:
+    """Of shapes: two GEMMs of 2 A N K each."""
+    assignments = x[0] if topk_idx is None else x[0] * topk_idx[1]
+    return 2 * assignments * (gate_up[1] * gate_up[2] + down[1] * down[2])
+
+
+def _flops_backward(
+    dout: Any,
+    saved: Any,
+    how: str,
+    sizes: Any,
+    key: int,
+    need: list[bool],
+    widths: list[int],
+    dtypes: Any,
+    slots: int,
+    **_: Any,
+) -> int:
+    again = "recompute" in how.split()[1]
+    gemms = 1 + 2 * (need[0] + need[2] + again) + need[3]
+    return 2 * dout[0] * max(slots, 1) * widths[1] * widths[2] * gemms
+
+
+def _define(name: str, *tags: torch.Tag) -> None:
+    backward = torch.library.custom_op(
+        f"fp8moe::{name}_backward", _backward_of, mutates_args=(), schema=_BACKWARD, tags=tags
+    )
+    backward.register_fake(_fake_backward)
+    forward = torch.library.custom_op(
+        f"fp8moe::{name}", _forward_of, mutates_args=(), schema=_FORWARD, tags=tags
+    )
+    forward.register_fake(_fake)
+    op = getattr(torch.ops.fp8moe, f"{name}_backward")
+    forward.register_autograd(functools.partial(_backward, op), setup_context=_setup)
+    register_flop_formula(getattr(torch.ops.fp8moe, name))(_flops)
+    register_flop_formula(op)(_flops_backward)
+
+
+_define("experts")
+_define("group_experts", torch.Tag.cudagraph_unsafe)

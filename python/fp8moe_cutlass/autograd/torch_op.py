@@ -1,0 +1,288 @@
+"""The block as torch sees it: an autograd.Function, or an operator where something traces.
+
+Eager code runs the Function straight. Where torch.compile, make_fx, jit.trace, a dispatch mode or a
+function mode looks on, the block is one opaque operator each way, torch.ops.fp8moe.experts and
+experts_backward (of a group, which sends and may read on the host, group_experts and
+group_experts_backward), with the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from fp8moe_cutlass.autograd import block
+from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
+from fp8moe_cutlass.autograd.block import Grouped, Local, Move
+from fp8moe_cutlass.autograd.body import Need, Options
+from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.autograd.transforms import refuse_transforms
+from fp8moe_cutlass.autograd.weight_grad import WeightGrads, weight_grads
+from fp8moe_cutlass.autograd.weights import Fp8Weights
+from fp8moe_cutlass.ops._torch import runs, watched
+from fp8moe_cutlass.routing import RoutingPlan
+
+
+def experts(
+    x: Tensor,
+    topk_idx: Any,
+    probs: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    options: Options = Options(),  # noqa: B008 (frozen)
+    *,
+    move: Move | None = None,
+    weights: Fp8Weights | None = None,
+    need: Need | None = None,
+    owner: Owner | None = None,
+) -> Tensor:
+    """The block, its arguments checked.
+
+    out [T, H] in x's dtype of x [T, H], topk_idx [T, S] and probs [T, S] f32; differentiable in
+    x, probs and two tensors of any origin, gate_up [E, 2I, H] and down [E, H, I].
+
+    move: None: gate_up and down are all experts. weights: the FP8 weights to multiply; None: the
+    two tensors, quantized now. need: whose gradients a backward will be asked for; None: of what
+    requires one. owner: says where the gradients of the two weights go, and what counts.
+    """
+    refuse_transforms("experts", x, probs, gate_up, down)
+    _check(x, topk_idx, probs, gate_up, down, options, move, weights)
+    move = move or Local(gate_up.shape[0])
+    return run(x, topk_idx, probs, gate_up, down, options, move, weights, need, owner)
+
+
+def _check(
+    x: Any,
+    topk_idx: Any,
+    probs: Any,
+    gate_up: Any,
+    down: Any,
+    options: Any,
+    move: Any,
+    weights: Any,
+) -> None:
+    """ValueError unless these can be what `experts` takes."""
+    check_weights("experts", gate_up, down)
+    check_tensor("experts", "x", x)
+    if x.ndim != 2 or x.shape[1] != down.shape[1]:
+        raise ValueError(f"[experts] x must be [T, {down.shape[1]}]; got {tuple(x.shape)}")
+    for name, t in (("topk_idx", topk_idx), ("probs", probs)):
+        if t is not None:
+            check_tensor("experts", name, t)
+    if topk_idx is not None and probs is not None and probs.shape != topk_idx.shape:
+        raise ValueError(
+            f"[experts] probs must have topk_idx's shape {tuple(topk_idx.shape)}; "
+            f"got {tuple(probs.shape)}"
+        )
+    if not isinstance(options, Options):
+        raise ValueError(f"[experts] options must be Options; got {type(options).__name__}")
+    if not isinstance(weights, Fp8Weights | None):
+        raise ValueError(f"[experts] weights must be Fp8Weights; got {type(weights).__name__}")
+    if move is not None and not hasattr(move, "send"):
+        raise ValueError(f"[experts] move must be a Move or None; got {type(move).__name__}")
+
+
+def run(
+    x: Tensor,
+    topk_idx: Any,
+    probs: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    options: Options,
+    move: Move,
+    weights: Fp8Weights | None = None,
+    need: Need | None = None,
+    owner: Owner | None = None,
+) -> Tensor:
+    """`experts`, for a caller that has checked its arguments."""
+    needs = [t is not None and t.requires_grad for t in (x, probs, gate_up, down)]
+    if not (torch.is_grad_enabled() and any(needs)):
+        need = None
+    elif need is None:
+        need = Need(*needs)
+    if watched():
+        return _through_torch(
+            x, topk_idx, probs, gate_up, down, options, move, weights, need, owner
+        )
+    if need is None:
+        of = (options, move, weights, None, None)
+        return block.forward(x, topk_idx, probs, gate_up, down, *of)[0]
+    if owner is None:
+        how = How(options, move, weight_grads(gate_up, down), None, need)
+    else:
+        how = How(options, move, owner.weight_grads(), owner._counters, need)
+    out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x, probs, gate_up, down, topk_idx, weights, how
+    )
+    return out
+
+
+class How(NamedTuple):
+    """What a backward has from its forward beside tensors."""
+
+    options: Options
+    move: Move
+    grads: WeightGrads
+    counters: Counters | None
+    need: Need
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor | None,
+        gate_up: Tensor,
+        down: Tensor,
+        topk_idx: Any,
+        weights: Fp8Weights | None,
+        how: How,
+    ) -> Tensor:
+        options, move, _, counters, need = how
+        out, saved, ctx.route = block.forward(
+            x, topk_idx, probs, gate_up, down, options, move, weights, need, counters
+        )
+        ctx.save_for_backward(*saved.tensors())
+        ctx.how, ctx.sizes = how, saved.sizes
+        ctx.at = 1 if probs is None else 2  # of gate_up among the tensors, which have edges
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("[Experts] has no second derivative; got create_graph=True")
+        options, move, grads, counters, need = ctx.how
+        edges = ctx.next_functions[ctx.at : ctx.at + 2]
+        (gate_up, asked_gate_up), (down, asked_down) = (runs(edge[0]) for edge in edges)
+        if asked_gate_up or asked_down:
+            grads = grads.returning(asked_gate_up, asked_down)
+        x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]
+        # Dense, wherever a saved-tensor hook has put them.
+        tensors = [None if t is None else t.contiguous() for t in ctx.saved_tensors]
+        body = block.body_of(options.recipe)
+        saved = body.Saved.of(tensors, ctx.sizes, options.recipe, isinstance(move, Grouped))
+        del tensors
+        dx, dprobs, dweights = block.backward(
+            dout, saved, ctx.route, options, move, grads, counters, Need(x, probs, gate_up, down)
+        )
+        return dx, dprobs, *dweights, None, None, None
+
+
+# ---- as an operator -----------------------------------------------------------------------------
+
+
+class Owner:
+    """Who a forward is of: an operator's arguments are tensors and numbers, so it finds here by
+    `key` where gradients go (main_grad), what counts, and the group that moves tokens."""
+
+    gate_up_proj: Any
+    down_proj: Any
+    _move: Move
+    _counters: Counters | None = None
+    _delayed: Any = None
+    key = -1
+
+    def weight_grads(self) -> WeightGrads:
+        raise NotImplementedError
+
+
+owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
+_keys = itertools.count()
+
+
+def new_key(owner: Owner) -> int:
+    """A number of this process by which an operator finds `owner`, as long as it lives."""
+    key = next(_keys)
+    owners[key] = owner
+    return key
+
+
+def _through_torch(
+    x: Tensor,
+    topk_idx: Any,
+    probs: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    options: Options,
+    move: Move,
+    weights: Fp8Weights | None,
+    need: Need | None,
+    owner: Owner | None,
+) -> Tensor:
+    """`experts` by the operator: everything as tensors, numbers and words."""
+    if owner is not None and owner._delayed is not None:
+        raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be traced or compiled")
+    own = (gate_up, down) if owner is None else (owner.gate_up_proj, owner.down_proj)
+    in_place = [hasattr(w, "main_grad") for w in own]
+    plan, op, key = None, torch.ops.fp8moe.experts, -1
+    tokens, experts = x.shape[0], gate_up.shape[0]
+    if isinstance(move, Local):
+        kind, capacity, slots = "tokens", move.capacity, topk_idx.shape[1]
+        sizes = [tokens, slots, experts, 1, tokens * slots if capacity is None else capacity]
+    elif isinstance(move, Grouped):
+        kind, plan, sizes = "counts", move.counts, [tokens, 1, experts, 1, tokens]
+        if isinstance(plan, RoutingPlan):
+            kind, sizes, plan = "plan", list(plan.sizes), plan.buffer
+        elif not isinstance(plan, Tensor):
+            plan = torch.tensor(plan, dtype=torch.int32)
+    elif owner is not None and move is owner._move:
+        kind, op, key = "group", torch.ops.fp8moe.group_experts, owner.key
+        sizes = move.local_sizes(topk_idx.shape[1])  # type: ignore[attr-defined]
+    else:
+        raise RuntimeError(f"[MoEExperts] {type(move).__name__} cannot be traced or compiled")
+    if owner is not None and (any(in_place) or owner._counters is not None):
+        key = owner.key
+    for weight, into in zip(own, in_place, strict=True):
+        _check_traceable(weight, into, key, need)
+    codes: list[Tensor] = []
+    if weights is not None:
+        for part in weights.parts:
+            codes += [gate_up.new_empty(0)] * 2 if part is None else [part.data, part.scale_inv]
+    asked = [] if need is None else [*need, *in_place]
+    how = f"{kind} {words_of(options)}"
+    out: Tensor = op(x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, asked)[0]
+    return out
+
+
+def _check_traceable(weight: Tensor, into: bool, key: int, need: Need | None) -> None:
+    if into and key < 0:
+        raise RuntimeError("[experts] main_grad can be traced and compiled in a layer alone")
+    if into and need is not None and not (need.x or need.probs):
+        raise RuntimeError(  # torch leaves a backward out that returns nothing
+            "[MoEExperts] main_grad needs x or topk_weights that require a gradient, where a "
+            "forward is compiled; got neither"
+        )
+    if into and hasattr(weight, "grad_added_to_main_grad"):
+        raise RuntimeError(
+            "[MoEExperts] grad_added_to_main_grad cannot be set by a compiled backward; delete the "
+            "attribute to have main_grad accumulate alone"
+        )
+    if isinstance(weight, torch.nn.Parameter):
+        dtype = _grad_dtype(weight)
+        if dtype != weight.dtype:
+            raise RuntimeError(
+                "[MoEExperts] grad_dtype cannot be compiled; "
+                f"got {dtype} of a {weight.dtype} weight"
+            )
+
+
+@torch.compiler.assume_constant_result  # dynamo cannot read the attribute
+def _grad_dtype(weight: Any) -> torch.dtype:
+    dtype: torch.dtype = (
+        getattr(weight, "grad_dtype", None) if weight.is_leaf else None
+    ) or weight.dtype
+    return dtype
+
+
+def words_of(options: Options) -> str:
+    """Options as words, for an operator's arguments."""
+    recipe, preactivation, transposed = options
+    of = f"{preactivation} {transposed}"
+    if recipe is None:
+        return of
+    return f"{of} {recipe.grad_dtype} {recipe.scale} {recipe.eps} {recipe.columns}"

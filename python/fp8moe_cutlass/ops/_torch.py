@@ -1,0 +1,71 @@
+"""What torch has no public word for: whether something traces, and what a backward is for.
+
+The only file with torch's private names, and with `is_compiling`.
+
+- torch._C._len_torch_dispatch_stack, _len_torch_function_stack: whether a mode looks on.
+- torch._C._current_graph_task_id: whether this thread runs a backward.
+- torch._C._will_engine_execute_node: which gradients the backward that runs is for.
+- torch._C._are_functorch_transforms_active: whether a torch.func transform runs.
+- torch.autograd.forward_ad._current_level: whether tensors may have tangents.
+
+Without one of them the answer is the careful or plain one: watched, no backward, all gradients, no
+transform, no tangents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+compiling = torch.compiler.is_compiling
+_jit_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
+_graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
+_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+# Inside torch.func.grad, vmap, jvp and their kind.
+transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_KNOWN = _dispatch_modes is not None and _function_modes is not None
+
+
+def watched() -> bool:
+    """Whether torch.compile, make_fx, jit.trace, a dispatch mode or a function mode has to see what
+    runs now."""
+    return (  # dynamo, which takes this apart, sees the first alone
+        compiling()
+        or not _KNOWN
+        or _dispatch_modes() > 0
+        or _function_modes() > 0
+        or _jit_tracing()
+    )
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as a checkpointed forward does when it runs again."""
+    return not compiling() and _graph_task is not None and _graph_task() != -1
+
+
+def runs(node: Any) -> tuple[bool, bool]:
+    """Whether the backward that runs goes on to `node`, an input's, and whether autograd.grad was
+    asked for this very leaf, so that its gradient is to be returned: the engine says so by an
+    error."""
+    if node is None or _will_run is None:
+        return node is not None, False
+    try:
+        return _will_run(node), False
+    except RuntimeError:
+        return True, True
+
+
+def dual() -> bool:
+    """Whether tensors may have tangents of forward-mode AD."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def has_tangent(t: Any) -> bool:
+    """Of a tensor, where `dual`."""
+    if not isinstance(t, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]

@@ -1,0 +1,84 @@
+"""A layer shared by the ranks of a group, compiled: no graph break, eager's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fp8moe_cutlass import Fp8Recipe
+from ranks import Pool, results
+from test_distributed import COUNTS, MEMBERS, batch, layer_of, rank_of, share, shares
+from test_torch_op import compiled, equal, step
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool(8, MEMBERS, timeout=240.0)
+    yield made
+    made.close()
+
+
+def both(group: Any, problems: Any, options: dict[str, Any], main_grad: bool) -> None:
+    """This rank's share of each problem, whose sizes differ: eager, then by one graph."""
+    torch._dynamo.reset()
+    found: list[Any] = []
+    for wrap in (lambda layer: layer, compiled):
+        layer = layer_of(problems[0][0], group, **options)
+        if main_grad:
+            for w in layer.parameters():
+                w.main_grad = torch.ones(w.shape)
+        f = wrap(layer)
+        made = []
+        for n, (p, counts) in enumerate(problems):
+            mine = share(p, shares(counts)[rank_of(group)])
+            with torch.compiler.set_stance("default" if n < 2 else "fail_on_recompile"):
+                made.append(step(f, mine, layer))
+        if main_grad:
+            made.append([w.main_grad for w in layer.parameters()])
+        made.append([layer.dropped])
+        found.append(made)
+    for got, want in zip(found[1], found[0], strict=True):
+        equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "options"),
+    [
+        (None, {}),
+        (None, {"preactivation": "recompute", "transposed_weights": "recompute"}),
+        (None, {"recipe": None}),
+        (60, {}),
+        (60, {"recipe": None}),
+        ((20, 30), {"recipe": Fp8Recipe(scale="fp32", columns="column")}),
+    ],
+    ids=["exact", "recompute", "bf16", "capacity", "bf16_capacity", "dropped"],
+)
+@pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+def test_compiled(pool: Pool, capacity: Any, options: dict[str, Any], main_grad: bool) -> None:
+    sizes = [COUNTS[2], [50, 60], [33, 7]]  # more sizes than graphs
+    problems = [(batch(sum(counts), seed=n), counts) for n, counts in enumerate(sizes)]
+    results(pool.run(2, both, problems, {**options, "capacity": capacity}, main_grad))
+
+
+def test_a_rank_receives_nothing(pool: Pool) -> None:
+    """Every token goes to the first rank's experts; then one rank has no tokens at all."""
+    ids = torch.zeros(60, 3, dtype=torch.int64)
+    ids[:, 1], ids[:, 2] = 1, 2
+    problems = [
+        (batch(60, topk_idx=ids), [35, 25]),
+        (batch(60, seed=1), [0, 60]),
+        (batch(60, topk_idx=ids), [60, 0]),
+    ]
+    results(pool.run(2, zero_rows, problems))
+
+
+def zero_rows(group: Any, problems: Any) -> None:
+    torch._dynamo.reset()
+    layer = layer_of(problems[0][0], group)
+    fast = compiled(layer)
+    for p, counts in problems:
+        mine = share(p, shares(counts)[rank_of(group)])
+        equal(step(fast, mine, layer), step(layer, mine, layer))
