@@ -1,7 +1,7 @@
 """The grouped GEMMs, beside DeepGEMM, torch and cuBLAS on the same operands.
 
 Balanced and ragged, every output dtype, both kinds of wgrad operands, one expert, 256 experts.
-Burst: seven rounds with a cold L2. Sustained: a second of calls back to back. Prints how ours
+Burst: 21 rounds with a cold L2. Sustained: a second of calls back to back. Prints how ours
 stands to each baseline: the geometric mean of the cases.
 """
 
@@ -20,7 +20,7 @@ from gemm_baselines import PEERS
 from gemm_cases import MODELS, PASSES, Case, call_of, operands
 from timing import CudaTimer, Limits, Run
 
-ROUNDS = 7
+ROUNDS = 21
 QUICK = [
     Case("fprop", "quick", 300, 256, 256, 3, "ragged"),
     Case("dgrad", "quick", 256, 128, 384, 2),
