@@ -136,6 +136,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "selection_bias": torch.tensor([0.5, -0.5, 0.25]),
             "padding": None,
             "given_idx": None,
+            **{"top_k": SLOTS, "sequences": 1},
             **{name: torch.zeros_like(t) for name, t in routed._asdict().items()},
             **{"score": 0, "select_by_logits": False},
             **{"num_groups": 3, "topk_groups": 2, "best_per_group": 1, "closed_value": -math.inf},
@@ -197,6 +198,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         "unpack": {
             "packed": p.packed,
             "hidden": width,
+            "slots": SLOTS,
             "topk_idx": torch.zeros(p.dispatch.rows, SLOTS, dtype=torch.int32),
             "probs": torch.zeros(p.dispatch.rows, SLOTS),
         },

@@ -77,7 +77,8 @@ def test_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     peers = {"same": lambda o: gemm.call_of(o)[0], "failing": failing, "none": lambda o: None}
     monkeypatch.setattr(gemm, "PEERS", peers)
-    record = gemm.run(CPU, Namespace(quick=True, budget=60.0, only=None), ignore)
+    given: dict[str, Any] = {"quick": True, "only": None, "seed": 0, "burst": False}
+    record = gemm.run(CPU, Namespace(budget=60.0, **given), ignore)
     assert_times(record)
     assert [row["op"] for row in record["results"]] == ["fprop", "dgrad", "wgrad", "wgrad"]
     assert record["left_out"] == []
@@ -86,7 +87,7 @@ def test_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["flops"] == 2 * s["M"] * s["N"] * s["K"]
         assert row["peers"].keys() == {"same"}
         assert row["peers_failed"] == {"failing": "RuntimeError: no such product"}
-    late = gemm.run(CPU, Namespace(quick=True, budget=-1.0, only=None), ignore)
+    late = gemm.run(CPU, Namespace(budget=-1.0, **given), ignore)
     assert (late["results"], len(late["left_out"])) == ([], len(gemm.QUICK))
 
 

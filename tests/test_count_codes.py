@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan
-from fp8moe_cutlass.ops.count_codes import COUNTS
+from fp8moe_cutlass.ops.quantize import COUNTS
 from on_device import ops
 
 pytestmark = pytest.mark.usefixtures("device")

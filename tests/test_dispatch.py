@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8moe_cutlass import RoutingPlan
-from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass import _C, RoutingPlan
 from fp8moe_cutlass.tools.verify import reference as ref
 from on_device import CPU_ONLY, ops
 
@@ -160,7 +159,7 @@ def test_overflow_of_the_exact_plan() -> None:
     for capacity in (0, 1, 30, 55):
         plan = poisoned_plan(40, 3, capacity)
         counts = torch.zeros(3, 2, dtype=torch.int32)
-        operator("dispatch_plan")(ids, 6, 0, plan, counts, None)
+        _C.dispatch_plan(ids, 6, 0, plan, counts, None)
         d = ref.dispatch(ids.numpy(), 6, 3, capacity=capacity)
         assert_plan(plan, counts, d, 0)
         assert d.overflow > 0
@@ -326,7 +325,7 @@ def test_bad_ids_write_nothing(bad: int, dtype: torch.dtype) -> None:
 def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
     buffer = torch.zeros(RoutingPlan(None, *sizes).buffer_size, dtype=torch.int32)  # type: ignore[arg-type]
     plan = RoutingPlan(buffer, *sizes)
-    operator("dispatch_plan")(ids, experts, segment, plan, torch.zeros(2, 2).int(), None)
+    _C.dispatch_plan(ids, experts, segment, plan, torch.zeros(2, 2).int(), None)
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def call(**changes: Any) -> ops.RouterTopk:
             {"top_k": 13, "out": {"topk_weights": torch.full((3, 13), 7.0)}},
             r"top_k .* 12\]; got 13",
         ),
-        ({"top_k": 5}, r"out must have .* \(5, 12\); got \(4, 12\)"),
+        ({"top_k": 5}, r"topk_idx must be \[3, 5\]; got \[3, 4\]"),
         ({"score": "relu"}, "score must be one of .* 'relu'"),
         ({"select_by": "bias"}, "select_by must .* 'bias'"),
         ({"num_groups": 5}, "num_groups must divide the 12 experts; got 5"),
@@ -274,7 +274,7 @@ def call(**changes: Any) -> ops.RouterTopk:
         ({"given_idx": torch.zeros(3, 4)}, "given_idx must be .*int64"),
         (
             {"sequences": 2, "out": {"tokens_per_expert": torch.full((24,), 7)}},
-            "2 sequences, which must divide",
+            "sequences must divide the number of tokens 3; got 2",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8moe_cutlass import Fp8Recipe, RoutingPlan, autograd, telemetry
+from fp8moe_cutlass import Fp8Recipe, RoutingPlan, __version__, autograd, telemetry
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, problem
 
@@ -316,7 +316,7 @@ def test_opcheck(name: str) -> None:
 
     through = autograd.torch_op.torch.ops.fp8moe.experts
     need = [True] * 4 + [False] * 2
-    how = "tokens " + autograd.torch_op.words_of(layer._options)
+    how = f"{__version__} tokens {autograd.torch_op.words_of(layer._options)}"
     x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
     given = (x, p.topk_idx, probs, None, *layer.parameters(), [], how, [33, 2, 4, 1, 66], -1, need)
     torch.library.opcheck(

@@ -33,8 +33,8 @@ NO_TRANSFORM = r"has a gradient by backward\(\) and torch.autograd.grad alone; g
 def forwards(p: Problem, layer: Any) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     moe = MoE(Router(256, 4, 2), layer)
     return {
-        "ids": ("MoEExperts", lambda x: layer(x, p.topk_idx, p.probs)),
-        "rows": ("MoEExperts", lambda x: layer.forward_rows(x, [4, 4, 4, 4])),
+        "ids": ("experts", lambda x: layer(x, p.topk_idx, p.probs)),
+        "rows": ("experts", lambda x: layer.forward_rows(x, [4, 4, 4, 4])),
         "moe": ("Router", moe),
         "function": (
             "experts",

@@ -104,10 +104,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "autograd.experts in bf16": (autograd.experts, BLOCK | {"options": autograd.Options(None)}),
     "gate_logits": (autograd.gate_logits, {"x": P.x, "weight": torch.ones(4, 256)}),
-    "grouped_plan": (
-        lambda counts: autograd.grouped_plan(Fp8Recipe(), counts, P.x),
-        {"counts": [4, 4, 4, 4]},
-    ),
     "autograd.permute_pad": (autograd.permute_pad, {"x": P.x, "plan": PLAN, "probs": P.probs}),
     "autograd.unpermute_unpad": (
         autograd.unpermute_unpad,

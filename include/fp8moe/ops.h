@@ -6,6 +6,10 @@
 // Of each a struct of parameters and a function. A member left out is not given: an optional array,
 // or an option with its default. `fields` says which is which, and is all that bindings know.
 //
+// outputs(p) checks all arguments, and gives each output that is wanted (Tensor::wanted) its shape,
+// dtype, device and layout; its memory is the caller's to add. An op runs with outputs that have
+// it.
+//
 // Every op checks its arguments before it writes (InvalidArgument), writes only the outputs the
 // caller gives, allocates nothing on the device and never synchronizes with it. No output
 // shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
@@ -54,6 +58,7 @@ struct Quantize {
   static constexpr auto fields = std::tuple{in("x", &Quantize::x, kAligned), out("q", &Quantize::q),
                                             option("rule", &Quantize::rule)};
 };
+FP8MOE_API void outputs(Quantize& p);
 FP8MOE_API void quantize(const Quantize& p, Stream stream = {});
 
 // q = Q(w) by 128x128 tiles of w [E, N, K], in e4m3, and q_t [E, K, N], its exact transpose with
@@ -70,6 +75,7 @@ struct QuantizeWeight {
       std::tuple{in("w", &QuantizeWeight::w, kAligned), optional_out("q", &QuantizeWeight::q),
                  optional_out("q_t", &QuantizeWeight::q_t), option("rule", &QuantizeWeight::rule)};
 };
+FP8MOE_API void outputs(QuantizeWeight& p);
 FP8MOE_API void quantize_weight(const QuantizeWeight& p, Stream stream = {});
 
 // x = q * scale_inv. q [M, K] in any layout, or [E, M, K] in block. The product is rounded to f32
@@ -84,6 +90,7 @@ struct Dequantize {
   static constexpr auto fields =
       std::tuple{in("q", &Dequantize::q), out("x", &Dequantize::x, kAligned)};
 };
+FP8MOE_API void outputs(Dequantize& p);
 FP8MOE_API void dequantize(const Dequantize& p, Stream stream = {});
 
 // ---- routing -----------------------------------------------------------------------------------
@@ -104,6 +111,7 @@ struct Route {
       optional_in("topk_idx", &Route::topk_idx), optional_in("routing_map", &Route::routing_map),
       out("plan", &Route::plan), scratch("workspace", &Route::workspace)};
 };
+FP8MOE_API void outputs(Route& p);
 FP8MOE_API void route(const Route& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const Route& p);  // of the plan alone
 
@@ -119,6 +127,7 @@ struct PlanFromCounts {
       std::tuple{in("tokens_per_expert", &PlanFromCounts::tokens_per_expert),
                  out("plan", &PlanFromCounts::plan)};
 };
+FP8MOE_API void outputs(PlanFromCounts& p);
 FP8MOE_API void plan_from_counts(const PlanFromCounts& p, Stream stream = {});
 
 // Fills the plan, of 1 expert, align 1 and capacity R, by which unpermute_unpad, its backward and
@@ -141,6 +150,7 @@ struct PlanFromRowIdMap {
                  optional_in("pad_offsets", &PlanFromRowIdMap::pad_offsets),
                  out("plan", &PlanFromRowIdMap::plan)};
 };
+FP8MOE_API void outputs(PlanFromRowIdMap& p);
 FP8MOE_API void plan_from_row_id_map(const PlanFromRowIdMap& p, Stream stream = {});
 
 // ---- the router -------------------------------------------------------------------------------
@@ -172,6 +182,8 @@ struct RouterTopk {
   Tensor selection_bias{};
   Tensor padding{};
   Tensor given_idx{};
+  int64_t top_k = 0;
+  int64_t sequences = 1;
   Tensor scores{};
   Tensor topk_idx{};
   Tensor topk_weights{};
@@ -192,6 +204,8 @@ struct RouterTopk {
                  optional_in("selection_bias", &RouterTopk::selection_bias),
                  optional_in("padding", &RouterTopk::padding),
                  optional_in("given_idx", &RouterTopk::given_idx),
+                 option("top_k", &RouterTopk::top_k),
+                 option("sequences", &RouterTopk::sequences),
                  out("scores", &RouterTopk::scores),
                  optional_out("topk_idx", &RouterTopk::topk_idx),
                  out("topk_weights", &RouterTopk::topk_weights),
@@ -207,6 +221,7 @@ struct RouterTopk {
                  option("epsilon", &RouterTopk::epsilon),
                  option("routed_scaling_factor", &RouterTopk::routed_scaling_factor)};
 };
+FP8MOE_API void outputs(RouterTopk& p);
 FP8MOE_API void router_topk(const RouterTopk& p, Stream stream = {});
 
 // The gradient of the logits from those of topk_weights [T, k] and of scores [T, E], one at least.
@@ -240,6 +255,7 @@ struct RouterTopkBackward {
                  option("epsilon", &RouterTopkBackward::epsilon),
                  option("routed_scaling_factor", &RouterTopkBackward::routed_scaling_factor)};
 };
+FP8MOE_API void outputs(RouterTopkBackward& p);
 FP8MOE_API void router_topk_backward(const RouterTopkBackward& p, Stream stream = {});
 
 // ---- movement ----------------------------------------------------------------------------------
@@ -268,6 +284,7 @@ struct PermutePad {
                  optional_out("row_probs", &PermutePad::row_probs),
                  option("zero_unweighted", &PermutePad::zero_unweighted)};
 };
+FP8MOE_API void outputs(PermutePad& p);
 FP8MOE_API void permute_pad(const PermutePad& p, Stream stream = {});
 
 // dx[t] = sum over slots ascending of dy[row_of[t,s]] (f32, rounded once); dprobs[t,s] is
@@ -287,6 +304,7 @@ struct PermutePadBackward {
                  out("dx", &PermutePadBackward::dx, kAligned),
                  optional_out("dprobs", &PermutePadBackward::dprobs)};
 };
+FP8MOE_API void outputs(PermutePadBackward& p);
 FP8MOE_API void permute_pad_backward(const PermutePadBackward& p, Stream stream = {});
 
 // out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
@@ -303,6 +321,7 @@ struct UnpermuteUnpad {
                  optional_in("probs", &UnpermuteUnpad::probs),
                  fp8moe::out("out", &UnpermuteUnpad::out, kAligned)};
 };
+FP8MOE_API void outputs(UnpermuteUnpad& p);
 FP8MOE_API void unpermute_unpad(const UnpermuteUnpad& p, Stream stream = {});
 
 // dy[row] = (probs[t,s] *) dout[t], padding rows zero; dprobs[t,s] = <y[row], dout[t]> in the
@@ -326,6 +345,7 @@ struct UnpermuteUnpadBackward {
                  out("dy", &UnpermuteUnpadBackward::dy, kAligned),
                  optional_out("dprobs", &UnpermuteUnpadBackward::dprobs)};
 };
+FP8MOE_API void outputs(UnpermuteUnpadBackward& p);
 FP8MOE_API void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream stream = {});
 
 // ---- between ranks (expert parallelism) --------------------------------------------------------
@@ -357,6 +377,7 @@ struct DispatchPlan {
       option("segment", &DispatchPlan::segment), out("plan", &DispatchPlan::plan),
       out("counts", &DispatchPlan::counts),      scratch("workspace", &DispatchPlan::workspace)};
 };
+FP8MOE_API void outputs(DispatchPlan& p);
 FP8MOE_API void dispatch_plan(const DispatchPlan& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const DispatchPlan& p);  // of the plan alone
 
@@ -392,6 +413,7 @@ struct QuantizePack {
                                             option("fp8_dtype", &QuantizePack::fp8_dtype),
                                             option("rule", &QuantizePack::rule)};
 };
+FP8MOE_API void outputs(QuantizePack& p);
 FP8MOE_API void quantize_pack(const QuantizePack& p, Stream stream = {});
 
 // topk_idx [R, S] i32 and probs [R, S] f32 of packed [R, packed_row_bytes(hidden, S)] u8. Codes and
@@ -401,13 +423,16 @@ struct Unpack {
 
   Tensor packed{};
   int64_t hidden = 0;
+  int64_t slots = 0;
   Tensor topk_idx{};
   Tensor probs{};
 
   static constexpr auto fields =
       std::tuple{in("packed", &Unpack::packed, kAligned), option("hidden", &Unpack::hidden),
-                 out("topk_idx", &Unpack::topk_idx), out("probs", &Unpack::probs)};
+                 option("slots", &Unpack::slots), out("topk_idx", &Unpack::topk_idx),
+                 out("probs", &Unpack::probs)};
 };
+FP8MOE_API void outputs(Unpack& p);
 FP8MOE_API void unpack(const Unpack& p, Stream stream = {});
 
 // ---- transposes in the FP8 domain --------------------------------------------------------------
@@ -431,6 +456,7 @@ struct TransposeFp8 {
       out("columns", &TransposeFp8::columns), option("requantize", &TransposeFp8::requantize),
       option("rule", &TransposeFp8::rule)};
 };
+FP8MOE_API void outputs(TransposeFp8& p);
 FP8MOE_API void transpose_fp8(const TransposeFp8& p, Stream stream = {});
 
 // transpose_fp8(permute_pad(q)) without the intermediate; q [T, C], bit-equal to the two ops. Its
@@ -446,6 +472,7 @@ struct PermuteTransposeFp8 {
                                             status("plan", &PermuteTransposeFp8::plan),
                                             out("columns", &PermuteTransposeFp8::columns)};
 };
+FP8MOE_API void outputs(PermuteTransposeFp8& p);
 FP8MOE_API void permute_transpose_fp8(const PermuteTransposeFp8& p, Stream stream = {});
 
 // ---- what FP8 costs ----------------------------------------------------------------------------
@@ -468,6 +495,7 @@ struct CountCodes {
                  optional_in("columns", &CountCodes::columns),
                  option("stride", &CountCodes::stride), out("counts", &CountCodes::counts)};
 };
+FP8MOE_API void outputs(CountCodes& p);
 FP8MOE_API void count_codes(const CountCodes& p, Stream stream = {});
 
 // A live tile is a 1x128 tile that holds a nonzero code. In one, a code of 0 stands for a value
@@ -507,6 +535,7 @@ struct ActQuantize {
                                             optional_out("z_q", &ActQuantize::z_q),
                                             option("rule", &ActQuantize::rule)};
 };
+FP8MOE_API void outputs(ActQuantize& p);
 FP8MOE_API void act_quantize(const ActQuantize& p, Stream stream = {});
 
 // The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
@@ -541,6 +570,7 @@ struct ActQuantizeBackward {
                  option("rule", &ActQuantizeBackward::rule),
                  zero_scratch("workspace", &ActQuantizeBackward::workspace)};
 };
+FP8MOE_API void outputs(ActQuantizeBackward& p);
 FP8MOE_API void act_quantize_backward(const ActQuantizeBackward& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const ActQuantizeBackward& p);  // of the outputs given
 
@@ -560,6 +590,7 @@ struct GroupedGemm {
       std::tuple{in("a", &GroupedGemm::a), in("w", &GroupedGemm::w), in("plan", &GroupedGemm::plan),
                  out("d", &GroupedGemm::d, kAligned)};
 };
+FP8MOE_API void outputs(GroupedGemm& p);
 FP8MOE_API void grouped_gemm(const GroupedGemm& p, Stream stream = {});
 
 // dw[e] (+)= dy_t[:, tokens of e] x_t[:, tokens of e]^T. dy_t [N, Kcap] e4m3 or e5m2, x_t [K, Kcap]
@@ -583,6 +614,7 @@ struct GroupedGemmWgrad {
                  option("accumulate", &GroupedGemmWgrad::accumulate),
                  zero_scratch("workspace", &GroupedGemmWgrad::workspace)};
 };
+FP8MOE_API void outputs(GroupedGemmWgrad& p);
 FP8MOE_API void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const GroupedGemmWgrad& p);  // of dw's device alone
 

@@ -49,7 +49,16 @@ struct Tensor {
       if (i < kMaxDims) shape[i++] = n;
   }
 
+  // An output that outputs(p) is to give a shape and, of those it may have, a dtype.
+  static Tensor wanted(DType dtype = DType::f32) {
+    Tensor t;
+    t.dtype = dtype;
+    t.ndim = kWanted;
+    return t;
+  }
+
   bool defined() const { return ndim >= 0; }
+  bool is_wanted() const { return ndim == kWanted; }
   int64_t numel() const {
     int64_t n = 1;
     for (int i = 0; i < ndim; ++i) n *= shape[i];
@@ -61,6 +70,9 @@ struct Tensor {
   T* as() const {
     return static_cast<T*>(data);
   }
+
+ private:
+  static constexpr int32_t kWanted = -2;
 };
 
 // Where the scales of an FP8 tensor [M, K] (or [E, M, K]) live; pictures:
@@ -77,7 +89,13 @@ struct Fp8Tensor {
   Tensor scale_inv{};
   ScaleLayout layout = ScaleLayout::row;
 
+  // An output that outputs(p) is to give its shapes.
+  static Fp8Tensor wanted(ScaleLayout layout, DType format = DType::e4m3) {
+    return {Tensor::wanted(format), {}, layout};
+  }
+
   bool defined() const { return data.defined(); }
+  bool is_wanted() const { return data.is_wanted(); }
 };
 
 // A CUDA stream (cudaStream_t) of the tensors' device; ignored by the CPU backend.

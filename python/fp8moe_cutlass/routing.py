@@ -145,7 +145,7 @@ def rows_bound(capacity: int, experts: int, align: int) -> int:
     if type(capacity).__name__ == "SymInt":  # a size that torch.compile does not know
         from torch import sym_min
 
-        hit = sym_min(experts, capacity)
+        hit: int = sym_min(experts, capacity)  # type: ignore[no-untyped-call]
     else:
         hit = experts if experts < capacity else capacity  # min() takes as long as all the rest
     return align * ((capacity + hit * (align - 1)) // align)

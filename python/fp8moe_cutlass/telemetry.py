@@ -33,7 +33,7 @@ from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
 from fp8moe_cutlass.autograd.counters import NAMES
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
-from fp8moe_cutlass.ops.count_codes import COUNTS
+from fp8moe_cutlass.ops.quantize import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
 
 __all__ = ["Watch", "disable", "enable", "snr", "watch"]

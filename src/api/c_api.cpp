@@ -167,11 +167,19 @@ PlanFromRowIdMap params(const fp8moe_plan_from_row_id_map_args& c) {
           .plan = plan(c.plan)};
 }
 
+// Of equal length, as tokens_per_expert has them.
+int64_t sequences(const fp8moe_router_topk_args& c) {
+  return std::max<int64_t>(
+      1, tensor(c.tokens_per_expert).shape[0] / std::max<int64_t>(1, tensor(c.logits).shape[1]));
+}
+
 RouterTopk params(const fp8moe_router_topk_args& c) {
   return {.logits = tensor(c.logits),
           .selection_bias = tensor(c.selection_bias),
           .padding = tensor(c.padding),
           .given_idx = tensor(c.given_idx),
+          .top_k = tensor(c.topk_weights).shape[1],
+          .sequences = sequences(c),
           .scores = tensor(c.scores),
           .topk_idx = tensor(c.topk_idx),
           .topk_weights = tensor(c.topk_weights),
@@ -255,6 +263,7 @@ QuantizePack params(const fp8moe_quantize_pack_args& c) {
 Unpack params(const fp8moe_unpack_args& c) {
   return {.packed = tensor(c.packed),
           .hidden = c.hidden,
+          .slots = tensor(c.topk_idx).shape[1],
           .topk_idx = tensor(c.topk_idx),
           .probs = tensor(c.probs)};
 }

@@ -1,9 +1,8 @@
 // The extension _C: of each operator in fp8moe/ops.h a function of its fields, in their order.
 //
 // quantize(x, q, scale, eps): an Fp8Tensor and a RoutingPlan are objects, a ScaleRule two
-// arguments, None leaves an optional array out. It returns torch's tensors that it wrote, whose
-// versions the caller counts. Where it needs a workspace and has None, it runs nothing and returns
-// the bytes.
+// arguments, None leaves an optional array out. In an output's place may stand what to allocate
+// (reader.h). It returns the outputs, given or made. A workspace that is None is allocated.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -30,20 +29,27 @@ template <class P>
 constexpr bool has_workspace = requires(const P& p) { workspace_bytes(p); };
 
 template <class P>
-nb::object call(Run<P> run, const nb::args& given, bool flat) {
-  Reader reader(P::op, given, flat);
+constexpr Role role_of_last = std::get<std::tuple_size_v<decltype(P::fields)> - 1>(P::fields).role;
+
+template <class P>
+nb::object call(Run<P> run, const nb::args& given) {
+  Reader reader(P::op, given);
   P p;
   for_each_field<P>([&](const auto& field) { reader(p, field); });
   reader.finish();
+  if (reader.wants()) outputs(p);
+  for_each_field<P>([&](const auto& field) { reader.provide(p, field); });
   if constexpr (has_workspace<P>)  // the last field
-    if (given[given.size() - 1].is_none())
-      if (const int64_t bytes = workspace_bytes(p)) return nb::int_(bytes);
+    if (!p.workspace.defined())
+      if (const int64_t bytes = workspace_bytes(p))
+        reader.provide(p.workspace, bytes, role_of_last<P> == Role::zero_workspace);
   const Stream stream = reader.stream();
   {
     nb::gil_scoped_release nogil;
     run(p, stream);
   }
-  return flat ? nb::none() : reader.written();
+  reader.count_versions();
+  return reader.returned();
 }
 
 // ---- what Python is told of an operator ---------------------------------------------------------
@@ -90,16 +96,20 @@ std::string signature() {
     std::string type = kind;
     for (const auto& [from, to] : types)
       if (kind == from) type = to;
+    const bool out = field.role == Role::out || field.role == Role::optional_out;
+    if (out && kind == "array") type += " | bool | str";
+    if (out && kind == "fp8") type += " | str | tuple[str, Any]";
+    if (out && kind == "plan") type += " | tuple[int, int, int, int, int]";
     if (field.allows & kPlainToo) type += " | fp8moe_cutlass.typing.DLPackArray";
     add(field.name, type, field.role);
   });
-  return text + "/) -> list[Any] | " + (has_workspace<P> ? "int | " : "") + "None";
+  return text + "/) -> Any";
 }
 
 template <class P>
 void bind(nb::module_& m, Run<P> run) {
   m.def(
-      P::op, [run](const nb::args& given) { return call<P>(run, given, false); },
+      P::op, [run](const nb::args& given) { return call<P>(run, given); },
       nb::sig(signature<P>().c_str()));
 }
 
@@ -111,12 +121,6 @@ void describe(nb::dict& all, Run<P>) {
                                  (field.allows & kPlainToo) != 0));
   });
   all[P::op] = nb::tuple(fields);
-}
-
-template <class P>
-void flat(nb::object& found, std::string_view name, Run<P> run) {
-  if (name == P::op)
-    found = nb::cpp_function([run](const nb::args& given) { return call<P>(run, given, true); });
 }
 
 void bind_operators(nb::module_& m) {
@@ -131,18 +135,6 @@ void bind_operators(nb::module_& m) {
       nb::sig("def operators() -> dict[str, tuple[tuple[str, str, str, bool], ...]]"),
       "Of each operator its fields: name, kind, role, and whether a plain array may stand for an "
       "Fp8Tensor.");
-  m.def(
-      "flat",
-      [](const char* name) {
-        nb::object found;
-        std::apply([&](auto... run) { (flat(found, name, run), ...); }, operators);
-        if (!found.is_valid()) throw nb::key_error(name);
-        return found;
-      },
-      nb::sig("def flat(name: str) -> Any"),
-      "An operator of flat arguments, as torch's dispatcher has them: an Fp8Tensor is three, a "
-      "plan "
-      "six.");
 }
 
 }  // namespace
@@ -153,9 +145,12 @@ NB_MODULE(_C, m) {
   bind_errors(m);
   bind_operators(m);
   m.attr("ZERO_WORKSPACE_BYTES") = kZeroWorkspaceBytes;
-  m.def("attach_torch", &attach_torch, "tensor"_a, "is_grad_enabled"_a,
-        nb::sig("def attach_torch(tensor: Any, is_grad_enabled: Any) -> None"),
-        "From then on arguments that require grad are refused where grad mode is on.");
+  m.def("attach_torch", &attach_torch, "tensor"_a, "is_grad_enabled"_a, "increment_version"_a,
+        "forward_ad"_a,
+        nb::sig("def attach_torch(tensor: Any, is_grad_enabled: Any, increment_version: Any, "
+                "forward_ad: Any) -> None"),
+        "From then on arguments that require grad are refused where grad mode is on, tangents "
+        "always, and versions of what is written are counted.");
   bind_gemm_choice(m);
   m.def("build_info", [] {
     const BuildInfo info = build_info();

@@ -16,7 +16,7 @@ using Code = nb::dlpack::dtype_code;
 constexpr int32_t kCpu = 1, kCuda = 2, kCudaHost = 3, kCudaManaged = 13;
 
 struct Torch {
-  nb::object tensor, is_grad_enabled;
+  nb::object tensor, is_grad_enabled, increment_version, forward_ad;
   nb::object requires_grad;  // its descriptor, which spares a look-up
   descrgetfunc get;
   nb::object is_neg;
@@ -109,12 +109,14 @@ std::string shown(nb::handle given) {
 
 }  // namespace
 
-void attach_torch(nb::object tensor, nb::object is_grad_enabled) {
+void attach_torch(nb::object tensor, nb::object is_grad_enabled, nb::object increment_version,
+                  nb::object forward_ad) {
   nb::object requires_grad = tensor.attr("requires_grad");
   const auto get =
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad.ptr()), Py_tp_descr_get));
   nb::object is_neg = tensor.attr("is_neg");
-  torch = new Torch{std::move(tensor), std::move(is_grad_enabled), std::move(requires_grad), get,
+  torch = new Torch{std::move(tensor),     std::move(is_grad_enabled), std::move(increment_version),
+                    std::move(forward_ad), std::move(requires_grad),   get,
                     std::move(is_neg)};
 }
 
@@ -130,10 +132,11 @@ void Reader::refuse(Object given, const std::string& rule, const char* part) con
   fail(part, "must be ", rule, optional() ? " or None" : "", "; got ", shown(given));
 }
 
-Reader::Reader(const char* op, const nb::args& given, bool flat)
-    : op_(op), given_(given), flat_(flat) {
-  refuses_grad_ = false;
-  if (torch && !flat) {
+Reader::Reader(const char* op, const nb::args& given) : op_(op), given_(given) {
+  if (torch) {
+    static PyObject* const level = interned("_current_level");  // private: none is no level
+    const nb::object current = attribute(torch->forward_ad, level);
+    duals_ = current.is_valid() && nb::cast<int>(current) >= 0;
     const nb::object enabled = nb::steal(PyObject_CallNoArgs(torch->is_grad_enabled.ptr()));
     if (!enabled.is_valid()) nb::raise_python_error();
     refuses_grad_ = enabled.ptr() == Py_True;
@@ -187,19 +190,23 @@ bool Reader::truth(Object given) const {
 void Reader::read(ScaleRule& rule) {
   name_ = "scale";
   rule.kind = scale_kind(next());
+  pow2_ = rule.kind == ScaleKind::pow2;
   name_ = "eps";
   rule.eps = number(next());
 }
 
-void Reader::read(DType& format) {
-  const Object given = next();
-  if (is_text(given, "e4m3")) {
-    format = DType::e4m3;
-  } else if (is_text(given, "e5m2")) {
-    format = DType::e5m2;
-  } else {
-    refuse(given, "'e4m3' or 'e5m2'");
-  }
+void Reader::read(DType& format) { format = format_of(next()); }
+
+// "e4m3", "e5m2", or the dtype of a framework that is called so.
+DType Reader::format_of(Object given) const {
+  if (is_text(given, "e4m3")) return DType::e4m3;
+  if (is_text(given, "e5m2")) return DType::e5m2;
+  static PyObject* const name = interned("name");
+  const nb::object own = attribute(given, name);
+  const std::string text = nb::str(own.is_valid() ? own : nb::borrow(given)).c_str();
+  if (text.ends_with("float8_e4m3fn")) return DType::e4m3;
+  if (text.ends_with("float8_e5m2")) return DType::e5m2;
+  refuse(given, "'e4m3' or 'e5m2'");
 }
 
 ScaleKind Reader::scale_kind(Object given) const {
@@ -220,6 +227,7 @@ ScaleLayout Reader::layout(Object given) const {
 
 void Reader::read(Tensor& t) {
   const Object given = next();
+  if (makes() && asked(given, t)) return;
   if (given.is_none()) {
     if (optional()) return;
     refuse(given, "an array");
@@ -231,19 +239,17 @@ void Reader::read(Fp8Tensor& q) {
   static PyObject* const names[] = {interned("data"), interned("scale_inv"),
                                     interned("scale_layout"), interned("fp8_dtype")};
   const Object given = next();
+  if (makes() && asked(given, q)) return;
   nb::object data, scale, word;
-  if (flat_) {
-    data = nb::borrow(given);
-    scale = nb::borrow(next());
-    word = nb::borrow(next());
-  } else if (!given.is_none() && !exchange_api(Py_TYPE(given.ptr()))) {
+  if (!given.is_none() && !exchange_api(Py_TYPE(given.ptr()))) {
     scale = attribute(given, names[1]);
     if (scale.is_valid()) {
       data = attribute(given, names[0]);
       word = attribute(given, names[2]);
+      if (!fp8_like_.is_valid()) fp8_like_ = given;
     }
   }
-  if (!flat_ && !scale.is_valid()) {  // no Fp8Tensor
+  if (!scale.is_valid()) {  // no Fp8Tensor
     if (given.is_none() && optional()) return;
     if (!(allows_ & kPlainToo) || given.is_none())
       refuse(given, allows_ & kPlainToo
@@ -260,7 +266,7 @@ void Reader::read(Fp8Tensor& q) {
     q.scale_inv = q.layout == ScaleLayout::gemm
                       ? aligned_array(scale, ".scale_inv", false)
                       : array(scale, ".scale_inv", strided && q.layout == ScaleLayout::row);
-  if (q.data.dtype == DType::u8 && !flat_ && !plain) {  // codes of a framework without FP8 dtypes
+  if (q.data.dtype == DType::u8 && !plain) {  // codes of a framework without FP8 dtypes
     const nb::object format = attribute(given, names[3]);
     if (format.is_valid() && is_text(format, "e4m3")) q.data.dtype = DType::e4m3;
     if (format.is_valid() && is_text(format, "e5m2")) q.data.dtype = DType::e5m2;
@@ -271,16 +277,16 @@ void Reader::read(RoutingPlan& plan) {
   static PyObject* const names[] = {interned("buffer"),  interned("tokens"), interned("slots"),
                                     interned("experts"), interned("align"),  interned("capacity")};
   const Object given = next();
-  if (!flat_ && given.is_none()) {
+  if (makes() && asked(given, plan)) return;
+  if (given.is_none()) {
     if (optional()) return;
     refuse(given, "a RoutingPlan");
   }
   nb::object parts[6];
   for (int i = 0; i < 6; ++i) {
-    parts[i] = flat_ ? nb::borrow(i == 0 ? given : next()) : attribute(given, names[i]);
+    parts[i] = attribute(given, names[i]);
     if (!parts[i].is_valid()) refuse(given, "a RoutingPlan");
   }
-  if (parts[0].is_none() && optional()) return;
   const bool refuses_grad = std::exchange(refuses_grad_, false);  // a plan's integers need none
   plan.buffer = aligned_array(parts[0], "", false);
   refuses_grad_ = refuses_grad;
@@ -355,7 +361,11 @@ void Reader::look_at(Object given, const Tensor& t, const char* part) {
            "must not require grad, its gradient would be lost; use fp8moe_cutlass.autograd or "
            ".nn, or detach it");
   }
-  if (role_ == Role::out || role_ == Role::optional_out) written_[written_count_++] = given.ptr();
+  if (duals_ && t.dtype <= DType::e5m2 &&
+      !torch->forward_ad.attr("unpack_dual")(given).attr("tangent").is_none())
+    fail(part,
+         "must not have a tangent, which would be lost: ops have no forward-mode AD; got one");
+  if (role_ == Role::out || role_ == Role::optional_out) written_.push_back(given.ptr());
 }
 
 Tensor Reader::array_of_copy(Object given, const char* method, const char* part,
@@ -414,7 +424,8 @@ Tensor Reader::array(Object given, const char* part, bool strided_rows) {
     fail(part, "must have memory behind it; got a fake or meta tensor of shape ",
          brackets(view.shape, view.ndim), ", or a wrapper such as DTensor");
   }
-  if (!api || flat_ || !is_torch(given)) return t;
+  if (!like_.is_valid()) like_ = given, like_device_ = t.device;
+  if (!api || !is_torch(given)) return t;
   look_at(given, t, part);
   if (t.dtype <= DType::bf16 && *part == '\0') {  // a negative view: -x over x's memory
     const nb::object is_neg =
@@ -442,12 +453,169 @@ int64_t Reader::named_stream() const {
   return nb::cast<int64_t>(nb::module_::import_("fp8moe_cutlass.stream").attr("current")());
 }
 
-nb::object Reader::written() const {
-  if (written_count_ == 0) return nb::none();
-  nb::object list = nb::steal(PyList_New(written_count_));
-  for (Py_ssize_t i = 0; i < written_count_; ++i)
-    PyList_SetItem(list.ptr(), i, Py_NewRef(written_[i]));
-  return list;
+// ---- outputs ------------------------------------------------------------------------------------
+
+bool Reader::asked(Object given, Tensor& t) {
+  outputs_.push_back(nb::borrow(given));
+  if (given.ptr() == Py_True) {
+    t = Tensor::wanted();
+  } else if (PyUnicode_Check(given.ptr())) {
+    static constexpr std::pair<const char*, DType> kNames[] = {
+        {"float32", DType::f32}, {"float16", DType::f16}, {"bfloat16", DType::bf16}};
+    bool found = false;
+    for (const auto& [name, dtype] : kNames)
+      if (!found && is_text(given, name)) found = true, t = Tensor::wanted(dtype);
+    if (!found) return false;
+  } else {
+    return false;
+  }
+  return wants_ = true;
+}
+
+bool Reader::asked(Object given, Fp8Tensor& q) {
+  outputs_.push_back(nb::borrow(given));
+  if (PyTuple_Check(given.ptr()) && PyTuple_Size(given.ptr()) == 2) {
+    const ScaleLayout layout = this->layout(PyTuple_GetItem(given.ptr(), 0));
+    q = Fp8Tensor::wanted(layout, format_of(PyTuple_GetItem(given.ptr(), 1)));
+  } else if (is_text(given, "row") || is_text(given, "gemm") || is_text(given, "block")) {
+    q = Fp8Tensor::wanted(layout(given));
+  } else {
+    return false;
+  }
+  return wants_ = true;
+}
+
+bool Reader::asked(Object given, RoutingPlan& plan) {
+  outputs_.push_back(nb::borrow(given));
+  if (!PyTuple_Check(given.ptr()) || PyTuple_Size(given.ptr()) != 5) return false;
+  plan.buffer = Tensor::wanted(DType::i32);
+  int64_t* const sizes[] = {&plan.tokens, &plan.slots, &plan.experts, &plan.align, &plan.capacity};
+  constexpr const char* kParts[] = {".tokens", ".slots", ".experts", ".align", ".capacity"};
+  for (int i = 0; i < 5; ++i) *sizes[i] = integer(PyTuple_GetItem(given.ptr(), i), kParts[i]);
+  return wants_ = true;
+}
+
+nb::object Reader::allocate(Tensor& t) {
+  const ExchangeApi* api = exchange_api(Py_TYPE(like_.ptr()));
+  if (api && api->allocate && is_torch(like_)) {
+    using nb::dlpack::dtype;
+    static constexpr std::pair<Code, uint8_t> kCodes[] = {
+        {Code::Float, 32},        {Code::Float, 16},      {Code::Bfloat, 16},
+        {Code::Float8_E4M3FN, 8}, {Code::Float8_E5M2, 8}, {Code::Int, 32},
+        {Code::Int, 64},          {Code::UInt, 8},        {Code::Bool, 8}};
+    const auto [code, bits] = kCodes[static_cast<int>(t.dtype)];
+    int64_t strides[Tensor::kMaxDims];
+    int64_t stride = 1;
+    for (int i = t.ndim - 1; i >= 0; --i) strides[i] = stride, stride *= t.shape[i];
+    const bool cuda = t.device.type == DeviceType::cuda;
+    nb::dlpack::dltensor prototype{.data = nullptr,
+                                   .device = {cuda ? kCuda : kCpu, t.device.index},
+                                   .ndim = t.ndim,
+                                   .dtype = dtype{static_cast<uint8_t>(code), bits, 1},
+                                   .shape = t.shape.data(),
+                                   .strides = strides,
+                                   .byte_offset = 0};
+    Managed* managed = nullptr;
+    // What fails there is told better by torch.empty, below.
+    if (api->allocate(&prototype, &managed, nullptr, [](void*, const char*, const char*) {}) == 0) {
+      t.data = static_cast<char*>(managed->tensor.data) + managed->tensor.byte_offset;
+      void* object = nullptr;
+      if (api->managed_to_object(managed, &object) != 0) nb::raise_python_error();
+      return nb::steal(static_cast<PyObject*>(object));
+    }
+    PyErr_Clear();
+  }
+  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "e4m3", "e5m2",
+                                           "int32",   "int64",   "uint8",    "bool"};
+  nb::list shape;
+  for (int i = 0; i < t.ndim; ++i) shape.append(t.shape[i]);
+  const nb::object empty = nb::module_::import_("fp8moe_cutlass.ops._outputs").attr("empty");
+  const nb::object array = empty(op_, like_, nb::tuple(shape), kNames[static_cast<int>(t.dtype)]);
+  const auto view = this->view(array, "", exchange_api(Py_TYPE(array.ptr())));
+  t.data = view.data ? static_cast<char*>(view.data) + view.byte_offset : nullptr;
+  return array;
+}
+
+nb::object Reader::made(Tensor& t) {
+  nb::object given = std::move(outputs_[next_output_++]);
+  if (given.ptr() != Py_True && !PyUnicode_Check(given.ptr())) return given;
+  return allocate(t);
+}
+
+namespace {
+
+// An object of a frozen dataclass, without a call of Python code.
+nb::object object_of(const nb::object& type,
+                     std::initializer_list<std::pair<PyObject*, nb::object>> attributes) {
+  static PyObject* const name = interned("__dict__");
+  nb::object object = type.attr("__new__")(type);
+  const nb::object own = attribute(object, name);
+  for (const auto& [key, value] : attributes) PyDict_SetItem(own.ptr(), key, value.ptr());
+  return object;
+}
+
+}  // namespace
+
+nb::object Reader::made(Fp8Tensor& q) {
+  nb::object given = std::move(outputs_[next_output_++]);
+  if (!PyUnicode_Check(given.ptr()) && !PyTuple_Check(given.ptr())) return given;
+  nb::object data = allocate(q.data);
+  if (!q.scale_inv.defined()) return data;  // an op that takes plain tensors, too
+  nb::object scale = allocate(q.scale_inv);
+  static PyObject* const names[] = {interned("data"), interned("scale_inv"),
+                                    interned("scale_layout"), interned("pow2"),
+                                    interned("fp8_dtype")};
+  static PyObject* const layouts[] = {interned("row"), interned("gemm"), interned("block")};
+  static PyObject* const formats[] = {interned("e4m3"), interned("e5m2")};
+  nb::object pow2 = nb::bool_(pow2_ == 1);
+  if (pow2_ < 0) pow2 = attribute(fp8_like_, names[3]);
+  static const nb::object* type =
+      new nb::object(nb::module_::import_("fp8moe_cutlass.tensor").attr("Fp8Tensor"));
+  return object_of(*type, {{names[0], std::move(data)},
+                           {names[1], std::move(scale)},
+                           {names[2], nb::borrow(layouts[static_cast<int>(q.layout)])},
+                           {names[3], std::move(pow2)},
+                           {names[4], nb::borrow(formats[q.data.dtype == DType::e5m2])}});
+}
+
+nb::object Reader::made(RoutingPlan& plan) {
+  nb::object given = std::move(outputs_[next_output_++]);
+  if (!PyTuple_Check(given.ptr())) return given;
+  nb::object buffer = allocate(plan.buffer);
+  static PyObject* const names[] = {interned("buffer"),  interned("tokens"), interned("slots"),
+                                    interned("experts"), interned("align"),  interned("capacity")};
+  static const nb::object* type =
+      new nb::object(nb::module_::import_("fp8moe_cutlass.routing").attr("RoutingPlan"));
+  return object_of(*type, {{names[0], std::move(buffer)},
+                           {names[1], nb::int_(plan.tokens)},
+                           {names[2], nb::int_(plan.slots)},
+                           {names[3], nb::int_(plan.experts)},
+                           {names[4], nb::int_(plan.align)},
+                           {names[5], nb::int_(plan.capacity)}});
+}
+
+void Reader::provide(Tensor& workspace, int64_t bytes, bool zero) {
+  name_ = "workspace";
+  if (!is_torch(like_))
+    fail("", "is allocated for torch only; give ", bytes, " bytes of uint8", zero ? ", zeros" : "");
+  workspace = Tensor(nullptr, DType::u8, {bytes}, like_device_);
+  copies_.push_back(allocate(workspace));
+  if (zero) copies_.back().attr("zero_")();
+}
+
+void Reader::count_versions() const {
+  if (written_.empty()) return;
+  nb::list list;
+  for (PyObject* t : written_) list.append(nb::borrow(t));
+  torch->increment_version(list);
+}
+
+nb::object Reader::returned() const {
+  if (results_.size() == 1) return results_[0];
+  nb::object tuple = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(results_.size())));
+  for (size_t i = 0; i < results_.size(); ++i)
+    PyTuple_SetItem(tuple.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(results_[i].ptr()));
+  return tuple;
 }
 
 const ExchangeApi* exchange_api(PyTypeObject* type) {

@@ -3,6 +3,9 @@
 // An Fp8Tensor and a RoutingPlan are read by their attributes, an array through DLPack's C exchange
 // API where its type offers it (torch) and through nb::ndarray elsewhere. Nothing is copied. What
 // is wrong becomes one InvalidArgument: "[op] name must be ...; got ...".
+//
+// In an output's place may stand what to allocate: of an array True or the name of its dtype, of an
+// Fp8Tensor its scale layout or (layout, format), of a plan its five sizes, -1 where they follow.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,15 +20,15 @@
 
 namespace fp8moe {
 
-// torch.Tensor and torch.is_grad_enabled: from then on, what an operator writes is told to the
-// caller, and an argument that requires grad is refused while grad mode is on.
-void attach_torch(nanobind::object tensor, nanobind::object is_grad_enabled);
+// torch.Tensor, torch.is_grad_enabled, increment_version and forward_ad: from then on, the versions
+// of what an operator writes are counted, an argument that requires grad is refused while grad mode
+// is on, and one with a tangent always.
+void attach_torch(nanobind::object tensor, nanobind::object is_grad_enabled,
+                  nanobind::object increment_version, nanobind::object forward_ad);
 
 class __attribute__((visibility("hidden"))) Reader {
  public:
-  // flat: as torch's dispatcher has them, an Fp8Tensor in three arguments (data, scale_inv or None,
-  // layout), a plan in six (buffer and sizes). Gradients are then the dispatcher's to see.
-  Reader(const char* op, const nanobind::args& given, bool flat);
+  Reader(const char* op, const nanobind::args& given);
 
   template <class P, class T>
   void operator()(P& p, const Field<P, T>& field) {
@@ -35,11 +38,27 @@ class __attribute__((visibility("hidden"))) Reader {
 
   void finish() const;  // no argument is left over
 
+  bool wants() const { return wants_; }  // an output is to be allocated
+
+  // Memory for what outputs(p) has said of a field; then the field is what `returned` has.
+  template <class P, class T>
+  void provide(P& p, const Field<P, T>& field) {
+    name_ = field.name, role_ = field.role;
+    if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, Fp8Tensor> ||
+                  std::is_same_v<T, RoutingPlan>)
+      if (field.role == Role::out || field.role == Role::optional_out)
+        results_.push_back(made(p.*field.at));
+  }
+  void provide(Tensor& workspace, int64_t bytes, bool zero);
+
   // Of the framework of the CUDA arrays, or use_stream's where it names none.
   Stream stream() const;
 
-  // torch's tensors that are outputs, in a list; None: there are none.
-  nanobind::object written() const;
+  // Counts the versions of torch's tensors that were given as outputs.
+  void count_versions() const;
+
+  // The outputs, given or made, None where there is none: in a tuple, or the only one.
+  nanobind::object returned() const;
 
  private:
   using Object = nanobind::handle;
@@ -47,6 +66,15 @@ class __attribute__((visibility("hidden"))) Reader {
   void read(Tensor& t);
   void read(Fp8Tensor& q);
   void read(RoutingPlan& plan);
+  bool asked(Object given, Tensor& t);
+  bool asked(Object given, Fp8Tensor& q);
+  bool asked(Object given, RoutingPlan& plan);
+  DType format_of(Object given) const;
+  nanobind::object made(Tensor& t);
+  nanobind::object made(Fp8Tensor& q);
+  nanobind::object made(RoutingPlan& plan);
+  nanobind::object allocate(Tensor& t);
+
   void read(ScaleRule& rule);
   void read(DType& format);
   void read(bool& value) { value = truth(next()); }
@@ -70,6 +98,7 @@ class __attribute__((visibility("hidden"))) Reader {
   bool optional() const {
     return role_ == Role::optional_in || role_ == Role::optional_out || is_workspace(role_);
   }
+  bool makes() const { return role_ == Role::out || role_ == Role::optional_out; }
   bool output() const {
     return role_ == Role::out || role_ == Role::optional_out || role_ == Role::status ||
            is_workspace(role_);
@@ -81,7 +110,6 @@ class __attribute__((visibility("hidden"))) Reader {
 
   const char* op_;
   const nanobind::args& given_;
-  bool flat_;
   size_t at_ = 0;
 
   const char* name_ = "";
@@ -90,12 +118,20 @@ class __attribute__((visibility("hidden"))) Reader {
 
   std::vector<nanobind::ndarray<nanobind::ro>> lent_;  // they end the loan when the call is over
   std::vector<nanobind::object> copies_;
-  PyObject* written_[16];
-  Py_ssize_t written_count_ = 0;
+  std::vector<PyObject*> written_;  // of torch, borrowed
+  std::vector<nanobind::object> results_;
+  std::vector<nanobind::object> outputs_;  // as given, in the order of the fields
+  size_t next_output_ = 0;
+  Object like_;  // the first array that is given
+  Device like_device_;
+  Object fp8_like_;  // the first Fp8Tensor
+  int pow2_ = -1;    // whether a rule makes power-of-two scales
+  bool wants_ = false;
   const ExchangeApi* api_ = nullptr;  // of the first CUDA array that has one
   int32_t device_ = 0;
   bool cuda_ = false;
-  bool refuses_grad_;
+  bool refuses_grad_ = false;
+  bool duals_ = false;  // tensors may have tangents
 };
 
 }  // namespace fp8moe

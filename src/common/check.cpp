@@ -153,19 +153,23 @@ void Checker::workspace(const Tensor& t, int64_t bytes) const {
                " bytes; got ", t.shape[0]);
 }
 
+void Checker::layout_of(const Fp8Tensor& t, const char* name,
+                        std::initializer_list<ScaleLayout> layouts) const {
+  if (std::find(layouts.begin(), layouts.end(), t.layout) != layouts.end()) return;
+  std::string names;
+  for (ScaleLayout l : layouts) names += (names.empty() ? "" : ", ") + std::string(name_of(l));
+  const char* how = names == "gemm" && t.layout == ScaleLayout::row
+                        ? ": quantize and permute_pad write it with scale_layout=\"gemm\""
+                        : "";
+  fail("[", op_, "] ", name, " must have scale layout ", names, "; got ", name_of(t.layout), how);
+}
+
 void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
                   std::initializer_list<ScaleLayout> layouts) const {
   constexpr const char* kScale = ".scale_inv";
   tensor(t.data, name, shape);
   dtype(t.data, name, {DType::e4m3, DType::e5m2});
-  if (std::find(layouts.begin(), layouts.end(), t.layout) == layouts.end()) {
-    std::string names;
-    for (ScaleLayout l : layouts) names += (names.empty() ? "" : ", ") + std::string(name_of(l));
-    const char* how = names == "gemm" && t.layout == ScaleLayout::row
-                          ? ": quantize and permute_pad write it with scale_layout=\"gemm\""
-                          : "";
-    fail("[", op_, "] ", name, " must have scale layout ", names, "; got ", name_of(t.layout), how);
-  }
+  layout_of(t, name, layouts);
   const int64_t m = *(shape.end() - 2);
   const int64_t k = *(shape.end() - 1);
   if (t.layout == ScaleLayout::row) {
@@ -211,6 +215,59 @@ void Checker::plan(const RoutingPlan& plan) const {
 void Checker::columns(const Fp8Tensor& t, const char* name, int64_t c,
                       const RoutingPlan& plan) const {
   fp8(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm});
+}
+
+void Checker::output(Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                     std::initializer_list<DType> dtypes, bool aligned) const {
+  if (t.is_wanted()) {
+    const DType dtype = dtypes.size() == 1 ? *dtypes.begin() : t.dtype;
+    t = Tensor(nullptr, dtype, shape, device_);
+    this->dtype(t, name, dtypes);
+    return;
+  }
+  tensor(t, name, shape);
+  dtype(t, name, dtypes);
+  if (aligned) this->aligned(t, name);
+}
+
+void Checker::output(Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                     std::initializer_list<ScaleLayout> layouts,
+                     std::initializer_list<DType> formats) const {
+  if (!t.is_wanted()) {
+    fp8(t, name, shape, layouts);
+    if (formats.size() == 1 && *formats.begin() == DType::e4m3) return e4m3(t, name);
+    return dtype(t.data, name, formats);
+  }
+  layout_of(t, name, layouts);
+  output(t.data, name, shape, formats);
+  const int64_t m = *(shape.end() - 2);
+  const int64_t k = cdiv(*(shape.end() - 1), kTile);
+  const auto scale = [&](std::initializer_list<int64_t> sizes) {
+    t.scale_inv = Tensor(nullptr, DType::f32, sizes, device_);
+  };
+  if (t.layout == ScaleLayout::row)
+    scale({m, k});
+  else if (t.layout == ScaleLayout::gemm)
+    scale({k, pad4(m)});
+  else if (shape.size() == 3)
+    scale({*shape.begin(), cdiv(m, kTile), k});
+  else
+    scale({cdiv(m, kTile), k});
+}
+
+void Checker::output_columns(Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan,
+                             DType format) const {
+  if (!t.is_wanted()) {
+    columns(t, name, c, plan);
+    return dtype(t.data, name, {format});
+  }
+  output(t, name, {c, plan.columns()}, {ScaleLayout::block, ScaleLayout::gemm}, {format});
+}
+
+void Checker::output(RoutingPlan& plan) const {
+  if (!plan.buffer.is_wanted()) return this->plan(plan);
+  plan_sizes(plan);
+  plan.buffer = Tensor(nullptr, DType::i32, {plan.buffer_size()}, device_);
 }
 
 void Checker::aligned(const Tensor& t, const char* name, const char* part) const {

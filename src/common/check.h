@@ -76,6 +76,20 @@ class Checker {
   void aligned(const Tensor& t, const char* name, const char* part = "") const;
   // eps finite and not negative.
   void rule(ScaleRule rule) const;
+  // Of an output that is given what tensor(), dtype() and, if `aligned`, aligned() check; one that
+  // is wanted gets this shape and its dtype, or the only one it may have.
+  void output(Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+              std::initializer_list<DType> dtypes, bool aligned = false) const;
+  // The same of codes and scales.
+  void output(Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+              std::initializer_list<ScaleLayout> layouts,
+              std::initializer_list<DType> formats = {DType::e4m3, DType::e5m2}) const;
+  // A transposed operand [C, Kcap] of `plan` in this format.
+  void output_columns(Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan,
+                      DType format) const;
+  // A plan whose sizes are all said.
+  void output(RoutingPlan& plan) const;
+
   // No output overlaps an input or another output. Shapes are already checked.
   void disjoint(std::initializer_list<Memory> outputs, std::initializer_list<Memory> inputs) const;
 
@@ -85,9 +99,29 @@ class Checker {
   const char* op() const { return op_; }
 
  private:
+  void layout_of(const Fp8Tensor& t, const char* name,
+                 std::initializer_list<ScaleLayout> layouts) const;
+
   const char* op_;
   Device device_;
   mutable const RoutingPlan* plan_ = nullptr;  // checked, of the caller
 };
+
+// The arguments of an operator that is called, checked: every output has its memory.
+template <class P>
+P checked(const P& given) {
+  for_each_field<P>([&]<class T>(const Field<P, T>& field) {
+    bool wanted = false;
+    if constexpr (std::is_same_v<T, RoutingPlan>)
+      wanted = (given.*field.at).buffer.is_wanted();
+    else if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, Fp8Tensor>)
+      wanted = (given.*field.at).is_wanted();
+    FP8MOE_CHECK(!wanted, "[", P::op, "] ", field.name,
+                 " must have memory; got one that is wanted");
+  });
+  P p = given;
+  outputs(p);
+  return p;
+}
 
 }  // namespace fp8moe

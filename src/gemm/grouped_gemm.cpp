@@ -3,7 +3,7 @@
 
 namespace fp8moe {
 
-void grouped_gemm(const GroupedGemm& p, Stream stream) {
+void outputs(GroupedGemm& p) {
   const Checker check("grouped_gemm", p.a.data.device);
   check.ndim(p.a.data, "a", 2);
   check.ndim(p.w.data, "w", 3);
@@ -16,9 +16,12 @@ void grouped_gemm(const GroupedGemm& p, Stream stream) {
   check.e4m3(p.w, "w");
   check.multiple(n, "N", 16);
   check.multiple(k, "K", 16);
-  check.tensor(p.d, "d", {rows, n});
-  check.dtype(p.d, "d", {DType::bf16, DType::f32});
-  check.aligned(p.d, "d");
+  check.output(p.d, "d", {rows, n}, {DType::bf16, DType::f32}, true);
+}
+
+void grouped_gemm(const GroupedGemm& given, Stream stream) {
+  const GroupedGemm p = checked(given);
+  const Checker check("grouped_gemm", p.a.data.device);
   check.disjoint({{p.d, "d"}}, {{p.a, "a"}, {p.w, "w"}, {p.plan.buffer, "plan"}});
   if (p.d.numel() == 0) return;
   dispatch(p, p.a.data.device, stream);

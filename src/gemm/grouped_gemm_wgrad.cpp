@@ -7,7 +7,7 @@ int64_t workspace_bytes(const GroupedGemmWgrad& p) {
   return p.dw.device.type == DeviceType::cuda ? kZeroWorkspaceBytes : 0;
 }
 
-void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream) {
+void outputs(GroupedGemmWgrad& p) {
   const Checker check("grouped_gemm_wgrad", p.dy_t.data.device);
   check.ndim(p.dy_t.data, "dy_t", 2);
   check.ndim(p.x_t.data, "x_t", 2);
@@ -23,9 +23,12 @@ void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream) {
                name_of(p.dy_t.layout), " and ", name_of(p.x_t.layout));
   check.multiple(n, "N", 16);
   check.multiple(k, "K", 16);
-  check.tensor(p.dw, "dw", {p.plan.experts, n, k});
-  check.dtype(p.dw, "dw", {DType::f32, DType::bf16});
-  check.aligned(p.dw, "dw");
+  check.output(p.dw, "dw", {p.plan.experts, n, k}, {DType::f32, DType::bf16}, true);
+}
+
+void grouped_gemm_wgrad(const GroupedGemmWgrad& given, Stream stream) {
+  const GroupedGemmWgrad p = checked(given);
+  const Checker check("grouped_gemm_wgrad", p.dy_t.data.device);
   check.workspace(p.workspace, workspace_bytes(p));
   check.disjoint({{p.dw, "dw"}, {p.workspace, "workspace"}},
                  {{p.dy_t, "dy_t"}, {p.x_t, "x_t"}, {p.plan.buffer, "plan"}});

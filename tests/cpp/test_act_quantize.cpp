@@ -125,7 +125,7 @@ void bad_arguments() {
                               .z_q = OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row),
                               .rule = rule}));
   CHECK_INVALID(
-      "[act_quantize_backward] dz_columns (the format of dz) must be",
+      "[act_quantize_backward] dz_columns must be",
       act_quantize_backward({.dh = dh,
                              .z = z,
                              .plan = plan,

@@ -131,7 +131,11 @@ void expect_wire(const Problem& p, const Dispatched& d, int64_t hidden, DType dt
       }
     if (!ids) continue;
     Owned local(DType::i32, {plan.rows(), p.slots}), weights(DType::f32, {plan.rows(), p.slots});
-    unpack({.packed = packed, .hidden = hidden, .topk_idx = local, .probs = weights});
+    unpack({.packed = packed,
+            .hidden = hidden,
+            .slots = p.slots,
+            .topk_idx = local,
+            .probs = weights});
     for (int64_t row = 0; row < plan.row_offsets()[p.ranks]; ++row)
       for (int64_t s = 0; plan.token_of_row()[row] < 0 && s < p.slots; ++s)
         CHECK(local.as<int32_t>()[row * p.slots + s] == -1 && weights.at(row * p.slots + s) == 0.0);
@@ -283,10 +287,11 @@ void refusals() {
                                                       .packed = packed,
                                                       .fp8_dtype = DType::e4m3}));
   for (size_t i = 0; i < packed.size(); ++i) CHECK(packed.as<uint8_t>()[i] == 0xA5);
-  CHECK_INVALID(
-      "[unpack]",
-      unpack(
-          {.packed = packed, .hidden = 48, .topk_idx = Owned(DType::i32, {8, 2}), .probs = probs}));
+  CHECK_INVALID("[unpack]", unpack({.packed = packed,
+                                    .hidden = 48,
+                                    .slots = 2,
+                                    .topk_idx = Owned(DType::i32, {8, 2}),
+                                    .probs = probs}));
 }
 
 }  // namespace

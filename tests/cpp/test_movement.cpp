@@ -158,9 +158,42 @@ void bad_arguments() {
   CHECK(y.copy() == before);
 }
 
+// outputs(p) says the shape, dtype, device and layout of what is wanted; an op runs with memory.
+void wanted_outputs() {
+  const OwnedPlan plan = routed(4, 1, 3, 16, {1, 1, 1, 1});
+  const Owned x(DType::bf16, {4, kWidth}), probs(DType::f32, {4, 1});
+  PermutePad p{.x = x, .plan = plan, .probs = probs};
+  p.y = Fp8Tensor::wanted(ScaleLayout::gemm);
+  p.row_probs = Tensor::wanted();
+  outputs(p);
+  CHECK(p.y.data.defined() && p.y.data.dtype == DType::bf16 && !p.y.scale_inv.defined());
+  CHECK(p.y.data.ndim == 2 && p.y.data.shape[0] == plan->rows() && p.y.data.shape[1] == kWidth);
+  CHECK(p.row_probs.ndim == 1 && p.row_probs.shape[0] == plan->rows());
+
+  Quantize q{.x = x};
+  q.q = Fp8Tensor::wanted(ScaleLayout::gemm, DType::e5m2);
+  CHECK_INVALID("[quantize] q must have memory", quantize(q));
+  outputs(q);
+  CHECK(q.q.data.dtype == DType::e5m2 && q.q.data.shape[0] == 4 && q.q.layout == ScaleLayout::gemm);
+  CHECK(q.q.scale_inv.shape[0] == cdiv(kWidth, 128) && q.q.scale_inv.shape[1] == 4);
+
+  Route r;
+  const Owned ids(DType::i64, {5, 2});
+  r.topk_idx = ids;
+  r.plan = {.buffer = Tensor::wanted(), .slots = -1, .experts = 3, .align = 16, .capacity = -1};
+  outputs(r);
+  CHECK(r.plan.tokens == 5 && r.plan.slots == 2 && r.plan.capacity == 10);
+  CHECK(r.plan.buffer.shape[0] == r.plan.buffer_size() && r.plan.buffer.dtype == DType::i32);
+
+  GroupedGemm g{.plan = plan};
+  g.d = Tensor::wanted(DType::f16);
+  CHECK_INVALID("[grouped_gemm] a is required", outputs(g));
+}
+
 }  // namespace
 
 int main() {
+  wanted_outputs();
   Random random(12);
   for (const Case& c : cases()) {
     permute(c, random);

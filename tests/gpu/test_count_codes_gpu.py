@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.ops.count_codes import COUNTS
+from fp8moe_cutlass.ops.quantize import COUNTS
 from on_device import moved
 from test_count_codes import FP8, routed, tokens_of
 

@@ -9,8 +9,7 @@ import torch
 from backends import ROUTINGS, assert_same, awkward, on_both, poison, routing
 from torch import Tensor
 
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
-from fp8moe_cutlass.ops._call import operator
+from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
 
 Planned = tuple[RoutingPlan, Tensor]
 SPARE = 3  # rows of a segment that no token takes
@@ -36,7 +35,7 @@ def on_gpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(poison(torch.empty(words, dtype=torch.int32, device="cuda")), *whole)
     counts = poison(torch.empty(ranks, 2, dtype=torch.int32, device="cuda"))
-    operator("dispatch_plan")(ids.cuda(), experts, segment, plan, counts, None)
+    _C.dispatch_plan(ids.cuda(), experts, segment, plan, counts, None)
     return plan, counts
 
 
@@ -47,7 +46,7 @@ def on_cpu(ids: Tensor, experts: int, ranks: int, segment: int, *sizes: int) -> 
     words = RoutingPlan(None, *whole).buffer_size
     plan = RoutingPlan(torch.empty(words, dtype=torch.int32), *whole)
     counts = torch.empty(ranks, 2, dtype=torch.int32)
-    operator("dispatch_plan")(ids, experts, segment, plan, counts, None)
+    _C.dispatch_plan(ids, experts, segment, plan, counts, None)
     return plan, counts
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd import bf16, fp8
 from fp8moe_cutlass.autograd.body import Gradients, Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
-from fp8moe_cutlass.autograd.weight_grad import WeightGrads, cast
+from fp8moe_cutlass.autograd.weight_grad import WeightGrads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -84,7 +84,7 @@ class Local(_Here):
     capacity: int | None = None
 
     def send(self, x: Tensor, topk_idx: Any, probs: Any, recipe: Any, need: Need | None) -> Arrived:
-        body = body_of(recipe)
+        body = bf16 if recipe is None else fp8
         plan = body.make_plan(topk_idx, self.num_experts, self.capacity)
         if self.capacity is not None and x.device.type == "cpu":
             beyond = int(body.dropped(topk_idx, plan))
@@ -96,7 +96,8 @@ class Local(_Here):
         return Arrived(body.enter(x, recipe), probs, plan, None)
 
     def send_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
-        return body_of(recipe).enter(dout, recipe, gradient=True)
+        body = bf16 if recipe is None else fp8
+        return body.enter(dout, recipe, gradient=True)
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,14 @@ class Grouped(_Here):
     def send(
         self, x: Tensor, topk_idx: None, probs: Any, recipe: Any, need: Need | None
     ) -> Arrived:
-        body = body_of(recipe)
+        body = bf16 if recipe is None else fp8
         _check_counts(self.counts, x.shape[0])
         plan = body.grouped_plan(self.counts, x)
         return Arrived(body.enter(x, recipe, grouped=True), probs, plan, None)
 
     def send_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
-        return body_of(recipe).enter(dout, recipe, gradient=True, grouped=True)
+        body = bf16 if recipe is None else fp8
+        return body.enter(dout, recipe, gradient=True, grouped=True)
 
 
 def _check_counts(counts: Any, rows: int) -> None:
@@ -150,12 +152,13 @@ def forward(
     counters: Counters | None,
 ) -> tuple[Tensor, Any, Any]:
     """out [T, H] in x's dtype, what the body saves, and the route. The arguments are `experts`'."""
-    body = body_of(options.recipe)
+    body = bf16 if options.recipe is None else fp8
     sent = move.send(x, topk_idx, probs, options.recipe, need)
     weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
     rows, row_probs, plan, route = move.receive(sent)
     out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters)
-    return cast(move.combine(out, route), x.dtype), saved, route
+    out = move.combine(out, route)
+    return out if out.dtype == x.dtype else out.to(x.dtype), saved, route
 
 
 def backward(
@@ -170,10 +173,13 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """dx in dout's dtype, dprobs and the weights' gradients."""
     rows = move.send_grad(dout, route, options.recipe)
-    made: Gradients = body_of(options.recipe).backward(rows, saved, options, need, counters)
+    body = bf16 if options.recipe is None else fp8
+    made: Gradients = body.backward(rows, saved, options, need, counters)
     del rows, saved
     returning = move.return_grads(made.dx, made.dprobs, route)
     # While both are on their way:
     weights = grads.accept(made.gate_up, made.down, made.workspace)
     dx, dprobs = move.receive_grads(returning, route)
-    return None if dx is None else cast(dx, dout.dtype), dprobs, weights
+    if dx is not None and dx.dtype != dout.dtype:
+        dx = dx.to(dout.dtype)
+    return dx, dprobs, weights

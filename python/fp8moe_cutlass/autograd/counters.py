@@ -17,7 +17,7 @@ NAMES = ("x", "h", "dout", "dz", "x columns", "dout columns")
 
 
 class Counters(NamedTuple):
-    """counts [len(NAMES), ops.count_codes.COUNTS] i64, over every `every`-th row."""
+    """counts [len(NAMES), ops.quantize.COUNTS] i64, over every `every`-th row."""
 
     counts: Tensor
     every: int

@@ -166,7 +166,7 @@ def weights(
         return ForwardWeights(given, (given.gate_up, given.down))
     codes = need is not None and options.transposed_weights == "save"
     gate_up_t = codes and need is not None and need.x
-    made = of_one_forward(gate_up, down, options.recipe, gate_up_t=gate_up_t, down_t=codes)
+    made = of_one_forward(gate_up, down, options.recipe, gate_up_t, codes)
     return ForwardWeights(made, (made.gate_up, made.down) if codes else (gate_up, down))
 
 
@@ -185,7 +185,8 @@ def forward(
     -> out [R, H]. And what `backward` reads, if there is a `need`.
     """
     recipe, multiplied = options.recipe, weights.multiplied
-    rows, row_probs = (x, probs) if _grouped(x) else ops.permute_pad(x, plan, probs=probs)
+    grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
+    rows, row_probs = (x, probs) if grouped else ops.permute_pad(x, plan, probs=probs)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made: Any = ops.act_quantize(
@@ -198,7 +199,7 @@ def forward(
     )
     h, z = made if isinstance(made, tuple) else (made, z)
     y = ops.grouped_gemm(h, multiplied.down, plan)
-    out = y if _grouped(x) else ops.unpermute_unpad(y, plan)
+    out = y if grouped else ops.unpermute_unpad(y, plan)
     if need is None:
         return out, None
     if counters is not None:
@@ -232,7 +233,7 @@ def backward(
     gate_up: Any
     down: Any
     plan, x, row_probs, z, gate_up, down, gate_up_t, down_t = saved
-    grouped = _grouped(dout)
+    grouped = dout.scale_layout == "gemm"
     dy = dout if grouped else ops.permute_pad(dout, plan)[0]
     dh = ops.grouped_gemm(dy, transpose(down, recipe) if down_t is None else down_t, plan)
     if z is None:
@@ -277,18 +278,13 @@ def backward(
     )
 
 
-def _grouped(rows: Fp8Tensor) -> bool:
-    """Whether rows [R, H] are grouped by expert; else a row per token."""
-    return rows.scale_layout == "gemm"
-
-
 def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
     """The rows of `t` as a wgrad operand. Only power-of-two scales can be shifted in FP8; float32
     scales are dequantized and quantized again, a second rounding."""
-    shift = recipe.scale == "pow2"
-    if shift and not _grouped(t):
+    shift, grouped = recipe.scale == "pow2", t.scale_layout == "gemm"
+    if shift and not grouped:
         return ops.permute_transpose_fp8(t, plan, columns=recipe.columns)
-    rows = t if _grouped(t) else ops.permute_pad(t, plan)[0]
+    rows = t if grouped else ops.permute_pad(t, plan)[0]
     return ops.transpose_fp8(
         rows,
         plan,

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.arguments import check_plan
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
-from fp8moe_cutlass.autograd.transforms import refuse_transforms
+from fp8moe_cutlass.ops._torch import refuse_transforms
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import ScaleLayout

@@ -33,7 +33,7 @@ _FORWARD = (
 )
 _BACKWARD = (
     "(Tensor dout, Tensor[] saved, str how, SymInt[] sizes, int key, bool[] need, int[] widths, "
-    "ScalarType[] dtypes, SymInt slots) -> Tensor[]"
+    "str dtypes, SymInt slots) -> Tensor[]"
 )
 
 
@@ -80,7 +80,7 @@ def _forward_of(
     key: int,
     need: list[bool],
 ) -> list[Tensor]:
-    kind, *words = how.split()
+    _, kind, *words = how.split()
     options, owner = _options_of(words), owners[key] if key >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
     out, saved, route = block.forward(
@@ -114,11 +114,12 @@ def _fake(
     out = x.new_empty(x.shape)
     if not need:
         return [out]
-    kind, *words = how.split()
+    _, kind, *words = how.split()
     options, owner, route = _options_of(words), owners.get(key), []
     if len(sizes) == 1:
-        new_size = torch.library.get_ctx().new_dynamic_size
-        sizes = [new_size(), topk_idx.shape[1], gate_up.shape[0], 1, new_size()]  # type: ignore[union-attr]
+        new_size: Any = torch.library.get_ctx().new_dynamic_size
+        slots = 0 if topk_idx is None else topk_idx.shape[1]
+        sizes = [new_size(), slots, gate_up.shape[0], 1, new_size()]
     buffer = plan if kind == "plan" else None
     if buffer is None:
         buffer = x.new_empty(buffer_words(*sizes), dtype=torch.int32)
@@ -188,7 +189,7 @@ def _fake_bf16(
     buffer: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    given: None,
+    given: Fp8Weights | None,
     options: Options,
     need: list[bool],
     sizes: Sequence[int],
@@ -231,7 +232,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     by_place: list[Tensor | None]  # inputs, where the body saves them
-    if len(how.split()) == 3:
+    if len(how.split()) == 4:
         by_place = [None, None, None, None, x, None, probs, gate_up, down]
     else:
         weights = codes or [gate_up, None, down, None, None, None, None, None]
@@ -243,7 +244,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     slots = 0 if topk_idx is None else topk_idx.shape[1]
     ctx.codes = len(codes)
     ctx.how = how, sizes, key, need
-    ctx.shapes = [experts, hidden, double // 2], [gate_up.dtype, down.dtype], slots
+    ctx.shapes = [experts, hidden, double // 2], f"{gate_up.dtype} {down.dtype}", slots
 
 
 def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -266,10 +267,10 @@ def _backward_of(
     key: int,
     need: list[bool],
     widths: list[int],
-    dtypes: list[torch.dtype],
+    dtypes: str,
     slots: int,
 ) -> list[Tensor]:
-    kind, *words = how.split()
+    _, kind, *words = how.split()
     options, owner = _options_of(words), owners.get(key)
     asked = Need(*need[:4])
     tensors = [None if t.ndim == len(_ABSENT) else t.contiguous() for t in saved]
@@ -287,19 +288,25 @@ def _backward_of(
     if kind == "group":
         read = move.viewed(read, widths[1], slots, options.recipe)
     experts, hidden, width = widths
+    of = _dtypes(dtypes)
     grads = owner.weight_grads() if owner is not None else None
     to: list[Destination] = []
     for n, shape in enumerate(((experts, 2 * width, hidden), (experts, hidden, width))):
         if grads is not None:
             own = (grads.gate_up, grads.down)[n]
-            to.append(replace(own, dtype=dtypes[n], returned=not need[4 + n]))
+            to.append(replace(own, dtype=of[n], returned=not need[4 + n]))
         else:
-            to.append(Destination(None, dtypes[n], torch.Size(shape), returned=True))
+            to.append(Destination(None, of[n], torch.Size(shape), returned=True))
     del tensors
     counters = None if owner is None else owner._counters
-    of = (options, move, WeightGrads(*to, None), counters, asked)
-    dx, dprobs, weights = block.backward(dout, read, route, *of)
+    into = WeightGrads(to[0], to[1], None)
+    dx, dprobs, weights = block.backward(dout, read, route, options, move, into, counters, asked)
     return [dout.new_empty(_ABSENT) if t is None else t for t in (dx, dprobs, *weights)]
+
+
+def _dtypes(words: str) -> list[torch.dtype]:
+    """Of the weights' gradients: as words, since torch 2.11's graphs pass dtypes as numbers."""
+    return [getattr(torch, word.removeprefix("torch.")) for word in words.split()]
 
 
 def _fake_backward(
@@ -310,16 +317,17 @@ def _fake_backward(
     key: int,
     need: list[bool],
     widths: list[int],
-    dtypes: list[torch.dtype],
+    dtypes: str,
     slots: int,
 ) -> list[Tensor]:
     experts, hidden, width = widths
+    of = _dtypes(dtypes)
     tokens = dout.shape[0]
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
         ((tokens, slots) if slots else (tokens,), torch.float32),
-        ((experts, 2 * width, hidden), dtypes[0]),
-        ((experts, hidden, width), dtypes[1]),
+        ((experts, 2 * width, hidden), of[0]),
+        ((experts, hidden, width), of[1]),
     )
     returned = [*need[:2], need[2] and not need[4], need[3] and not need[5]]
     return [
@@ -333,7 +341,8 @@ def _flops(
 ) -> int:
     """Of shapes: two GEMMs of 2 A N K each."""
     assignments = x[0] if topk_idx is None else x[0] * topk_idx[1]
-    return 2 * assignments * (gate_up[1] * gate_up[2] + down[1] * down[2])
+    flops: int = 2 * assignments * (gate_up[1] * gate_up[2] + down[1] * down[2])
+    return flops
 
 
 def _flops_backward(
@@ -348,9 +357,10 @@ def _flops_backward(
     slots: int,
     **_: Any,
 ) -> int:
-    again = "recompute" in how.split()[1]
+    again = how.split()[2] == "recompute"
     gemms = 1 + 2 * (need[0] + need[2] + again) + need[3]
-    return 2 * dout[0] * max(slots, 1) * widths[1] * widths[2] * gemms
+    flops: int = 2 * dout[0] * max(slots, 1) * widths[1] * widths[2] * gemms
+    return flops
 
 
 def _define(name: str, *tags: torch.Tag) -> None:

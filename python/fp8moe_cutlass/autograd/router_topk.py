@@ -10,8 +10,7 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.arguments import check_tensor
 from fp8moe_cutlass.autograd.no_double_backward import once_differentiable
-from fp8moe_cutlass.autograd.transforms import refuse_transforms
-from fp8moe_cutlass.ops._torch import watched
+from fp8moe_cutlass.ops._torch import refuse_transforms, watched
 
 _OF_WEIGHTS = ("score", "softmax_after_topk", "normalize", "epsilon", "routed_scaling_factor")
 
@@ -176,9 +175,13 @@ def _run_backward(
     topk_weights: Tensor,
     **options: Any,
 ) -> Tensor:
-    grads = (None if d is None else d.contiguous() for d in (dweights, dscores))
     made: Tensor = ops.router_topk_backward(
-        *grads, scores, topk_idx.contiguous(), topk_weights, **options
+        None if dweights is None else dweights.contiguous(),
+        None if dscores is None else dscores.contiguous(),
+        scores,
+        topk_idx.contiguous(),
+        topk_weights,
+        **options,
     )
     return made
 

@@ -20,11 +20,11 @@ from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
-from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
-from fp8moe_cutlass.ops._torch import runs, watched
+from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched
 from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.version import __version__
 
 
 def experts(
@@ -49,7 +49,6 @@ def experts(
     two tensors, quantized now. need: whose gradients a backward will be asked for; None: of what
     requires one. owner: says where the gradients of the two weights go, and what counts.
     """
-    refuse_transforms("experts", x, probs, gate_up, down)
     _check(x, topk_idx, probs, gate_up, down, options, move, weights)
     move = move or Local(gate_up.shape[0])
     return run(x, topk_idx, probs, gate_up, down, options, move, weights, need, owner)
@@ -99,6 +98,7 @@ def run(
     owner: Owner | None = None,
 ) -> Tensor:
     """`experts`, for a caller that has checked its arguments."""
+    refuse_transforms("experts", x, probs, gate_up, down)
     needs = [t is not None and t.requires_grad for t in (x, probs, gate_up, down)]
     if not (torch.is_grad_enabled() and any(needs)):
         need = None
@@ -157,8 +157,9 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("[Experts] has no second derivative; got create_graph=True")
         options, move, grads, counters, need = ctx.how
-        edges = ctx.next_functions[ctx.at : ctx.at + 2]
-        (gate_up, asked_gate_up), (down, asked_down) = (runs(edge[0]) for edge in edges)
+        edges = ctx.next_functions
+        gate_up, asked_gate_up = runs(edges[ctx.at][0])
+        down, asked_down = runs(edges[ctx.at + 1][0])
         if asked_gate_up or asked_down:
             grads = grads.returning(asked_gate_up, asked_down)
         x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]
@@ -244,7 +245,8 @@ def _through_torch(
         for part in weights.parts:
             codes += [gate_up.new_empty(0)] * 2 if part is None else [part.data, part.scale_inv]
     asked = [] if need is None else [*need, *in_place]
-    how = f"{kind} {words_of(options)}"
+    # The version: torch keeps compiled graphs on disk, with the backward of the release then.
+    how = f"{__version__} {kind} {words_of(options)}"
     out: Tensor = op(x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, asked)[0]
     return out
 

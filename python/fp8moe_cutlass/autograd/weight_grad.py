@@ -17,8 +17,12 @@ class Average(Protocol):
     """What turns a gradient, which has summed over the tokens of several ranks, into the average
     that data parallelism takes of the replicated weights' gradients (distributed/shards.py)."""
 
-    scale: float
-    replicated: bool  # other ranks hold the same weights
+    @property
+    def scale(self) -> float: ...
+
+    @property
+    def replicated(self) -> bool:
+        """Whether other ranks hold the same weights."""
 
     def sum_(self, grad: Tensor) -> None:
         """The sum of the replicas' gradients, in place. Collective."""
@@ -52,7 +56,7 @@ class Destination:
             grad: Tensor = wgrad.run(None, False, exact, workspace)
             if average is not None and average.replicated:
                 average.sum_(grad)
-            return cast(grad, self.dtype)
+            return grad if grad.dtype == self.dtype else grad.to(self.dtype)
         into = main_grad
         if main_grad.data_ptr() % 16:
             into = main_grad.clone()
@@ -185,8 +189,3 @@ def placeholder(to: Destination) -> Tensor:
         _placeholders[key] = torch.zeros(to.shape, dtype=to.dtype, device=to.weight.device)
     zeros = _placeholders[key]
     return (zeros.zero_() if getattr(to.weight, "zero_out_wgrad", False) else zeros).detach()
-
-
-def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """t.to(dtype), which takes torch two microseconds to return t itself."""
-    return t if t.dtype == dtype else t.to(dtype)

@@ -14,7 +14,6 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.arguments import check_weights
 from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, written
-from fp8moe_cutlass.ops._outputs import new_fp8
 from fp8moe_cutlass.ops._words import flag, refuse
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -100,23 +99,27 @@ def of_one_forward(
     gate_up: Tensor, down: Tensor, recipe: Fp8Recipe, gate_up_t: bool, down_t: bool
 ) -> Fp8Weights:
     """FP8 weights for the current stream alone, each with its transpose or without."""
-    first, first_t = quantize_weight(gate_up, recipe, transposed=gate_up_t)
-    second, second_t = quantize_weight(down, recipe, transposed=down_t)
-    return Fp8Weights(first, second, first_t, second_t)
+    parts: list[Any] = []
+    for w, transposed in ((gate_up, gate_up_t), (down, down_t)):
+        both: Any = transposed
+        made: Any = ops.quantize_weight(
+            w.detach().contiguous(), transposed=both, scale=recipe.scale, eps=recipe.eps
+        )
+        parts += made if transposed else (made, None)
+    return Fp8Weights(parts[0], parts[2], parts[1], parts[3])
 
 
 def quantize_weight(
     w: Tensor, recipe: Fp8Recipe, *, transposed: bool, rows: bool = True
 ) -> tuple[Any, Any]:
     """w [E, N, K] as fprop reads it, unless not `rows`, and as dgrad does; in one pass."""
-    e, n, k = w.shape
-    pow2 = recipe.scale == "pow2"
-    made = tuple(
-        new_fp8("quantize_weight", w, shape, "block", "e4m3", pow2) if wanted else None
-        for wanted, shape in ((rows, (e, n, k)), (transposed, (e, k, n)))
+    wanted: Any = transposed if rows else "only"
+    made: Any = ops.quantize_weight(
+        w.detach().contiguous(), transposed=wanted, scale=recipe.scale, eps=recipe.eps
     )
-    _fill(*made, w, recipe)
-    return made
+    if rows and transposed:
+        return made.q, made.q_t
+    return (made, None) if rows else (None, made)
 
 
 def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:

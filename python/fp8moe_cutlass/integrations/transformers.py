@@ -187,7 +187,6 @@ class _Registered(ExpertBlock):
     def __init__(self, module: Any, options: Options) -> None:
         self._module, self._options = module, options
         self._move = Local(module.num_experts)
-        self.key = new_key(self)
 
     @property
     def gate_up_proj(self) -> Any:
@@ -229,6 +228,7 @@ def _find(module: Any) -> ExpertBlock | None:
     block = _kept(module, options)
     if block is None:
         block = module.__dict__["_fp8moe"] = _Registered(module, options)
+        block.key = new_key(block)
     return block
 
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.arguments import as_counts, check_tensor
-from fp8moe_cutlass.autograd.transforms import refuse_transforms
-from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -121,7 +119,6 @@ def check_options(
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
     """What MoEExperts.forward takes, given its gate_up_proj."""
-    refuse_transforms("MoEExperts", x, topk_weights)
     _check_ready(weight)
     check_tokens("MoEExperts", "x", x, weight.shape[-1])
     check_leading("MoEExperts", "topk_idx", topk_idx, x, "slots")
@@ -139,8 +136,10 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
         raise ValueError(
             f"[MoEExperts] topk_weights must be floating point; got {topk_weights.dtype}"
         )
-    for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        _check_device(weight, name, t)
+    device = weight.device
+    if not (x.device == topk_idx.device == topk_weights.device == device):
+        for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            _check_device(weight, name, t)
 
 
 def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool) -> None:
@@ -162,7 +161,6 @@ def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool)
 
 def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:
     """What MoEExperts.forward_rows takes, given its gate_up_proj."""
-    refuse_transforms("MoEExperts", rows, probs)
     _check_ready(weight)
     check_tokens("MoEExperts", "rows", rows, weight.shape[-1])
     if rows.ndim != 2:
@@ -201,7 +199,7 @@ def _check_ready(weight: Tensor) -> None:
             "[MoEExperts] parameters must have storage; got device meta: call to_empty() and "
             "load or reset them"
         )
-    if is_sharded(weight):
+    if hasattr(weight, "full_tensor"):
         raise RuntimeError(
             "[MoEExperts] parameters must be whole in a forward; got a DTensor: call the module "
             "given to fully_shard"

@@ -98,7 +98,8 @@ class ExpertBlock(Owner):
         """
         gate_up = self._held_gate_up()
         check_inputs(gate_up, x, topk_idx, topk_weights)
-        check_int("MoEExperts", "no_expert", no_expert)
+        if type(no_expert) is not int:
+            check_int("MoEExperts", "no_expert", no_expert)
         masked = topk_idx.dtype == torch.bool
         if masked or capacity is not None:
             check_mask(gate_up, topk_idx, capacity, self._exchange is not None)
@@ -174,7 +175,7 @@ class ExpertBlock(Owner):
     ) -> Fp8Weights | None:
         """The FP8 weights that a forward over these parameters multiplies; None: it quantizes
         them."""
-        if self.delay_wgrad and not compiling():
+        if self._delayed is not None and not compiling():
             self._check_delay(gate_up, down)
         if weights is not None:
             if not isinstance(weights, Fp8Weights):

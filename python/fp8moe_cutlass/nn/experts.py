@@ -170,7 +170,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             self._exchange.check()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         _layers.add(self)
 
     def _save_to_state_dict(self, *args: Any) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import gate_logits, router_topk
 from fp8moe_cutlass.autograd.arguments import check_tensor
-from fp8moe_cutlass.autograd.transforms import refuse_transforms
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import (
@@ -27,6 +26,7 @@ from fp8moe_cutlass.nn._validate import (
 from fp8moe_cutlass.nn.losses import LossCoefficients, Routing, check_routing, with_loss, z_loss
 from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule
+from fp8moe_cutlass.ops._torch import refuse_transforms
 
 
 class Router(nn.Module):
@@ -171,7 +171,7 @@ class Router(nn.Module):
             selection_bias=self.selection_bias,
             padding=padding,
             given_idx=topk_idx,
-            **self.rule.options(),
+            **self._rule.options(),
         )
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale.float()[idx]
@@ -179,7 +179,7 @@ class Router(nn.Module):
         routing = Routing(idx, topk_weights, logits, scores, counts, padding, replayed, {})
         losses = self._losses(routing, sequences)
         if losses:
-            weighted = [loss * getattr(self.coefficients, name) for name, loss in losses.items()]
+            weighted = [loss * getattr(self._coefficients, name) for name, loss in losses.items()]
             topk_weights = with_loss(topk_weights, torch.stack(weighted).sum())
             losses = {name: loss.detach() for name, loss in losses.items()}
         # Made anew: torch 2.11's dynamo cannot return what _replace makes.
@@ -219,7 +219,7 @@ class Router(nn.Module):
         p = routing.scores
         if routing.padding is not None:
             p = p.masked_fill(routing.padding[:, None], 0.0)  # by no product: 0 * NaN is NaN
-        if self.rule.score != "softmax":
+        if self._rule.score != "softmax":
             p = p / (p.sum(dim=1, keepdim=True) + 1e-20)
         counts = counts.view(sequences, self.num_experts)
         share = counts.float() / counts.sum(dim=1, keepdim=True).clamp(min=1)
@@ -254,7 +254,9 @@ class Router(nn.Module):
 
     def _check(self, x: Tensor, topk_idx: Tensor | None, padding: Tensor | None) -> None:
         refuse_transforms("Router", x, self.weight)
-        parallel = is_sharded(self.weight)  # by tensor parallelism: x may be a DTensor, too
+        parallel = hasattr(
+            self.weight, "full_tensor"
+        )  # by tensor parallelism: x may be a DTensor, too
         check_tensor("Router", "x", x, distributed=parallel)
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
@@ -289,22 +291,22 @@ class Router(nn.Module):
     def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
         """Those with a coefficient."""
         losses = {}
-        if self.coefficients.balancing:
+        if self._coefficients.balancing:
             losses["balancing"] = self.balancing_loss(routing)
-        if self.coefficients.balancing_per_sequence:
+        if self._coefficients.balancing_per_sequence:
             each = self.balancing_loss(routing, sequences=sequences)
             losses["balancing_per_sequence"] = each
-        if self.coefficients.z:
+        if self._coefficients.z:
             losses["z"] = z_loss(routing)
         return losses
 
     def _counted(self, routing: Routing, sequences: int | None) -> Tensor:
         """The n_e of each sequence, [sequences * E] i64; None: of the batch, over the group."""
-        unlike = routing.replayed or self.selection_bias is not None or self.rule.has_closed_groups
+        unlike = routing.replayed or self.selection_bias is not None or self._rule.has_closed_groups
         of_batch = sequences is None or (sequences == 1 and self.group is None)
         if of_batch and not unlike:
             return routing.tokens_per_expert
-        own = {**self.rule.options(), "topk_groups": self.rule.num_groups}
+        own = {**self._rule.options(), "topk_groups": self._rule.num_groups}
         counts: Tensor = router_topk(
             routing.logits.detach(),
             self.top_k,
@@ -320,7 +322,7 @@ class Router(nn.Module):
         return counts
 
     def _logits(self, x: Tensor) -> Tensor:
-        weight, eps = self.weight, self.rule.input_norm_eps
+        weight, eps = self.weight, self._rule.input_norm_eps
         if self.input_scale is None or eps is None:
             logits = gate_logits(x, weight)
         else:  # The norm is a factor per token: applied to the logits, x stays as it is.

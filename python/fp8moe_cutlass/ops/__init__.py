@@ -1,4 +1,4 @@
-"""L1: the operators, over torch tensors, NumPy arrays or, with out=, any DLPack producer.
+"""The operators, over torch tensors, NumPy arrays or, with out=, any DLPack producer.
 
 They run on the device of their arguments, allocate what `out=` does not give, and build no autograd
 graph: an argument that requires grad is refused while grad mode is on. A wrong shape, dtype,
@@ -8,38 +8,40 @@ what each guarantees bit by bit.
 
 from fp8moe_cutlass.ops._call import loadable
 from fp8moe_cutlass.ops._outputs import zero_workspace
-from fp8moe_cutlass.ops.act_quantize import (
+from fp8moe_cutlass.ops.activation import (
     ActGradients,
     ActQuantized,
     act_quantize,
     act_quantize_backward,
 )
-from fp8moe_cutlass.ops.count_codes import count_codes
-from fp8moe_cutlass.ops.dequantize import dequantize
-from fp8moe_cutlass.ops.dispatch_plan import Dispatch, dispatch_plan
-from fp8moe_cutlass.ops.grouped_gemm import grouped_gemm
-from fp8moe_cutlass.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
-from fp8moe_cutlass.ops.permute_pad import (
+from fp8moe_cutlass.ops.exchange import (
+    Dispatch,
+    Unpacked,
+    dispatch_plan,
+    packed_row_bytes,
+    quantize_pack,
+    unpack,
+)
+from fp8moe_cutlass.ops.gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe_cutlass.ops.permute import (
     Permuted,
     PermuteGradients,
+    UnpermuteGradients,
     permute_pad,
     permute_pad_backward,
-)
-from fp8moe_cutlass.ops.permute_transpose_fp8 import permute_transpose_fp8
-from fp8moe_cutlass.ops.plan_from_counts import plan_from_counts
-from fp8moe_cutlass.ops.plan_from_row_id_map import plan_from_row_id_map
-from fp8moe_cutlass.ops.quantize import quantize
-from fp8moe_cutlass.ops.quantize_pack import packed_row_bytes, quantize_pack
-from fp8moe_cutlass.ops.quantize_weight import QuantizedWeight, quantize_weight
-from fp8moe_cutlass.ops.route import route
-from fp8moe_cutlass.ops.router_topk import RouterTopk, router_topk, router_topk_backward
-from fp8moe_cutlass.ops.transpose_fp8 import transpose_fp8
-from fp8moe_cutlass.ops.unpack import Unpacked, unpack
-from fp8moe_cutlass.ops.unpermute_unpad import (
-    UnpermuteGradients,
     unpermute_unpad,
     unpermute_unpad_backward,
 )
+from fp8moe_cutlass.ops.quantize import (
+    QuantizedWeight,
+    count_codes,
+    dequantize,
+    quantize,
+    quantize_weight,
+)
+from fp8moe_cutlass.ops.route import plan_from_counts, plan_from_row_id_map, route
+from fp8moe_cutlass.ops.router import RouterTopk, router_topk, router_topk_backward
+from fp8moe_cutlass.ops.transpose import permute_transpose_fp8, transpose_fp8
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor

@@ -59,13 +59,24 @@ def runs(node: Any) -> tuple[bool, bool]:
         return True, True
 
 
-def dual() -> bool:
-    """Whether tensors may have tangents of forward-mode AD."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
+def refuse_transforms(op: str, *tensors: Any) -> None:
+    """RuntimeError inside torch.func.grad, vmap, jvp and their kind, and for a tensor with a
+    tangent: a gradient would be lost, or run into FP8."""
+    if compiling():
+        return
+    got = None
+    if transforms_active():
+        got = "a torch.func transform (grad, vmap, jvp)"
+    elif getattr(forward_ad, "_current_level", -1) >= 0 and any(map(has_tangent, tensors)):
+        got = "a tensor with a tangent (forward-mode AD)"
+    if got is not None:
+        raise RuntimeError(
+            f"[{op}] has a gradient by backward() and torch.autograd.grad alone; got {got}"
+        )
 
 
 def has_tangent(t: Any) -> bool:
-    """Of a tensor, where `dual`."""
+    """Of forward-mode AD."""
     if not isinstance(t, torch.Tensor):
         return False
     return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
 # By name; a framework's object is known by its own.
@@ -13,6 +14,7 @@ _NAMES: dict[Any, str] = {
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
+FORMATS = ("e4m3", "e5m2")
 FP8_TENSOR = "an Fp8Tensor (ops.quantize, of weights ops.quantize_weight)"
 
 
@@ -42,11 +44,13 @@ def refuse(op: str, name: str, rule: str, value: Any) -> NoReturn:
     raise ValueError(f"[{op}] {name} must be {rule}; got {shown(value)}")
 
 
-def require_out_plan(op: str, out: Any, sizes: tuple[int, ...]) -> None:
+def require_out_plan(op: str, out: Any, sizes: tuple[int, ...]) -> RoutingPlan:
+    """`out`; ValueError unless it is a plan of these sizes, of which -1 stands for any."""
     if not isinstance(out, RoutingPlan):
         refuse(op, "out", "a RoutingPlan", out)
-    if out.sizes != sizes:
-        raise ValueError(f"[{op}] out must be a plan of {sizes}; got {out.sizes}")
+    if any(want not in (-1, got) for want, got in zip(sizes, out.sizes, strict=True)):
+        raise ValueError(f"[{op}] out must be a plan of {sizes} (-1: any); got {out.sizes}")
+    return out
 
 
 def _is_integer(value: Any) -> bool:
@@ -55,12 +59,22 @@ def _is_integer(value: Any) -> bool:
     return hasattr(value, "__index__")
 
 
-def count(op: str, name: str, value: Any) -> int:
-    """A number of things: an int, or an array of one without dimensions, but no bool."""
-    if type(value) is not int and (isinstance(value, bool) or not _is_integer(value)):
+def given_fp8(op: str, out: Any, layout: str, fp8_dtype: DType, pow2: bool) -> Fp8Tensor:
+    """`out`; ValueError if it is not what the arguments ask for. Its shape is for _C to look at."""
+    if not isinstance(out, Fp8Tensor):
+        refuse(op, "out", "an Fp8Tensor for each output", out)
+    format = dtype_name(op, "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
+    asked, got = (layout, format, pow2), (out.scale_layout, out.fp8_dtype, out.pow2)
+    if asked != got:
+        raise ValueError(f"[{op}] out must have (scale_layout, fp8_dtype, pow2) {asked}; got {got}")
+    return out
+
+
+def count(op: str, name: str, value: Any) -> None:
+    """ValueError unless value is a number of things: an int, or an array of one without dimensions,
+    but no bool."""
+    if isinstance(value, bool) or not _is_integer(value):
         refuse(op, name, "an int", value)
-    counted: int = value  # symbolic ones too
-    return counted
 
 
 def flag(op: str, name: str, value: Any) -> bool:

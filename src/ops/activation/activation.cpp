@@ -30,17 +30,16 @@ void check_swiglu(const Checker& check, int64_t rows, int64_t width, const Routi
 float backend_limit(float limit) { return std::isinf(limit) ? 0.0f : limit; }
 
 // An optional transposed operand [c, Kcap]: it needs the plan.
-void check_columns(const Checker& check, const Fp8Tensor& columns, const char* name, int64_t c,
-                   const RoutingPlan& plan) {
-  if (!columns.defined()) return;
+void check_columns(const Checker& check, Fp8Tensor& columns, const char* name, int64_t c,
+                   const RoutingPlan& plan, DType format) {
+  if (!columns.defined() && !columns.is_wanted()) return;
   FP8MOE_CHECK(plan.defined(), "[", check.op(), "] ", name, " needs a plan; got none");
-  check.columns(columns, name, c, plan);
-  check.aligned(columns.data, name);
+  check.output_columns(columns, name, c, plan, format);
 }
 
 }  // namespace
 
-void act_quantize(const ActQuantize& p, Stream stream) {
+void outputs(ActQuantize& p) {
   const Checker check("act_quantize", p.z.device);
   check.ndim(p.z, "z", 2);
   check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
@@ -49,13 +48,16 @@ void act_quantize(const ActQuantize& p, Stream stream) {
   check_swiglu(check, rows, p.z.shape[1], p.plan, p.probs, p.limit);
   check.tensor(p.z, "z", {rows, 2 * inner});
   check.aligned(p.z, "z");
-  check.fp8(p.h, "h", {rows, inner}, {ScaleLayout::row, ScaleLayout::gemm});
-  check.e4m3(p.h, "h");
-  if (p.z_q.defined()) {
-    check.fp8(p.z_q, "z_q", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
-    check.e4m3(p.z_q, "z_q");
-  }
+  const auto layouts = {ScaleLayout::row, ScaleLayout::gemm};
+  check.output(p.h, "h", {rows, inner}, layouts, {DType::e4m3});
+  if (p.z_q.defined() || p.z_q.is_wanted())
+    check.output(p.z_q, "z_q", {rows, 2 * inner}, layouts, {DType::e4m3});
   check.rule(p.rule);
+}
+
+void act_quantize(const ActQuantize& given, Stream stream) {
+  const ActQuantize p = checked(given);
+  const Checker check("act_quantize", p.z.device);
   check.disjoint({{p.h, "h"}, {p.z_q, "z_q"}},
                  {{p.z, "z"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.z.numel() == 0) return;
@@ -70,7 +72,7 @@ int64_t workspace_bytes(const ActQuantizeBackward& p) {
   return counts ? kZeroWorkspaceBytes : 0;
 }
 
-void act_quantize_backward(const ActQuantizeBackward& p, Stream stream) {
+void outputs(ActQuantizeBackward& p) {
   const Checker check("act_quantize_backward", p.dh.device);
   check.ndim(p.dh, "dh", 2);
   check.dtype(p.dh, "dh", {DType::f32, DType::f16, DType::bf16});
@@ -82,23 +84,24 @@ void act_quantize_backward(const ActQuantizeBackward& p, Stream stream) {
   check.tensor(p.z, "z", {rows, 2 * inner});
   check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
   check.aligned(p.z, "z");
-  check.fp8(p.dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
-  if (p.dprobs.defined()) {
+  check.output(p.dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  if (p.dprobs.defined() || p.dprobs.is_wanted()) {
     FP8MOE_CHECK(p.probs.defined(), "[act_quantize_backward] dprobs needs probs; got none");
-    check.tensor(p.dprobs, "dprobs", {rows});
-    check.dtype(p.dprobs, "dprobs", {DType::f32});
+    check.output(p.dprobs, "dprobs", {rows}, {DType::f32});
   }
-  check_columns(check, p.dz_columns, "dz_columns", 2 * inner, p.plan);
-  check_columns(check, p.h_columns, "h_columns", inner, p.plan);
-  if (p.dz_columns.defined())
-    check.dtype(p.dz_columns.data, "dz_columns (the format of dz)", {p.dz.data.dtype});
-  if (p.h_columns.defined()) check.e4m3(p.h_columns, "h_columns");
+  check_columns(check, p.dz_columns, "dz_columns", 2 * inner, p.plan, p.dz.data.dtype);
+  check_columns(check, p.h_columns, "h_columns", inner, p.plan, DType::e4m3);
   FP8MOE_CHECK(!p.dz_columns.defined() || !p.h_columns.defined() ||
                    p.dz_columns.layout == p.h_columns.layout,
                "[act_quantize_backward] dz_columns and h_columns must have one scale layout; "
                "got ",
                name_of(p.dz_columns.layout), " and ", name_of(p.h_columns.layout));
   check.rule(p.rule);
+}
+
+void act_quantize_backward(const ActQuantizeBackward& given, Stream stream) {
+  const ActQuantizeBackward p = checked(given);
+  const Checker check("act_quantize_backward", p.dh.device);
   check.workspace(p.workspace, workspace_bytes(p));
   check.disjoint({{p.dz, "dz"},
                   {p.dprobs, "dprobs"},

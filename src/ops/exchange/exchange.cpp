@@ -8,7 +8,6 @@ namespace {
 
 // slots and experts both stand for the ranks.
 void check_ranks(const Checker& check, const RoutingPlan& plan) {
-  check.plan(plan);
   FP8MOE_CHECK(plan.slots == plan.experts && plan.align == 1, "[", check.op(),
                "] plan must have slots == experts (the ranks) and align 1; got ", plan.slots, ", ",
                plan.experts, " and ", plan.align);
@@ -17,15 +16,23 @@ void check_ranks(const Checker& check, const RoutingPlan& plan) {
 }  // namespace
 
 int64_t workspace_bytes(const DispatchPlan& p) {
-  check_ranks(Checker("dispatch_plan", p.plan.buffer.device), p.plan);
+  const Checker check("dispatch_plan", p.plan.buffer.device);
+  check.plan(p.plan);
+  check_ranks(check, p.plan);
   return dispatch_workspace(p, p.plan.buffer.device);
 }
 
-void dispatch_plan(const DispatchPlan& p, Stream stream) {
+void outputs(DispatchPlan& p) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
-  const Checker check("dispatch_plan", p.plan.buffer.device);
-  check_ranks(check, p.plan);
+  const Checker check("dispatch_plan", p.topk_idx.device);
   check.ndim(p.topk_idx, "topk_idx", 2);
+  if (p.plan.buffer.is_wanted()) {
+    p.plan.tokens = p.topk_idx.shape[0];
+    if (p.plan.capacity < 0)
+      p.plan.capacity = p.plan.tokens * std::min(p.topk_idx.shape[1], p.plan.experts);
+  }
+  check.output(p.plan);
+  check_ranks(check, p.plan);
   check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.topk_idx.shape[1]});
   check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
   FP8MOE_CHECK(p.topk_idx.numel() <= kMaxInt,
@@ -39,15 +46,19 @@ void dispatch_plan(const DispatchPlan& p, Stream stream) {
                                   p.segment <= p.plan.capacity / p.plan.experts),
                "[dispatch_plan] segment must be 0 or at most plan.capacity / ranks (",
                p.plan.capacity, " / ", p.plan.experts, ", a whole number); got ", p.segment);
-  check.tensor(p.counts, "counts", {p.plan.experts, 2});
-  check.dtype(p.counts, "counts", {DType::i32});
+  check.output(p.counts, "counts", {p.plan.experts, 2}, {DType::i32});
+}
+
+void dispatch_plan(const DispatchPlan& given, Stream stream) {
+  const DispatchPlan p = checked(given);
+  const Checker check("dispatch_plan", p.topk_idx.device);
   check.workspace(p.workspace, workspace_bytes(p));
   check.disjoint({{p.plan.buffer, "plan"}, {p.counts, "counts"}, {p.workspace, "workspace"}},
                  {{p.topk_idx, "topk_idx"}});
   dispatch(p, p.plan.buffer.device, stream);
 }
 
-void quantize_pack(const QuantizePack& p, Stream stream) {
+void outputs(QuantizePack& p) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
   const Checker check("quantize_pack", p.x.device);
   check.plan(p.plan);
@@ -79,10 +90,14 @@ void quantize_pack(const QuantizePack& p, Stream stream) {
         "[quantize_pack] num_experts must be a positive multiple of the ranks (", p.plan.experts,
         "); got ", p.num_experts);
   }
-  check.tensor(p.packed, "packed", {p.plan.rows(), packed_row_bytes(hidden, slots)});
-  check.dtype(p.packed, "packed", {DType::u8});
-  check.aligned(p.packed, "packed");
+  const int64_t bytes = packed_row_bytes(hidden, slots);
+  check.output(p.packed, "packed", {p.plan.rows(), bytes}, {DType::u8}, true);
   check.rule(p.rule);
+}
+
+void quantize_pack(const QuantizePack& given, Stream stream) {
+  const QuantizePack p = checked(given);
+  const Checker check("quantize_pack", p.x.device);
   check.disjoint(
       {{p.packed, "packed"}},
       {{p.x, "x"}, {p.topk_idx, "topk_idx"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
@@ -90,23 +105,25 @@ void quantize_pack(const QuantizePack& p, Stream stream) {
   dispatch(p, p.x.device, stream);
 }
 
-void unpack(const Unpack& p, Stream stream) {
+void outputs(Unpack& p) {
   constexpr int64_t kMaxInt = 0x7FFFFFFF;
   const Checker check("unpack", p.packed.device);
   check.ndim(p.packed, "packed", 2);
-  check.ndim(p.topk_idx, "topk_idx", 2);
   const int64_t rows = p.packed.shape[0];
-  const int64_t slots = p.topk_idx.shape[1];
+  const int64_t slots = p.slots;
   FP8MOE_CHECK(p.hidden >= 0 && p.hidden <= kMaxInt,
                "[unpack] hidden must not be negative or over 2^31 - 1; got ", p.hidden);
   check.multiple(p.hidden, "hidden", 16);
   check.tensor(p.packed, "packed", {rows, packed_row_bytes(p.hidden, slots)});
   check.dtype(p.packed, "packed", {DType::u8});
   check.aligned(p.packed, "packed");
-  check.tensor(p.topk_idx, "topk_idx", {rows, slots});
-  check.dtype(p.topk_idx, "topk_idx", {DType::i32});
-  check.tensor(p.probs, "probs", {rows, slots});
-  check.dtype(p.probs, "probs", {DType::f32});
+  check.output(p.topk_idx, "topk_idx", {rows, slots}, {DType::i32});
+  check.output(p.probs, "probs", {rows, slots}, {DType::f32});
+}
+
+void unpack(const Unpack& given, Stream stream) {
+  const Unpack p = checked(given);
+  const Checker check("unpack", p.packed.device);
   check.disjoint({{p.topk_idx, "topk_idx"}, {p.probs, "probs"}}, {{p.packed, "packed"}});
   if (p.topk_idx.numel() == 0) return;
   dispatch(p, p.packed.device, stream);

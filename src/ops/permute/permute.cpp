@@ -4,9 +4,9 @@
 
 namespace fp8moe {
 
-void permute_pad(const PermutePad& p, Stream stream) {
+void outputs(PermutePad& p) {
   const Checker check(p.op, p.plan.buffer.device);
-  const Tensor &x = p.x.data, &y = p.y.data;
+  const Tensor& x = p.x.data;
   const bool fp8 = p.x.scale_inv.defined() || p.y.scale_inv.defined();
   if (fp8)
     check.dtype(x, "x", {DType::e4m3, DType::e5m2});
@@ -21,11 +21,12 @@ void permute_pad(const PermutePad& p, Stream stream) {
   else
     check.tensor(x, "x", {p.plan.tokens, c});
   check.aligned(x, "x");
-  check.tensor(y, "y", {p.plan.rows(), c});
-  check.dtype(y, "y", {x.dtype});
-  check.aligned(y, "y");
-  if (fp8) check.fp8(p.y, "y", {p.plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm});
-  FP8MOE_CHECK(p.probs.defined() == p.row_probs.defined(),
+  if (fp8)
+    check.output(p.y, "y", {p.plan.rows(), c}, {ScaleLayout::row, ScaleLayout::gemm}, {x.dtype});
+  else
+    check.output(p.y.data, "y", {p.plan.rows(), c}, {x.dtype}, true);
+  const bool row_probs = p.row_probs.defined() || p.row_probs.is_wanted();
+  FP8MOE_CHECK(p.probs.defined() == row_probs,
                "[permute_pad] probs and row_probs are given together; got only ",
                p.probs.defined() ? "probs" : "row_probs");
   FP8MOE_CHECK(p.probs.defined() || !p.zero_unweighted,
@@ -33,16 +34,20 @@ void permute_pad(const PermutePad& p, Stream stream) {
   if (p.probs.defined()) {
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
     check.dtype(p.probs, "probs", {DType::f32});
-    check.tensor(p.row_probs, "row_probs", {p.plan.rows()});
-    check.dtype(p.row_probs, "row_probs", {DType::f32});
+    check.output(p.row_probs, "row_probs", {p.plan.rows()}, {DType::f32});
   }
+}
+
+void permute_pad(const PermutePad& given, Stream stream) {
+  const PermutePad p = checked(given);
+  const Checker check(p.op, p.plan.buffer.device);
   check.disjoint({{p.y, "y"}, {p.row_probs, "row_probs"}},
                  {{p.x, "x"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.plan.rows() == 0) return;
   dispatch(p, p.plan.buffer.device, stream);
 }
 
-void permute_pad_backward(const PermutePadBackward& p, Stream stream) {
+void outputs(PermutePadBackward& p) {
   const Checker check("permute_pad_backward", p.plan.buffer.device);
   check.plan(p.plan);
   check.ndim(p.dy, "dy", 2);
@@ -50,26 +55,29 @@ void permute_pad_backward(const PermutePadBackward& p, Stream stream) {
   check.tensor(p.dy, "dy", {p.plan.rows(), c});
   check.dtype(p.dy, "dy", {DType::f32, DType::f16, DType::bf16});
   check.multiple(c, "dy.shape[1]", 16);
-  check.tensor(p.dx, "dx", {p.plan.tokens, c});
-  check.dtype(p.dx, "dx", {p.dy.dtype});
   check.aligned(p.dy, "dy");
-  check.aligned(p.dx, "dx");
-  FP8MOE_CHECK(p.row_dprobs.defined() == p.dprobs.defined(),
+  check.output(p.dx, "dx", {p.plan.tokens, c}, {p.dy.dtype}, true);
+  const bool dprobs = p.dprobs.defined() || p.dprobs.is_wanted();
+  FP8MOE_CHECK(p.row_dprobs.defined() == dprobs,
                "[permute_pad_backward] row_dprobs and dprobs are given together; got only ",
-               p.dprobs.defined() ? "dprobs" : "row_dprobs");
-  if (p.dprobs.defined()) {
+               dprobs ? "dprobs" : "row_dprobs");
+  if (dprobs) {
     check.tensor(p.row_dprobs, "row_dprobs", {p.plan.rows()});
     check.dtype(p.row_dprobs, "row_dprobs", {DType::f32});
-    check.tensor(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots});
-    check.dtype(p.dprobs, "dprobs", {DType::f32});
+    check.output(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots}, {DType::f32});
   }
+}
+
+void permute_pad_backward(const PermutePadBackward& given, Stream stream) {
+  const PermutePadBackward p = checked(given);
+  const Checker check("permute_pad_backward", p.plan.buffer.device);
   check.disjoint({{p.dx, "dx"}, {p.dprobs, "dprobs"}},
                  {{p.dy, "dy"}, {p.row_dprobs, "row_dprobs"}, {p.plan.buffer, "plan"}});
   if (p.plan.tokens == 0) return;
   dispatch(p, p.plan.buffer.device, stream);
 }
 
-void unpermute_unpad(const UnpermuteUnpad& p, Stream stream) {
+void outputs(UnpermuteUnpad& p) {
   const Checker check("unpermute_unpad", p.plan.buffer.device);
   check.plan(p.plan);
   check.ndim(p.y, "y", 2);
@@ -77,20 +85,23 @@ void unpermute_unpad(const UnpermuteUnpad& p, Stream stream) {
   check.tensor(p.y, "y", {p.plan.rows(), c});
   check.dtype(p.y, "y", {DType::f32, DType::f16, DType::bf16});
   check.multiple(c, "y.shape[1]", 16);
-  check.tensor(p.out, "out", {p.plan.tokens, c});
-  check.dtype(p.out, "out", {p.y.dtype});
   check.aligned(p.y, "y");
-  check.aligned(p.out, "out");
+  check.output(p.out, "out", {p.plan.tokens, c}, {p.y.dtype}, true);
   if (p.probs.defined()) {
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
     check.dtype(p.probs, "probs", {DType::f32});
   }
+}
+
+void unpermute_unpad(const UnpermuteUnpad& given, Stream stream) {
+  const UnpermuteUnpad p = checked(given);
+  const Checker check("unpermute_unpad", p.plan.buffer.device);
   check.disjoint({{p.out, "out"}}, {{p.y, "y"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.plan.tokens == 0) return;
   dispatch(p, p.plan.buffer.device, stream);
 }
 
-void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream stream) {
+void outputs(UnpermuteUnpadBackward& p) {
   const Checker check("unpermute_unpad_backward", p.plan.buffer.device);
   check.plan(p.plan);
   check.ndim(p.dout, "dout", 2);
@@ -98,24 +109,26 @@ void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream stream) {
   check.tensor(p.dout, "dout", {p.plan.tokens, c});
   check.dtype(p.dout, "dout", {DType::f32, DType::f16, DType::bf16});
   check.multiple(c, "dout.shape[1]", 16);
-  check.tensor(p.dy, "dy", {p.plan.rows(), c});
-  check.dtype(p.dy, "dy", {p.dout.dtype});
   check.aligned(p.dout, "dout");
-  check.aligned(p.dy, "dy");
+  check.output(p.dy, "dy", {p.plan.rows(), c}, {p.dout.dtype}, true);
+  const bool dprobs = p.dprobs.defined() || p.dprobs.is_wanted();
   FP8MOE_CHECK(
-      p.y.defined() == p.probs.defined() && p.probs.defined() == p.dprobs.defined(),
+      p.y.defined() == p.probs.defined() && p.probs.defined() == dprobs,
       "[unpermute_unpad_backward] y, probs and dprobs are given together or not at all; got ",
-      p.y.defined() ? "y " : "", p.probs.defined() ? "probs " : "",
-      p.dprobs.defined() ? "dprobs" : "");
+      p.y.defined() ? "y " : "", p.probs.defined() ? "probs " : "", dprobs ? "dprobs" : "");
   if (p.probs.defined()) {
     check.tensor(p.y, "y", {p.plan.rows(), c});
     check.dtype(p.y, "y", {p.dout.dtype});
     check.aligned(p.y, "y");
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
     check.dtype(p.probs, "probs", {DType::f32});
-    check.tensor(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots});
-    check.dtype(p.dprobs, "dprobs", {DType::f32});
+    check.output(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots}, {DType::f32});
   }
+}
+
+void unpermute_unpad_backward(const UnpermuteUnpadBackward& given, Stream stream) {
+  const UnpermuteUnpadBackward p = checked(given);
+  const Checker check("unpermute_unpad_backward", p.plan.buffer.device);
   check.disjoint({{p.dy, "dy"}, {p.dprobs, "dprobs"}},
                  {{p.dout, "dout"}, {p.y, "y"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.plan.tokens == 0) return;

@@ -4,21 +4,26 @@
 
 namespace fp8moe {
 
-void quantize(const Quantize& p, Stream stream) {
+void outputs(Quantize& p) {
   const Checker check("quantize", p.x.device);
   check.ndim(p.x, "x", 2);
   check.tensor(p.x, "x", {p.x.shape[0], p.x.shape[1]});
   check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
   check.multiple(p.x.shape[1], "x.shape[1]", 16);
-  check.fp8(p.q, "q", {p.x.shape[0], p.x.shape[1]}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.output(p.q, "q", {p.x.shape[0], p.x.shape[1]}, {ScaleLayout::row, ScaleLayout::gemm});
   check.aligned(p.x, "x");
   check.rule(p.rule);
+}
+
+void quantize(const Quantize& given, Stream stream) {
+  const Quantize p = checked(given);
+  const Checker check("quantize", p.x.device);
   check.disjoint({{p.q, "q"}}, {{p.x, "x"}});
   if (p.x.numel() == 0) return;
   dispatch(p, p.x.device, stream);
 }
 
-void quantize_weight(const QuantizeWeight& p, Stream stream) {
+void outputs(QuantizeWeight& p) {
   const Checker check("quantize_weight", p.w.device);
   check.ndim(p.w, "w", 3);
   const int64_t experts = p.w.shape[0];
@@ -28,24 +33,24 @@ void quantize_weight(const QuantizeWeight& p, Stream stream) {
   check.dtype(p.w, "w", {DType::f32, DType::f16, DType::bf16});
   check.multiple(n, "w.shape[1]", 16);
   check.multiple(k, "w.shape[2]", 16);
-  FP8MOE_CHECK(p.q.defined() || p.q_t.defined(),
-               "[quantize_weight] q or q_t is required; got neither");
-  if (p.q.defined()) {
-    check.fp8(p.q, "q", {experts, n, k}, {ScaleLayout::block});
-    check.e4m3(p.q, "q");
-  }
-  if (p.q_t.defined()) {
-    check.fp8(p.q_t, "q_t", {experts, k, n}, {ScaleLayout::block});
-    check.e4m3(p.q_t, "q_t");
-  }
+  const bool rows = p.q.defined() || p.q.is_wanted();
+  const bool transposed = p.q_t.defined() || p.q_t.is_wanted();
+  FP8MOE_CHECK(rows || transposed, "[quantize_weight] q or q_t is required; got neither");
+  if (rows) check.output(p.q, "q", {experts, n, k}, {ScaleLayout::block}, {DType::e4m3});
+  if (transposed) check.output(p.q_t, "q_t", {experts, k, n}, {ScaleLayout::block}, {DType::e4m3});
   check.aligned(p.w, "w");
   check.rule(p.rule);
+}
+
+void quantize_weight(const QuantizeWeight& given, Stream stream) {
+  const QuantizeWeight p = checked(given);
+  const Checker check("quantize_weight", p.w.device);
   check.disjoint({{p.q, "q"}, {p.q_t, "q_t"}}, {{p.w, "w"}});
   if (p.w.numel() == 0) return;
   dispatch(p, p.w.device, stream);
 }
 
-void dequantize(const Dequantize& p, Stream stream) {
+void outputs(Dequantize& p) {
   const Checker check("dequantize", p.q.data.device);
   const int ndim = p.q.data.ndim;
   FP8MOE_CHECK(ndim == 2 || ndim == 3, "[dequantize] q must have 2 or 3 dimensions; got ",
@@ -53,20 +58,23 @@ void dequantize(const Dequantize& p, Stream stream) {
   const auto& n = p.q.data.shape;
   if (ndim == 3) {
     check.fp8(p.q, "q", {n[0], n[1], n[2]}, {ScaleLayout::block});
-    check.tensor(p.x, "x", {n[0], n[1], n[2]});
+    check.output(p.x, "x", {n[0], n[1], n[2]}, {DType::f32, DType::f16, DType::bf16}, true);
   } else {
     check.fp8(p.q, "q", {n[0], n[1]}, {ScaleLayout::row, ScaleLayout::gemm, ScaleLayout::block});
-    check.tensor(p.x, "x", {n[0], n[1]});
+    check.output(p.x, "x", {n[0], n[1]}, {DType::f32, DType::f16, DType::bf16}, true);
   }
-  check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
   check.multiple(n[ndim - 1], "q.shape[-1]", 16);
-  check.aligned(p.x, "x");
+}
+
+void dequantize(const Dequantize& given, Stream stream) {
+  const Dequantize p = checked(given);
+  const Checker check("dequantize", p.q.data.device);
   check.disjoint({{p.x, "x"}}, {{p.q, "q"}});
   if (p.x.numel() == 0) return;
   dispatch(p, p.x.device, stream);
 }
 
-void count_codes(const CountCodes& p, Stream stream) {
+void outputs(CountCodes& p) {
   const Checker check("count_codes", p.q.data.device);
   check.plan(p.plan);
   check.ndim(p.q.data, "q", 2);
@@ -84,8 +92,12 @@ void count_codes(const CountCodes& p, Stream stream) {
     check.dtype(p.columns.data, "columns (the format of q)", {p.q.data.dtype});
   }
   FP8MOE_CHECK(p.stride >= 1, "[count_codes] stride must be at least 1; got ", p.stride);
-  check.tensor(p.counts, "counts", {kCodeCounts});
-  check.dtype(p.counts, "counts", {DType::i64});
+  check.output(p.counts, "counts", {kCodeCounts}, {DType::i64});
+}
+
+void count_codes(const CountCodes& given, Stream stream) {
+  const CountCodes p = checked(given);
+  const Checker check("count_codes", p.q.data.device);
   check.disjoint({{p.counts, "counts"}},
                  {{p.q, "q"}, {p.columns, "columns"}, {p.plan.buffer, "plan"}});
   if (p.q.data.numel() == 0) return;

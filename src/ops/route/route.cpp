@@ -12,12 +12,20 @@ int64_t workspace_bytes(const Route& p) {
   return dispatch_workspace(p, p.plan.buffer.device);
 }
 
-void route(const Route& p, Stream stream) {
-  const Checker check("route", p.plan.buffer.device);
-  check.plan(p.plan);
+void outputs(Route& p) {
+  const Checker check("route", (p.topk_idx.defined() ? p.topk_idx : p.routing_map).device);
   FP8MOE_CHECK(p.topk_idx.defined() != p.routing_map.defined(),
                "[route] exactly one of topk_idx and routing_map is given; got ",
                p.topk_idx.defined() ? "both" : "neither");
+  RoutingPlan& plan = p.plan;
+  if (plan.buffer.is_wanted()) {
+    const Tensor& ids = p.topk_idx.defined() ? p.topk_idx : p.routing_map;
+    check.ndim(ids, p.topk_idx.defined() ? "topk_idx" : "routing_map", 2);
+    plan.tokens = ids.shape[0];
+    plan.slots = ids.shape[1];
+    if (plan.capacity < 0) plan.capacity = plan.tokens * plan.slots;
+  }
+  check.output(plan);
   if (p.topk_idx.defined()) {
     check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.plan.slots});
     check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
@@ -27,27 +35,43 @@ void route(const Route& p, Stream stream) {
     check.tensor(p.routing_map, "routing_map", {p.plan.tokens, p.plan.experts});
     check.dtype(p.routing_map, "routing_map", {DType::boolean, DType::u8, DType::i32, DType::i64});
   }
+}
+
+void route(const Route& given, Stream stream) {
+  const Route p = checked(given);
+  const Checker check("route", (p.topk_idx.defined() ? p.topk_idx : p.routing_map).device);
   check.workspace(p.workspace, workspace_bytes(p));
   check.disjoint({{p.plan.buffer, "plan"}, {p.workspace, "workspace"}},
                  {{p.topk_idx, "topk_idx"}, {p.routing_map, "routing_map"}});
   dispatch(p, p.plan.buffer.device, stream);
 }
 
-void plan_from_counts(const PlanFromCounts& p, Stream stream) {
-  const Checker check("plan_from_counts", p.plan.buffer.device);
-  check.plan(p.plan);
+void outputs(PlanFromCounts& p) {
+  const Checker check("plan_from_counts", p.tokens_per_expert.device);
+  if (p.plan.buffer.is_wanted()) {
+    check.ndim(p.tokens_per_expert, "tokens_per_expert", 1);
+    p.plan.experts = p.tokens_per_expert.shape[0];
+    p.plan.tokens = p.plan.capacity;
+    p.plan.slots = 1;
+  }
+  check.output(p.plan);
   FP8MOE_CHECK(p.plan.slots == 1 && p.plan.tokens == p.plan.capacity,
                "[plan_from_counts] plan must have 1 slot and tokens == capacity; got ",
                p.plan.slots, " slots, ", p.plan.tokens, " tokens, capacity ", p.plan.capacity);
   check.tensor(p.tokens_per_expert, "tokens_per_expert", {p.plan.experts});
   check.dtype(p.tokens_per_expert, "tokens_per_expert", {DType::i32, DType::i64});
+}
+
+void plan_from_counts(const PlanFromCounts& given, Stream stream) {
+  const PlanFromCounts p = checked(given);
+  const Checker check("plan_from_counts", p.tokens_per_expert.device);
   check.disjoint({{p.plan.buffer, "plan"}}, {{p.tokens_per_expert, "tokens_per_expert"}});
   dispatch(p, p.plan.buffer.device, stream);
 }
 
-void plan_from_row_id_map(const PlanFromRowIdMap& p, Stream stream) {
-  const Checker check("plan_from_row_id_map", p.plan.buffer.device);
-  check.plan(p.plan);
+void outputs(PlanFromRowIdMap& p) {
+  const Checker check("plan_from_row_id_map", p.row_id_map.device);
+  check.output(p.plan);
   FP8MOE_CHECK(p.plan.experts == 1 && p.plan.align == 1,
                "[plan_from_row_id_map] plan must have 1 expert and align 1; got ", p.plan.experts,
                " experts, align ", p.plan.align);
@@ -63,6 +87,11 @@ void plan_from_row_id_map(const PlanFromRowIdMap& p, Stream stream) {
     check.tensor(p.pad_offsets, "pad_offsets", {p.plan.slots});
     check.dtype(p.pad_offsets, "pad_offsets", {DType::i64});
   }
+}
+
+void plan_from_row_id_map(const PlanFromRowIdMap& given, Stream stream) {
+  const PlanFromRowIdMap p = checked(given);
+  const Checker check("plan_from_row_id_map", p.row_id_map.device);
   check.disjoint({{p.plan.buffer, "plan"}},
                  {{p.row_id_map, "row_id_map"}, {p.pad_offsets, "pad_offsets"}});
   dispatch(p, p.plan.buffer.device, stream);
@@ -106,13 +135,11 @@ void check_groups(const RouterTopk& p, int64_t experts) {
 
 }  // namespace
 
-void router_topk(const RouterTopk& p, Stream stream) {
+void outputs(RouterTopk& p) {
   const Checker check(p.op, p.logits.device);
   check.ndim(p.logits, "logits", 2);
-  check.ndim(p.topk_weights, "topk_weights", 2);
-  check.ndim(p.tokens_per_expert, "tokens_per_expert", 1);
   const int64_t tokens = p.logits.shape[0], experts = p.logits.shape[1];
-  const int64_t top_k = p.topk_weights.shape[1];
+  const int64_t top_k = p.top_k;
   check_experts(p.op, experts, top_k);
   check_groups(p, experts);
   check_weights(p);
@@ -126,22 +153,27 @@ void router_topk(const RouterTopk& p, Stream stream) {
     check.tensor(p.padding, "padding", {tokens});
     check.dtype(p.padding, "padding", {DType::boolean, DType::u8});
   }
-  FP8MOE_CHECK(p.given_idx.defined() != p.topk_idx.defined(),
+  const bool chosen = p.topk_idx.defined() || p.topk_idx.is_wanted();
+  FP8MOE_CHECK(p.given_idx.defined() != chosen,
                "[router_topk] exactly one of given_idx and topk_idx is given; got ",
-               p.topk_idx.defined() ? "both" : "neither");
-  const bool given = p.given_idx.defined();
-  const Tensor& idx = given ? p.given_idx : p.topk_idx;
-  check.tensor(idx, given ? "given_idx" : "topk_idx", {tokens, top_k});
-  check.dtype(idx, given ? "given_idx" : "topk_idx", {DType::i64});
-  check.tensor(p.scores, "scores", {tokens, experts});
-  check.dtype(p.scores, "scores", {DType::f32});
-  check.tensor(p.topk_weights, "topk_weights", {tokens, top_k});
-  check.dtype(p.topk_weights, "topk_weights", {DType::f32});
-  const int64_t sequences = std::max<int64_t>(1, p.tokens_per_expert.shape[0] / experts);
-  check.tensor(p.tokens_per_expert, "tokens_per_expert", {sequences * experts});
-  check.dtype(p.tokens_per_expert, "tokens_per_expert", {DType::i64});
-  FP8MOE_CHECK(tokens % sequences == 0, "[router_topk] tokens_per_expert has ", sequences,
-               " sequences, which must divide the number of tokens; got ", tokens);
+               chosen ? "both" : "neither");
+  if (chosen) {
+    check.output(p.topk_idx, "topk_idx", {tokens, top_k}, {DType::i64});
+  } else {
+    check.tensor(p.given_idx, "given_idx", {tokens, top_k});
+    check.dtype(p.given_idx, "given_idx", {DType::i64});
+  }
+  check.output(p.scores, "scores", {tokens, experts}, {DType::f32});
+  check.output(p.topk_weights, "topk_weights", {tokens, top_k}, {DType::f32});
+  FP8MOE_CHECK(p.sequences >= 1 && tokens % p.sequences == 0,
+               "[router_topk] sequences must divide the number of tokens ", tokens, "; got ",
+               p.sequences);
+  check.output(p.tokens_per_expert, "tokens_per_expert", {p.sequences * experts}, {DType::i64});
+}
+
+void router_topk(const RouterTopk& given, Stream stream) {
+  const RouterTopk p = checked(given);
+  const Checker check(p.op, p.logits.device);
   check.disjoint({{p.scores, "scores"},
                   {p.topk_idx, "topk_idx"},
                   {p.topk_weights, "topk_weights"},
@@ -153,7 +185,7 @@ void router_topk(const RouterTopk& p, Stream stream) {
   dispatch(p, p.logits.device, stream);
 }
 
-void router_topk_backward(const RouterTopkBackward& p, Stream stream) {
+void outputs(RouterTopkBackward& p) {
   const Checker check(p.op, p.scores.device);
   check.ndim(p.scores, "scores", 2);
   check.ndim(p.topk_idx, "topk_idx", 2);
@@ -175,13 +207,18 @@ void router_topk_backward(const RouterTopkBackward& p, Stream stream) {
       {p.scores, "scores", experts, DType::f32, false},
       {p.topk_idx, "topk_idx", top_k, DType::i64, false},
       {p.topk_weights, "topk_weights", top_k, DType::f32, false},
-      {p.dlogits, "dlogits", experts, DType::f32, false},
   };
   for (const auto& [t, name, columns, dtype, optional] : arguments) {
     if (optional && !t.defined()) continue;
     check.tensor(t, name, {tokens, columns});
     check.dtype(t, name, {dtype});
   }
+  check.output(p.dlogits, "dlogits", {tokens, experts}, {DType::f32});
+}
+
+void router_topk_backward(const RouterTopkBackward& given, Stream stream) {
+  const RouterTopkBackward p = checked(given);
+  const Checker check(p.op, p.scores.device);
   check.disjoint({{p.dlogits, "dlogits"}}, {{p.dweights, "dweights"},
                                             {p.dscores, "dscores"},
                                             {p.scores, "scores"},

@@ -5,26 +5,31 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple, overload
 
-from fp8moe_cutlass.ops._call import operator
-from fp8moe_cutlass.ops._outputs import empty, given_fp8, new_fp8
-from fp8moe_cutlass.ops._words import column_layout, flag, is_pow2, parts, refuse, shape_of
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.ops._words import (
+    FORMATS,
+    column_layout,
+    dtype_name,
+    flag,
+    given_fp8,
+    is_pow2,
+    parts,
+    refuse,
+)
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.tensor import Fp8Tensor
+from fp8moe_cutlass.tensor import LAYOUTS, Fp8Tensor
 from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
-
-_op = operator("act_quantize")
-_backward = operator("act_quantize_backward")
 
 
 class ActQuantized(NamedTuple):
-    """What act_quantize returns with save_z."""
+    """The activation and, with save_z, the pre-activation in FP8."""
 
     h: Fp8Tensor  # [R, I]
     z: Fp8Tensor  # [R, 2I], row layout
 
 
 class ActGradients(NamedTuple):
-    """What act_quantize_backward returns."""
+    """The gradients of z and probs, and operands of the weight gradients."""
 
     dz: Fp8Tensor  # [R, 2I]
     dz_columns: Fp8Tensor | None  # [2I, Kcap], with columns
@@ -81,23 +86,20 @@ def act_quantize(
     Returns h [R, I]; with save_z also Q(z) [R, 2I] in row layout, to be kept for the backward in
     z's place and dequantized there.
     """
-    fresh = out is None
-    op = "act_quantize"
-    pow2 = is_pow2(op, scale)
-    flag(op, "save_z", save_z)
-    z_q = None
-    if out is None:
-        r, width = shape_of(op, "z", z, 2)
-        h = new_fp8(op, z, (r, width // 2), scale_layout, "e4m3", pow2)
-        if save_z:
-            z_q = new_fp8(op, z, (r, width), "row", "e4m3", pow2)
-    else:
-        names = ("h", "z") if save_z else ("h",)
-        given = parts(op, (out,) if isinstance(out, Fp8Tensor) else out, *names)
+    if type(save_z) is not bool:
+        flag("act_quantize", "save_z", save_z)
+    if not isinstance(scale_layout, str) or scale_layout not in LAYOUTS:
+        refuse("act_quantize", "scale_layout", "'row', 'gemm' or 'block'", scale_layout)
+    h: Any = scale_layout
+    z_q: Any = "row" if save_z else None
+    if out is not None:
+        op, pow2 = "act_quantize", is_pow2("act_quantize", scale)
+        given = (out,) if isinstance(out, Fp8Tensor) else out
+        given = parts(op, given, *(("h", "z") if save_z else ("h",)))
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
-        if save_z:
-            z_q = given_fp8(op, given[-1], "row", "e4m3", pow2)
-    _op(z, plan, probs, math.inf if limit is None else limit, h, z_q, scale, eps, fresh=fresh)
+        z_q = given_fp8(op, given[-1], "row", "e4m3", pow2) if save_z else None
+    bound = math.inf if limit is None else limit
+    h, z_q = _C.act_quantize(z, plan, probs, bound, h, z_q, scale, eps)
     return h if z_q is None else ActQuantized(h, z_q)
 
 
@@ -123,32 +125,31 @@ def act_quantize_backward(
     is returned. workspace: of ops.zero_workspace, used with probs and columns on CUDA; None:
     allocated.
     """
-    if plan is not None and out is None and not isinstance(plan, RoutingPlan):
-        refuse("act_quantize_backward", "plan", "a RoutingPlan", plan)
-    fresh = out is None
     op = "act_quantize_backward"
-    pow2 = is_pow2(op, scale)
-    layout = None if columns is None else column_layout(op, columns)
-    dz_columns = h_columns = dprobs = None
-    if out is None:
-        r, i = shape_of(op, "dh", dh, 2)
-        dz = new_fp8(op, dh, (r, 2 * i), scale_layout, fp8_dtype, pow2)
-        if layout:
-            if plan is None:
-                raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
-            kcap = plan.columns
-            dz_columns = new_fp8(op, dh, (2 * i, kcap), layout, fp8_dtype, pow2)
-            h_columns = new_fp8(op, dh, (i, kcap), layout, "e4m3", pow2)
-    else:
+    layout: Any = None
+    if columns is not None:
+        layout = column_layout(op, columns)
+    if layout is not None and plan is None:
+        raise ValueError(f"[{op}] columns are per expert and need a plan; got None")
+    if not isinstance(fp8_dtype, str) or fp8_dtype not in FORMATS:
+        fp8_dtype = dtype_name("act_quantize_backward", "fp8_dtype", fp8_dtype, *FORMATS)
+    if not isinstance(scale_layout, str) or scale_layout not in LAYOUTS:
+        refuse("act_quantize_backward", "scale_layout", "'row', 'gemm' or 'block'", scale_layout)
+    dz: Any = (scale_layout, fp8_dtype)
+    dz_columns: Any = None if layout is None else (layout, fp8_dtype)
+    h_columns: Any = layout
+    dprobs: Any = None if probs is None else True
+    if out is not None:
+        pow2 = is_pow2(op, scale)
         out = parts(op, out, "dz", "dz_columns", "h_columns", "dprobs")
-        dprobs = out[3]
         dz = given_fp8(op, out[0], scale_layout, fp8_dtype, pow2)
-        if layout:
+        if layout is not None:
             dz_columns = given_fp8(op, out[1], layout, fp8_dtype, pow2)
             h_columns = given_fp8(op, out[2], layout, "e4m3", pow2)
-    if probs is not None and dprobs is None:
-        dprobs = empty(op, probs, (dh.shape[0],), "float32")
+        dprobs = dprobs if out[3] is None else out[3]
     bound = math.inf if limit is None else limit
-    made = dz, dprobs, dz_columns, h_columns
-    _backward(dh, z, plan, probs, bound, *made, scale, eps, workspace, fresh=fresh)
+    asked = (dz, dprobs, dz_columns, h_columns)
+    dz, dprobs, dz_columns, h_columns = _C.act_quantize_backward(
+        dh, z, plan, probs, bound, *asked, scale, eps, workspace
+    )
     return ActGradients(dz, dz_columns, h_columns, dprobs)

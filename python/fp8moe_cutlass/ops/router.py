@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fp8moe_cutlass.ops._call import operator
-from fp8moe_cutlass.ops._outputs import empty
-from fp8moe_cutlass.ops._words import count, parts, refuse, shape_of
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.ops._words import parts, refuse
 from fp8moe_cutlass.typing import Array
 
-_op = operator("router_topk")
-_backward = operator("router_topk_backward")
-
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
+_BY_LOGITS = {"scores": False, "logits": True}
 
 
 class RouterTopk(NamedTuple):
@@ -55,43 +52,30 @@ def router_topk(
     given_idx [T, top_k] int64: take these experts; a token may name one twice. An id outside [0, E)
     is a ValueError on the CPU; on CUDA its weight is NaN, and it is not counted.
     """
-    tokens, experts = shape_of("router_topk", "logits", logits, 2)
-    count("router_topk", "top_k", top_k)
-    count("router_topk", "sequences", sequences)
-    fresh = out is None
-    if out is None:
-        ids, most = given_idx, max(top_k, 0)  # what is wrong with a negative one the op says
-        if ids is None:
-            ids = empty("router_topk", logits, (tokens, most), "int64")
-        out = RouterTopk(
-            empty("router_topk", logits, (tokens, experts), "float32"),
-            ids,
-            empty("router_topk", logits, (tokens, most), "float32"),
-            empty("router_topk", logits, (max(sequences, 0) * experts,), "int64"),
-        )
-    else:
-        parts("router_topk", out, *RouterTopk._fields)
-        got = (
-            shape_of("router_topk", "out.topk_weights", out[2], 2)[1],
-            shape_of("router_topk", "out.tokens_per_expert", out[3], 1)[0],
-        )
-        if got != (asked := (top_k, sequences * experts)):
-            raise ValueError(
-                "[router_topk] out must have (topk_weights.shape[1], tokens_per_expert.shape[0]) "
-                f"{asked}; got {got}"
-            )
-    scores, topk_idx, topk_weights, tokens_per_expert = out
-    _op(
+    if not isinstance(score, str) or score not in _SCORES:
+        refuse("router_topk", "score", f"one of {tuple(_SCORES)}", score)
+    if not isinstance(select_by, str) or select_by not in _BY_LOGITS:
+        refuse("router_topk", "select_by", "'scores' or 'logits'", select_by)
+    topk_idx: Any = True if given_idx is None else None
+    scores: Any = True
+    topk_weights: Any = True
+    counts: Any = True
+    if out is not None:
+        scores, ids, topk_weights, counts = parts("router_topk", out, *RouterTopk._fields)
+        topk_idx = ids if given_idx is None else None
+    scores, topk_idx, topk_weights, counts = _C.router_topk(
         logits,
         selection_bias,
         padding,
         given_idx,
+        top_k,
+        sequences,
         scores,
-        topk_idx if given_idx is None else None,
+        topk_idx,
         topk_weights,
-        tokens_per_expert,
-        _word("router_topk", score),
-        _by_logits(select_by),
+        counts,
+        _SCORES[score],
+        _BY_LOGITS[select_by],
         num_groups,
         topk_groups,
         best_per_group,
@@ -100,9 +84,10 @@ def router_topk(
         normalize,
         epsilon,
         routed_scaling_factor,
-        fresh=fresh,
     )
-    return out
+    if out is not None:
+        return out
+    return RouterTopk(scores, given_idx if topk_idx is None else topk_idx, topk_weights, counts)
 
 
 def router_topk_backward(
@@ -124,34 +109,19 @@ def router_topk_backward(
     scores, topk_idx, topk_weights and the options are those of router_topk. An id outside [0, E) is
     a ValueError on the CPU, and has no gradient on CUDA.
     """
-    fresh = out is None
-    if out is None:
-        shape = shape_of("router_topk_backward", "scores", scores, 2)
-        out = empty("router_topk_backward", scores, shape, "float32")
-    _backward(
+    if not isinstance(score, str) or score not in _SCORES:
+        refuse("router_topk_backward", "score", f"one of {tuple(_SCORES)}", score)
+    dlogits: Array = _C.router_topk_backward(
         dweights,
         dscores,
         scores,
         topk_idx,
         topk_weights,
-        out,
-        _word("router_topk_backward", score),
+        True if out is None else out,
+        _SCORES[score],
         softmax_after_topk,
         normalize,
         epsilon,
         routed_scaling_factor,
-        fresh=fresh,
     )
-    return out
-
-
-def _word(op: str, score: str) -> int:
-    if not isinstance(score, str) or score not in _SCORES:
-        refuse(op, "score", f"one of {tuple(_SCORES)}", score)
-    return _SCORES[score]
-
-
-def _by_logits(select_by: str) -> bool:
-    if not isinstance(select_by, str) or select_by not in ("scores", "logits"):
-        refuse("router_topk", "select_by", "'scores' or 'logits'", select_by)
-    return select_by == "logits"
+    return dlogits

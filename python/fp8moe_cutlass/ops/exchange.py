@@ -1,0 +1,155 @@
+"""Rows between ranks: their plan, quantized and packed for the wire, and unpacked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.ops._outputs import codes_view, split_columns, words_view
+from fp8moe_cutlass.ops._words import (
+    FORMATS,
+    count,
+    dtype_name,
+    flag,
+    parts,
+    require_out_plan,
+    shape_of,
+)
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
+from fp8moe_cutlass.typing import Array, DType, ScaleKind
+
+
+class Dispatch(NamedTuple):
+    """The plan of tokens to ranks, and how many go where."""
+
+    plan: RoutingPlan  # a slot per rank
+    counts: Array  # [ranks, 2] int32: rows with a token, and entries of topk_idx on them
+
+
+class Unpacked(NamedTuple):
+    """The parts of packed rows; without slots (a gradient) x alone."""
+
+    x: Fp8Tensor  # [R, hidden], row layout, a view
+    topk_idx: Array | None  # [R, slots] int32
+    probs: Array | None  # [R, slots] float32
+
+
+def dispatch_plan(
+    topk_idx: Array,
+    num_experts: int,
+    ranks: int,
+    *,
+    segment: int = 0,
+    spare: int = 0,
+    out: tuple[RoutingPlan, Array] | None = None,
+    workspace: Array | None = None,
+) -> Dispatch:
+    """The plan of topk_idx [T, S] (int32 or int64; -1: none) over ranks of num_experts / ranks.
+
+    Slot r of the plan is rank r (slots == experts == ranks): a token has one row for a rank however
+    many of its experts live there; row_of [T, ranks], -1 where none does. Rows are rank-major, in
+    token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
+    rows [r n, (r+1) n), n = segment + spare; tokens past the first `segment` are dropped and
+    counted in plan.status, and rows after its tokens are padding (-1). Ids outside
+    [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA. workspace: scratch in
+    uint8, as for `route`.
+    """
+    given = {"num_experts": num_experts, "ranks": ranks, "segment": segment, "spare": spare}
+    for name, value in given.items():
+        if type(value) is not int:
+            count("dispatch_plan", name, value)
+    if ranks < 1 or num_experts % ranks != 0:
+        raise ValueError(
+            "[dispatch_plan] num_experts must be a multiple of ranks; "
+            f"got {num_experts} and {ranks}"
+        )
+    plan: Any = (-1, ranks, ranks, 1, (segment + spare) * ranks if segment else -1)
+    counts: Any = True
+    if out is not None:
+        given_plan, counts = parts("dispatch_plan", out, "plan", "counts")
+        plan = require_out_plan("dispatch_plan", given_plan, plan)
+    return Dispatch(*_C.dispatch_plan(topk_idx, num_experts, segment, plan, counts, workspace))
+
+
+def packed_row_bytes(hidden: int, slots: int) -> int:
+    """Bytes of a row: codes, float32 scales, int32 ids, float32 probs, up to a multiple of 16.
+
+    slots 0: a gradient, codes and scales alone. docs/reference/layouts.md has the picture.
+    """
+    count("packed_row_bytes", "hidden", hidden)
+    count("packed_row_bytes", "slots", slots)
+    return cdiv(hidden + 4 * cdiv(hidden, 128) + 8 * slots, 16) * 16
+
+
+def quantize_pack(
+    x: Array,
+    plan: RoutingPlan,
+    topk_idx: Array | None = None,
+    probs: Array | None = None,
+    *,
+    num_experts: int | None = None,
+    fp8_dtype: DType = "e4m3",
+    scale: ScaleKind = "pow2",
+    eps: float = 1e-10,
+    out: Array | None = None,
+) -> Array:
+    """packed[row_of[t, r]] = Q(x[t]) by 1x128 tiles, and which experts of rank r it goes to.
+
+    x [T, H] (float32, float16 or bfloat16; H a multiple of 16) is read and quantized once; plan is
+    dispatch_plan's. topk_idx [T, S] (int32 or int64) and probs [T, S] float32, both or neither
+    (a gradient): a row carries, for each slot, the expert counted from the first of its rank and
+    the prob; -1 and 0 where the expert lives elsewhere. num_experts: of all ranks, with topk_idx.
+    Rows of a segment without a token have ids -1 and are unspecified else.
+    Returns uint8 [plan.rows, packed_row_bytes(H, S)]; `ops.unpack` reads it.
+    """
+    if topk_idx is not None and num_experts is None:
+        raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
+    if not isinstance(fp8_dtype, str) or fp8_dtype not in FORMATS:
+        fp8_dtype = dtype_name("quantize_pack", "fp8_dtype", fp8_dtype, *FORMATS)
+    packed: Array = _C.quantize_pack(
+        *(
+            x,
+            topk_idx,
+            probs,
+            0 if num_experts is None else num_experts,
+            plan,
+            True if out is None else out,
+        ),
+        *(fp8_dtype, scale, eps),
+    )
+    return packed
+
+
+def unpack(
+    packed: Array,
+    hidden: int,
+    slots: int,
+    *,
+    fp8_dtype: DType = "e4m3",
+    pow2: bool = True,
+    out: tuple[Array, Array] | None = None,
+) -> Unpacked:
+    """The parts of packed, uint8 [R, packed_row_bytes(hidden, slots)], as quantize_pack wrote them.
+
+    x is a view: its codes and scales stay where they arrived, rows packed_row_bytes apart, as
+    permute_pad, permute_transpose_fp8 and count_codes read them (others refuse it). fp8_dtype and
+    pow2 are what quantize_pack was given; the wire does not carry them.
+    """
+    count("unpack", "hidden", hidden)
+    count("unpack", "slots", slots)
+    flag("unpack", "pow2", pow2)
+    format = dtype_name("unpack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
+    shape = tuple(shape_of("unpack", "packed", packed, 2))
+    if shape[1] != packed_row_bytes(hidden, slots):
+        raise ValueError(
+            f"[unpack] packed must be [R, {packed_row_bytes(hidden, slots)}] for hidden {hidden} "
+            f"and {slots} slots; got {list(shape)}"
+        )
+    codes, scales, _ = split_columns(packed, hidden, 4 * cdiv(hidden, 128))
+    x = Fp8Tensor(codes_view(codes, format), words_view(scales), pow2=pow2, fp8_dtype=format)
+    if slots == 0:
+        return Unpacked(x, None, None)
+    asked = (True, True) if out is None else parts("unpack", out, "topk_idx", "probs")
+    made = _C.unpack(packed, hidden, slots, *asked)
+    return Unpacked(x, *made)
