@@ -69,9 +69,9 @@ def operators() -> dict[str, tuple[tuple[str, str, str, bool], ...]]:
 
 ZERO_WORKSPACE_BYTES: int = 576
 
-def attach_torch(tensor: Any, is_grad_enabled: Any, increment_version: Any, forward_ad: Any) -> None:
+def attach_torch(module: Any) -> None:
     """
-    From then on arguments that require grad are refused where grad mode is on, tangents always, and versions of what is written are counted.
+    From then on torch's arrays are allocated, and their gradients, tangents and versions looked at.
     """
 
 def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block', memory_tb_s: float = 3.35) -> dict[str, Any]:

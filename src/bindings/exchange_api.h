@@ -2,7 +2,7 @@
 // call.
 //
 // A type that offers it carries a capsule "dlpack_exchange_api" in `__dlpack_c_exchange_api__`. The
-// field order is DLPack's 1.x ABI; a function pointer this module never calls is left untyped.
+// field order is DLPack's 1.x ABI; function pointers this module never calls are left untyped.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -17,24 +17,13 @@ struct ExchangeHeader {
   const ExchangeHeader* previous;  // the same producer's table for an older major version, or null
 };
 
-// DLPack's DLManagedTensorVersioned.
-struct Managed {
-  uint32_t version[2];
-  void* context;
-  void (*deleter)(Managed* self);
-  uint64_t flags;
-  nanobind::dlpack::dltensor tensor;
-};
-
 struct ExchangeApi {
   ExchangeHeader header;
-  // An uninitialized tensor of the prototype's shape, dtype and device. Nonzero: none, and
-  // `fail(context, kind, message)` has been called.
-  int (*allocate)(nanobind::dlpack::dltensor* prototype, Managed** out, void* context,
-                  void (*fail)(void* context, const char* kind, const char* message));
+  // Not called: torch's tensors that come from it are foreign memory to torch's allocator, so that
+  // record_stream does nothing.
+  void (*allocate)();
   void (*managed_from_object)();
-  // Gives `managed` away as an object of Python. Nonzero: a Python error is set.
-  int (*managed_to_object)(Managed* managed, void** object);
+  void (*managed_to_object)();
   // Fills a view that borrows from `object`, shape and strides included. Nonzero: a Python error is
   // set.
   int (*view)(void* object, nanobind::dlpack::dltensor* out);

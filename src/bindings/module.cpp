@@ -145,12 +145,9 @@ NB_MODULE(_C, m) {
   bind_errors(m);
   bind_operators(m);
   m.attr("ZERO_WORKSPACE_BYTES") = kZeroWorkspaceBytes;
-  m.def("attach_torch", &attach_torch, "tensor"_a, "is_grad_enabled"_a, "increment_version"_a,
-        "forward_ad"_a,
-        nb::sig("def attach_torch(tensor: Any, is_grad_enabled: Any, increment_version: Any, "
-                "forward_ad: Any) -> None"),
-        "From then on arguments that require grad are refused where grad mode is on, tangents "
-        "always, and versions of what is written are counted.");
+  m.def("attach_torch", &attach_torch, "module"_a, nb::sig("def attach_torch(module: Any) -> None"),
+        "From then on torch's arrays are allocated, and their gradients, tangents and versions "
+        "looked at.");
   bind_gemm_choice(m);
   m.def("build_info", [] {
     const BuildInfo info = build_info();

@@ -20,6 +20,8 @@ struct Torch {
   nb::object requires_grad;  // its descriptor, which spares a look-up
   descrgetfunc get;
   nb::object is_neg;
+  nb::object empty;
+  nb::object dtypes[9];  // in the order of DType
 };
 const Torch* torch = nullptr;  // never freed: Python may be gone by then
 
@@ -109,15 +111,25 @@ std::string shown(nb::handle given) {
 
 }  // namespace
 
-void attach_torch(nb::object tensor, nb::object is_grad_enabled, nb::object increment_version,
-                  nb::object forward_ad) {
+void attach_torch(nb::object module) {
+  const nb::object tensor = module.attr("Tensor"), autograd = module.attr("autograd");
   nb::object requires_grad = tensor.attr("requires_grad");
   const auto get =
       reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(requires_grad.ptr()), Py_tp_descr_get));
-  nb::object is_neg = tensor.attr("is_neg");
-  torch = new Torch{std::move(tensor),     std::move(is_grad_enabled), std::move(increment_version),
-                    std::move(forward_ad), std::move(requires_grad),   get,
-                    std::move(is_neg)};
+  auto* made = new Torch{tensor,
+                         module.attr("is_grad_enabled"),
+                         autograd.attr("graph").attr("increment_version"),
+                         autograd.attr("forward_ad"),
+                         std::move(requires_grad),
+                         get,
+                         tensor.attr("is_neg"),
+                         module.attr("empty"),
+                         {}};
+  int i = 0;
+  for (const char* name : {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+                           "int32", "int64", "uint8", "bool"})
+    made->dtypes[i++] = module.attr(name);
+  torch = made;
 }
 
 template <typename... Parts>
@@ -495,42 +507,28 @@ bool Reader::asked(Object given, RoutingPlan& plan) {
   return wants_ = true;
 }
 
+// By torch.empty, which memory for another stream, resizing and hooks need; NumPy's by _outputs.
 nb::object Reader::allocate(Tensor& t) {
-  const ExchangeApi* api = exchange_api(Py_TYPE(like_.ptr()));
-  if (api && api->allocate && is_torch(like_)) {
-    using nb::dlpack::dtype;
-    static constexpr std::pair<Code, uint8_t> kCodes[] = {
-        {Code::Float, 32},        {Code::Float, 16},      {Code::Bfloat, 16},
-        {Code::Float8_E4M3FN, 8}, {Code::Float8_E5M2, 8}, {Code::Int, 32},
-        {Code::Int, 64},          {Code::UInt, 8},        {Code::Bool, 8}};
-    const auto [code, bits] = kCodes[static_cast<int>(t.dtype)];
-    int64_t strides[Tensor::kMaxDims];
-    int64_t stride = 1;
-    for (int i = t.ndim - 1; i >= 0; --i) strides[i] = stride, stride *= t.shape[i];
-    const bool cuda = t.device.type == DeviceType::cuda;
-    nb::dlpack::dltensor prototype{.data = nullptr,
-                                   .device = {cuda ? kCuda : kCpu, t.device.index},
-                                   .ndim = t.ndim,
-                                   .dtype = dtype{static_cast<uint8_t>(code), bits, 1},
-                                   .shape = t.shape.data(),
-                                   .strides = strides,
-                                   .byte_offset = 0};
-    Managed* managed = nullptr;
-    // What fails there is told better by torch.empty, below.
-    if (api->allocate(&prototype, &managed, nullptr, [](void*, const char*, const char*) {}) == 0) {
-      t.data = static_cast<char*>(managed->tensor.data) + managed->tensor.byte_offset;
-      void* object = nullptr;
-      if (api->managed_to_object(managed, &object) != 0) nb::raise_python_error();
-      return nb::steal(static_cast<PyObject*>(object));
-    }
-    PyErr_Clear();
+  nb::object array;
+  if (is_torch(like_)) {
+    static PyObject* const device_name = interned("device");
+    static PyObject* const names = PyTuple_Pack(2, interned("dtype"), device_name);
+    const nb::object device = attribute(like_, device_name);
+    nb::object sizes[Tensor::kMaxDims];
+    PyObject* args[Tensor::kMaxDims + 2];
+    for (int i = 0; i < t.ndim; ++i) sizes[i] = nb::int_(t.shape[i]), args[i] = sizes[i].ptr();
+    args[t.ndim] = torch->dtypes[static_cast<int>(t.dtype)].ptr();
+    args[t.ndim + 1] = device.ptr();
+    array = nb::steal(PyObject_Vectorcall(torch->empty.ptr(), args, t.ndim, names));
+    if (!array.is_valid()) nb::raise_python_error();
+  } else {
+    static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "e4m3", "e5m2",
+                                             "int32",   "int64",   "uint8",    "bool"};
+    nb::list shape;
+    for (int i = 0; i < t.ndim; ++i) shape.append(t.shape[i]);
+    const nb::object empty = nb::module_::import_("fp8moe_cutlass.ops._outputs").attr("empty");
+    array = empty(op_, like_, nb::tuple(shape), kNames[static_cast<int>(t.dtype)]);
   }
-  static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "e4m3", "e5m2",
-                                           "int32",   "int64",   "uint8",    "bool"};
-  nb::list shape;
-  for (int i = 0; i < t.ndim; ++i) shape.append(t.shape[i]);
-  const nb::object empty = nb::module_::import_("fp8moe_cutlass.ops._outputs").attr("empty");
-  const nb::object array = empty(op_, like_, nb::tuple(shape), kNames[static_cast<int>(t.dtype)]);
   const auto view = this->view(array, "", exchange_api(Py_TYPE(array.ptr())));
   t.data = view.data ? static_cast<char*>(view.data) + view.byte_offset : nullptr;
   return array;

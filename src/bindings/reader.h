@@ -20,11 +20,10 @@
 
 namespace fp8moe {
 
-// torch.Tensor, torch.is_grad_enabled, increment_version and forward_ad: from then on, the versions
-// of what an operator writes are counted, an argument that requires grad is refused while grad mode
-// is on, and one with a tangent always.
-void attach_torch(nanobind::object tensor, nanobind::object is_grad_enabled,
-                  nanobind::object increment_version, nanobind::object forward_ad);
+// The module torch: from then on its arrays are allocated and the versions of those written are
+// counted. An argument that requires grad is refused while grad mode is on, one with a tangent
+// always.
+void attach_torch(nanobind::object module);
 
 class __attribute__((visibility("hidden"))) Reader {
  public:

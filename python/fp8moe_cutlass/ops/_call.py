@@ -6,7 +6,6 @@ from fp8moe_cutlass import _C, version
 
 try:
     import torch
-    from torch.autograd import forward_ad, graph
 
     from fp8moe_cutlass.ops import _values  # noqa: F401  (registers them)
 except ModuleNotFoundError as error:
@@ -17,7 +16,7 @@ except ModuleNotFoundError as error:
 version.require_same()
 
 if torch is not None:
-    _C.attach_torch(torch.Tensor, torch.is_grad_enabled, graph.increment_version, forward_ad)
+    _C.attach_torch(torch)
 
 
 def loadable(*kinds: type) -> None:
