@@ -2,7 +2,8 @@
 
 The only file with torch's private names, and with `is_compiling`.
 
-- torch._C._len_torch_dispatch_stack, _len_torch_function_stack: whether a mode looks on.
+- torch._C._len_torch_dispatch_stack: whether a dispatch mode looks on. A function mode does not
+  count: `with torch.device(...)` is one.
 - torch._C._current_graph_task_id: whether this thread runs a backward.
 - torch._C._will_engine_execute_node: which gradients the backward that runs is for.
 - torch._C._are_functorch_transforms_active: whether a torch.func transform runs.
@@ -22,22 +23,18 @@ from torch.autograd import forward_ad
 compiling = torch.compiler.is_compiling
 _jit_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 _dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_function_modes: Any = getattr(torch._C, "_len_torch_function_stack", None)
 _graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 # Inside torch.func.grad, vmap, jvp and their kind.
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_KNOWN = _dispatch_modes is not None and _function_modes is not None
 
 
 def watched() -> bool:
-    """Whether torch.compile, make_fx, jit.trace, a dispatch mode or a function mode has to see what
-    runs now."""
+    """Whether torch.compile, make_fx, jit.trace or a dispatch mode has to see what runs now."""
     return (  # dynamo, which takes this apart, sees the first alone
         compiling()
-        or not _KNOWN
+        or _dispatch_modes is None
         or _dispatch_modes() > 0
-        or _function_modes() > 0
         or _jit_tracing()
     )
 
