@@ -32,10 +32,7 @@ transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", l
 def watched() -> bool:
     """Whether torch.compile, make_fx, jit.trace or a dispatch mode has to see what runs now."""
     return (  # dynamo, which takes this apart, sees the first alone
-        compiling()
-        or _dispatch_modes is None
-        or _dispatch_modes() > 0
-        or _jit_tracing()
+        compiling() or _dispatch_modes is None or _dispatch_modes() > 0 or _jit_tracing()
     )
 
 
