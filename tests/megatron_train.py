@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import megatron_cpu as mc
-from fp8moe_cutlass.autograd import weights
+from fp8moe_cutlass import ops
 from fp8moe_cutlass.nn import reuse_fp8_weights
 
 
@@ -102,14 +102,14 @@ def steps(
 
     chunks, optimizer = setup.chunks, setup.optimizer
     counted = 0
-    fill = weights._fill
+    quantize_weight = ops.quantize_weight
 
-    def counting(*args: Any) -> None:
+    def counting(*args: Any, **how: Any) -> Any:
         nonlocal counted
-        counted += 1
-        fill(*args)
+        counted += how.get("transposed") != "only"  # which a backward asks for
+        return quantize_weight(*args, **how)
 
-    weights._fill = counting  # type: ignore[assignment]
+    ops.quantize_weight = counting
     losses, grads = [], {}
     try:
         for step in range(first, first + number):
@@ -133,7 +133,7 @@ def steps(
                 grads = {k: p.main_grad.clone() for k, p in setup.parameters().items()}
             assert optimizer.step()[0]
     finally:
-        weights._fill = fill
+        ops.quantize_weight = quantize_weight
     for chunk in chunks:  # those that are gathered before a forward
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
