@@ -57,6 +57,18 @@ def test_compiled_counts_of_more_than_the_rows() -> None:
         compiled(call)()
 
 
+def test_a_function_mode_is_no_trace() -> None:
+    """As `with torch.device(...)` is: what a traced forward cannot do still works."""
+    experts = layer()
+    for w in experts.parameters():
+        w.main_grad = torch.zeros(w.shape)
+        w.grad_added_to_main_grad = False
+    with torch.device("cpu"):
+        experts(X, IDS, PROBS).sum().backward()
+    assert all(w.grad_added_to_main_grad for w in experts.parameters())
+    assert all(w.main_grad.any() for w in experts.parameters())
+
+
 def one_of_exported(tokens: Any, **how: Any) -> torch.Tensor:
     """What a program of any number of tokens makes of one."""
     args = tuple(t.repeat(8, 1) for t in (X, IDS, PROBS))

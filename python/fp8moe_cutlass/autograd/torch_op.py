@@ -1,9 +1,9 @@
 """The block as torch sees it: an autograd.Function, or an operator where something traces.
 
-Eager code runs the Function straight. Where torch.compile, make_fx, jit.trace, a dispatch mode or a
-function mode looks on, the block is one opaque operator each way, torch.ops.fp8moe.experts and
-experts_backward (of a group, which sends and may read on the host, group_experts and
-group_experts_backward), with the same bits.
+Eager code runs the Function straight. Where torch.compile, make_fx, jit.trace or a dispatch mode
+looks on, the block is one opaque operator each way, torch.ops.fp8moe.experts and experts_backward
+(of a group, which sends and may read on the host, group_experts and group_experts_backward), with
+the same bits.
 """
 
 from __future__ import annotations
