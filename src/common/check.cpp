@@ -119,8 +119,8 @@ void Checker::e4m3(const Fp8Tensor& t, const char* name) const {
                name_of(t.data.dtype));
 }
 
-void Checker::multiple(int64_t value, const char* name, int64_t of) const {
-  FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, " must be a multiple of ", of, "; got ",
+void Checker::multiple(int64_t value, const char* name, int64_t of, const char* part) const {
+  FP8MOE_CHECK(value % of == 0, "[", op_, "] ", name, part, " must be a multiple of ", of, "; got ",
                value);
 }
 
@@ -274,6 +274,16 @@ void Checker::aligned(const Tensor& t, const char* name, const char* part) const
   const auto address = reinterpret_cast<uintptr_t>(t.data);
   FP8MOE_CHECK(address % 16 == 0, "[", op_, "] ", name, part,
                " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
+}
+
+int64_t Checker::values(const Tensor& t, const char* name, int64_t rows) const {
+  ndim(t, name, 2);
+  const int64_t c = t.shape[1];
+  tensor(t, name, {rows, c});
+  dtype(t, name, {DType::f32, DType::f16, DType::bf16});
+  multiple(c, name, 16, ".shape[1]");
+  aligned(t, name);
+  return c;
 }
 
 void Checker::rule(ScaleRule rule) const {

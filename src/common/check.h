@@ -54,7 +54,7 @@ class Checker {
   void ndim(const Tensor& t, const char* name, int ndim) const;
   void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
              const char* part = "") const;
-  void multiple(int64_t value, const char* name, int64_t of) const;
+  void multiple(int64_t value, const char* name, int64_t of, const char* part = "") const;
   // Aligned FP8 data [M, K] (or [E, M, K], block layout) of this shape, scales to match the layout:
   // those in gemm layout are aligned, too.
   void fp8(const Fp8Tensor& t, const char* name, std::initializer_list<int64_t> shape,
@@ -74,6 +74,8 @@ class Checker {
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
   // Data rows and scales for the GEMM move in 16-byte pieces: they start at a multiple of 16 bytes.
   void aligned(const Tensor& t, const char* name, const char* part = "") const;
+  // Aligned values [rows, C] in f32, f16 or bf16, C a multiple of 16; C.
+  int64_t values(const Tensor& t, const char* name, int64_t rows) const;
   // eps finite and not negative.
   void rule(ScaleRule rule) const;
   // Of an output that is given what tensor(), dtype() and, if `aligned`, aligned() check; one that

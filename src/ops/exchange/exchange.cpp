@@ -65,12 +65,7 @@ void outputs(QuantizePack& p) {
   FP8MOE_CHECK(p.plan.slots == p.plan.experts,
                "[quantize_pack] plan must be dispatch_plan's, slots == experts (the ranks); got ",
                p.plan.slots, " and ", p.plan.experts);
-  check.ndim(p.x, "x", 2);
-  const int64_t hidden = p.x.shape[1];
-  check.tensor(p.x, "x", {p.plan.tokens, hidden});
-  check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
-  check.multiple(hidden, "x.shape[1]", 16);
-  check.aligned(p.x, "x");
+  const int64_t hidden = check.values(p.x, "x", p.plan.tokens);
   FP8MOE_CHECK(is_fp8(p.fp8_dtype),
                "[quantize_pack] fp8_dtype must be float8_e4m3fn or float8_e5m2; got ",
                name_of(p.fp8_dtype));

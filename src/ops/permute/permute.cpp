@@ -50,12 +50,7 @@ void permute_pad(const PermutePad& given, Stream stream) {
 void outputs(PermutePadBackward& p) {
   const Checker check("permute_pad_backward", p.plan.buffer.device);
   check.plan(p.plan);
-  check.ndim(p.dy, "dy", 2);
-  const int64_t c = p.dy.shape[1];
-  check.tensor(p.dy, "dy", {p.plan.rows(), c});
-  check.dtype(p.dy, "dy", {DType::f32, DType::f16, DType::bf16});
-  check.multiple(c, "dy.shape[1]", 16);
-  check.aligned(p.dy, "dy");
+  const int64_t c = check.values(p.dy, "dy", p.plan.rows());
   check.output(p.dx, "dx", {p.plan.tokens, c}, {p.dy.dtype}, true);
   const bool dprobs = p.dprobs.defined() || p.dprobs.is_wanted();
   FP8MOE_CHECK(p.row_dprobs.defined() == dprobs,
@@ -80,12 +75,7 @@ void permute_pad_backward(const PermutePadBackward& given, Stream stream) {
 void outputs(UnpermuteUnpad& p) {
   const Checker check("unpermute_unpad", p.plan.buffer.device);
   check.plan(p.plan);
-  check.ndim(p.y, "y", 2);
-  const int64_t c = p.y.shape[1];
-  check.tensor(p.y, "y", {p.plan.rows(), c});
-  check.dtype(p.y, "y", {DType::f32, DType::f16, DType::bf16});
-  check.multiple(c, "y.shape[1]", 16);
-  check.aligned(p.y, "y");
+  const int64_t c = check.values(p.y, "y", p.plan.rows());
   check.output(p.out, "out", {p.plan.tokens, c}, {p.y.dtype}, true);
   if (p.probs.defined()) {
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
@@ -104,12 +94,7 @@ void unpermute_unpad(const UnpermuteUnpad& given, Stream stream) {
 void outputs(UnpermuteUnpadBackward& p) {
   const Checker check("unpermute_unpad_backward", p.plan.buffer.device);
   check.plan(p.plan);
-  check.ndim(p.dout, "dout", 2);
-  const int64_t c = p.dout.shape[1];
-  check.tensor(p.dout, "dout", {p.plan.tokens, c});
-  check.dtype(p.dout, "dout", {DType::f32, DType::f16, DType::bf16});
-  check.multiple(c, "dout.shape[1]", 16);
-  check.aligned(p.dout, "dout");
+  const int64_t c = check.values(p.dout, "dout", p.plan.tokens);
   check.output(p.dy, "dy", {p.plan.rows(), c}, {p.dout.dtype}, true);
   const bool dprobs = p.dprobs.defined() || p.dprobs.is_wanted();
   FP8MOE_CHECK(
