@@ -1,6 +1,7 @@
 """What the block passes to its two bodies, fp8.py and bf16.py, and they to it.
 
-Both have the functions enter, group, dropped, weights, forward and backward.
+Both have the functions enter, make_plan, grouped_plan, dropped, weights, forward and backward, and
+the type Saved.
 """
 
 from __future__ import annotations

@@ -83,15 +83,7 @@ class _RouterTopk(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         dlogits = None
         if dscores is not None or dweights is not None:
-            scores, topk_idx, weights = ctx.saved_tensors
-            dlogits = ops.router_topk_backward(
-                None if dweights is None else dweights.contiguous(),
-                None if dscores is None else dscores.contiguous(),
-                scores,
-                topk_idx.contiguous(),
-                weights,
-                **ctx.options,
-            )
+            dlogits = _run_backward(dweights, dscores, *ctx.saved_tensors, **ctx.options)
         return dlogits, None, None, None, None, None, None
 
 

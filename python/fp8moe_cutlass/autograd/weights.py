@@ -48,8 +48,9 @@ class Fp8Weights:
             refuse("Fp8Weights", "layer", "a MoEExperts", layer)
         gate_up, down = layer.local_weights()
         self.check(gate_up, down, layer.recipe)
-        _fill(self.gate_up, self.gate_up_t, gate_up, layer.recipe)
-        _fill(self.down, self.down_t, down, layer.recipe)
+        for w, q, q_t in ((gate_up, self.gate_up, self.gate_up_t), (down, self.down, self.down_t)):
+            both = q_t is not None
+            _quantize(w, layer.recipe, both, (q, q_t) if both else q)
         if self.written is not None:
             self.written.record()
 
@@ -101,25 +102,16 @@ def of_one_forward(
     """FP8 weights for the current stream alone, each with its transpose or without."""
     parts: list[Any] = []
     for w, transposed in ((gate_up, gate_up_t), (down, down_t)):
-        both: Any = transposed
-        made: Any = ops.quantize_weight(
-            w.detach().contiguous(), transposed=both, scale=recipe.scale, eps=recipe.eps
-        )
+        made = _quantize(w, recipe, transposed)
         parts += made if transposed else (made, None)
     return Fp8Weights(parts[0], parts[2], parts[1], parts[3])
 
 
-def quantize_weight(
-    w: Tensor, recipe: Fp8Recipe, *, transposed: bool, rows: bool = True
-) -> tuple[Any, Any]:
-    """w [E, N, K] as fprop reads it, unless not `rows`, and as dgrad does; in one pass."""
-    wanted: Any = transposed if rows else "only"
-    made: Any = ops.quantize_weight(
-        w.detach().contiguous(), transposed=wanted, scale=recipe.scale, eps=recipe.eps
-    )
-    if rows and transposed:
-        return made.q, made.q_t
-    return (made, None) if rows else (None, made)
+def quantize_weight(w: Tensor, recipe: Fp8Recipe, *, transposed: bool) -> tuple[Any, Any]:
+    """w [E, N, K] as fprop reads it and, with `transposed`, as dgrad does, else None; in one
+    pass."""
+    made = _quantize(w, recipe, transposed)
+    return made if transposed else (made, None)
 
 
 def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
@@ -127,22 +119,15 @@ def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
     if isinstance(w, Fp8Tensor):
         data = w.data.view(torch.uint8).mT.contiguous().view(w.data.dtype)
         return Fp8Tensor(data, w.scale_inv.mT.contiguous(), w.scale_layout, w.pow2)
-    made: Fp8Tensor = quantize_weight(w, recipe, rows=False, transposed=True)[1]
+    made: Fp8Tensor = _quantize(w, recipe, "only")
     return made
 
 
-def _fill(
-    rows: Fp8Tensor | None, transposed: Fp8Tensor | None, w: Tensor, recipe: Fp8Recipe
-) -> None:
-    """Quantize w into the codes that are given."""
-    how: Any = {"scale": recipe.scale, "eps": recipe.eps}
-    if rows is None:
-        how |= {"transposed": "only", "out": transposed}
-    elif transposed is None:
-        how |= {"transposed": False, "out": rows}
-    else:
-        how |= {"out": (rows, transposed)}
-    ops.quantize_weight(w.detach().contiguous(), **how)
+def _quantize(w: Tensor, recipe: Fp8Recipe, transposed: Any, out: Any = None) -> Any:
+    """ops.quantize_weight of a parameter."""
+    return ops.quantize_weight(
+        w.detach().contiguous(), transposed=transposed, scale=recipe.scale, eps=recipe.eps, out=out
+    )
 
 
 def _now_written(*parts: Any) -> Fp8Weights:
