@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def disagree(group: Any, wrong: dict[str, Any], capacity: Any) -> tuple[str, list[int]]:
-    """The error of this rank, and the bytes a row of each exchange before it had."""
+    """The error of this rank, and the bytes per row of each exchange before it had."""
     wrong = dict(wrong) if dist.get_rank() == 2 else {}
     experts, hidden = wrong.get("experts", EXPERTS), wrong.get("hidden", HIDDEN)
     layer = MoEExperts(

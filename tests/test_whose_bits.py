@@ -34,7 +34,7 @@ INVERSE = f32(1) / LARGEST  # rounded, as a constant of float32 is
 
 
 class Quantized(NamedTuple):
-    """values [tiles, n] before the last rounding, to codes; one stored scale a tile."""
+    """values [tiles, n] before the last rounding, to codes; one stored scale per tile."""
 
     values: F32
     scale: F32

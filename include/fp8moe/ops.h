@@ -15,7 +15,7 @@
 // shares memory with an input, with another output or, of an Fp8Tensor, with its own scales
 // (InvalidArgument). Codes, scales in gemm layout, high-precision data and plans start at a
 // multiple of 16 bytes. On the CPU, memory that runs out inside a parallel region ends the process:
-// some ops hold a few rows a thread there. What lies in a plan's buffer is trusted on CUDA, where
+// some ops hold a few rows per thread there. What lies in a plan's buffer is trusted on CUDA, where
 // nobody on the host can read it; the CPU checks it (InvalidArgument) before it indexes by it.
 // Letters: plan.h. docs/reference/numerics.md states what each op guarantees bit by bit.
 #pragma once
@@ -437,7 +437,7 @@ FP8MOE_API void unpack(const Unpack& p, Stream stream = {});
 
 // ---- transposes in the FP8 domain --------------------------------------------------------------
 
-// columns = the rows of q as the contracted dimension, shifted to one scale a tile:
+// columns = the rows of q as the contracted dimension, shifted to one scale per tile:
 // code' = RNE(code 2^-k).
 // q [R, C] with 1x128 power-of-two scales; columns [C, Kcap] of q's format, layout block (128x128
 // tiles) or gemm (1x128 tiles along tokens, scales [Kcap/128, pad4(C)]).

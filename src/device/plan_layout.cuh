@@ -110,7 +110,7 @@ __device__ __forceinline__ ExpertPlace place_expert(const PlanOut& plan, int64_t
           .first_column = static_cast<int>(begin >> 32)};
 }
 
-// -1 in the padding rows, a warp an expert, the experts spread over the grid. tokens and first_row
+// -1 in the padding rows, a warp per expert, the experts spread over the grid. tokens and first_row
 // [E] in shared memory.
 __device__ __forceinline__ void mark_padding(const PlanOut& plan, const int* tokens,
                                              const int* first_row) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ void mark_padding(const PlanOut& plan, const int* tok
   }
 }
 
-// col_blocks, a warp an expert as above, first_column [E] in shared memory, too. An expert has
+// col_blocks, a warp per expert as above, first_column [E] in shared memory, too. An expert has
 // `segment` rows, or, where that is 0, its tokens rounded up to the plan's align.
 __device__ __forceinline__ void write_blocks(const PlanOut& plan, int segment, const int* tokens,
                                              const int* first_row, const int* first_column) {

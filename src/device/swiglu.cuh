@@ -95,7 +95,7 @@ struct GradSource {
   }
 };
 
-// One block of 256 threads a tile; tiles of a row block are neighbours in the grid.
+// One block of 256 threads per tile; tiles of a row block are neighbours in the grid.
 template <typename F, ColumnKind kKind, typename Source, typename Rule>
 __global__ __launch_bounds__(Tile<8>::kThreads, 2) void quantize_source(
     const __grid_constant__ Source source, const __grid_constant__ PlanView plan, int rows,

@@ -145,7 +145,7 @@ struct Tile {
       out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block) + at] = scale_inv;
   }
 
-  // Only for a scale a column, before columns_encode and another barrier: that of the place-th.
+  // Only for a scale per column, before columns_encode and another barrier: that of the place-th.
   template <typename F, typename Rule>
   static __device__ __forceinline__ void columns_scale(const ColumnsOut& out, int tile, int block,
                                                        int columns, const Maxima& shared,
@@ -194,7 +194,7 @@ struct Tile {
     out.scale[strides(tile, out.scale_tile) + strides(block, out.scale_block)] = scale_inv;
   }
 
-  // 8 threads a column, 16 tokens each; all of a thread's are read before the first is stored.
+  // 8 threads per column, 16 tokens each; all of a thread's are read before the first is stored.
   using Words = uint4[1024 / kThreads];
   static __device__ __forceinline__ void columns_read(const Shared& codes, Words& words) {
 #pragma unroll

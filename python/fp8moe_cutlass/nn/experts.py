@@ -67,11 +67,11 @@ class MoEExperts(ExpertBlock, nn.Module):
       keeps one rank's, and its clip_grad_norm_ gives each rank a norm of its own, where nn's gives
       the whole model's. shard_experts divides the gradients, and makes DTensors of the parameters,
       of which torch knows the whole.
-    capacity: None (exact) drops nothing; the host waits for the device once a forward, to learn
-      how many rows arrive. An int, the rows a rank may send to a rank, or (rows, assignments a
-      rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers of fixed
-      size, capturable in a CUDA graph after one forward like it. What finds no place is dropped
-      (its output and gradients are 0) and counted: `dropped`, `check()`.
+    capacity: None (exact) drops nothing; the host waits for the device once per forward, to
+      learn how many rows arrive. An int, the rows a rank may send to each rank, or (rows,
+      assignments a rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers
+      of fixed size, capturable in a CUDA graph after one forward like it. What finds no place is
+      dropped (its output and gradients are 0) and counted: `dropped`, `check()`.
     Ranks that disagree (sizes, slots, recipe, capacity, what requires grad) all raise, naming
     who passed what; with a capacity, in the first forward of its kind. Afterwards `check()` raises,
     and so does the next first forward of a kind. docs/how-to/several-gpus.md.
@@ -154,7 +154,7 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     @property
     def capacity(self) -> int | tuple[int, int] | None:
-        """As given: the rows a rank may send to a rank, and the assignments it may receive."""
+        """As given: the rows a rank may send to each rank, and the assignments it may receive."""
         return None if self._exchange is None else self._exchange.capacity
 
     @property

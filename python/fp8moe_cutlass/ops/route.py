@@ -50,7 +50,7 @@ def route(
 def plan_from_counts(
     tokens_per_expert: Array, *, capacity: int, align: int = 1, out: RoutingPlan | None = None
 ) -> RoutingPlan:
-    """The plan of tokens_per_expert [E] (int32 or int64) packed rows an expert.
+    """The plan of packed rows, tokens_per_expert [E] (int32 or int64) of each expert.
 
     It has T = capacity tokens of one slot: token i is the i-th packed row, -1 past their sum.
     """

@@ -12,7 +12,7 @@ namespace fp8moe::cuda {
 
 // ---- rows ---------------------------------------------------------------------------------------
 // What the row kernels of both share. They are for bf16 operands and I a multiple of 128: a warp
-// takes 4 rows of one tile, 8 lanes a row, 16 columns a lane (the lanes of tile.cuh).
+// takes 4 rows of one tile, 8 lanes per row, 16 columns per lane (the lanes of tile.cuh).
 
 namespace {
 
@@ -158,7 +158,7 @@ void run(const ActQuantize& p, Stream stream) {
 // [2I, Kcap] and of h [I, Kcap], h recomputed.
 //
 // bf16 operands and I % 128 == 0 take one pass: backward_rows, or backward_tiles
-// (act_backward_tiles.cuh) where columns are asked for. The rest takes a pass an output.
+// (act_backward_tiles.cuh) where columns are asked for. The rest takes a pass per output.
 
 namespace {
 
@@ -206,8 +206,8 @@ __device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, con
   if (Tile<8>::lane() == 0) *scale = token ? s.scale_inv : 0.0f;
 }
 
-// rows_per_block rows a block, all their tiles: 32 / rows_per_block sets of lanes take the tiles in
-// turn, and their sums of dprob meet in shared memory, to be added in order.
+// rows_per_block rows per block, all their tiles: 32 / rows_per_block sets of lanes take the tiles
+// in turn, and their sums of dprob meet in shared memory, to be added in order.
 template <typename F, bool kClamp>
 __global__ __launch_bounds__(256, kClamp ? 2 : 3) void backward_rows(
     const __grid_constant__ SwigluBackward p) {
@@ -274,7 +274,7 @@ __global__ __launch_bounds__(256, kClamp ? 2 : 3) void backward_rows(
   }
 }
 
-// dprob[row]: a warp a row, 16 lanes a tile of 128 terms; tiles in ascending order
+// dprob[row]: a warp per row, 16 lanes per tile of 128 terms; tiles in ascending order
 // (common/reduce.h).
 __global__ void __launch_bounds__(256)
     sum_dprobs(const __grid_constant__ GradSource source, const __grid_constant__ PlanView plan,
@@ -321,7 +321,8 @@ void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
   if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
 }
 
-// Rows a block of backward_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or 32.
+// Rows that a block of backward_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or
+// 32.
 int rows_per_block(int64_t tiles) {
   int best = 8;
   double best_use = 0.0;

@@ -11,15 +11,15 @@
 namespace fp8moe::cuda {
 
 // ---- quantize_pack ------------------------------------------------------------------------------
-// quantize_pack: a block a token (and some that mark the rows without one). It quantizes the token
-// into shared memory, as the row of the wire is, and from there one copy a rank brings codes and
-// scales to their rows; the few vectors behind them, which differ between ranks, are stored by the
-// thread of the rank.
+// quantize_pack: a block per token (and some that mark the rows without one). It quantizes the
+// token into shared memory, as the row of the wire is, and from there one copy per rank brings
+// codes and scales to their rows; the few vectors behind them, which differ between ranks, are
+// stored by the thread of the rank.
 
 namespace {
 
 template <typename T>
-constexpr int kInFlight = 8 / sizeof(T);  // tiles of half a warp: 64 bytes a lane
+constexpr int kInFlight = 8 / sizeof(T);  // tiles of half a warp: 64 bytes per lane
 template <typename T>
 constexpr int kWarpTiles = 2 * kInFlight<T>;
 constexpr int kMaxWarps = 8;

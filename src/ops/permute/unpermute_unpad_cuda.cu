@@ -11,8 +11,8 @@
 namespace fp8moe::cuda {
 
 // ---- unpermute_unpad and permute_pad_backward ---------------------------------------------------
-// A block a token: its kept slots in shared memory, then 16 bytes a thread of up to kSumBatch rows
-// in flight.
+// A block per token: its kept slots in shared memory, then 16 bytes per thread of up to kSumBatch
+// rows in flight.
 
 namespace {
 
@@ -105,8 +105,9 @@ void run(const UnpermuteUnpad& p, Stream stream) {
 }
 
 // ---- unpermute_unpad_backward -------------------------------------------------------------------
-// unpermute_unpad_backward with probs: a block a token, a warp a row of it: dy = prob * dout, and
-// the dot <y[row], dout[t]> in the order of common/reduce.h. Further blocks zero the padding rows.
+// unpermute_unpad_backward with probs: a block per token, a warp per row of it: dy = prob * dout,
+// and the dot <y[row], dout[t]> in the order of common/reduce.h. Further blocks zero the padding
+// rows.
 
 namespace {
 

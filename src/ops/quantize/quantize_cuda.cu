@@ -11,7 +11,8 @@
 namespace fp8moe::cuda {
 
 // ---- quantize -----------------------------------------------------------------------------------
-// q = Q(x), x [M, K], by 1x128 tiles: 16 lanes a tile, 8 values a lane, 4 rows a warp in flight.
+// q = Q(x), x [M, K], by 1x128 tiles: 16 lanes per tile, 8 values per lane, 4 rows per warp in
+// flight.
 
 namespace {
 
@@ -216,7 +217,7 @@ void run(const QuantizeWeight& p, Stream stream) {
 }
 
 // ---- dequantize ---------------------------------------------------------------------------------
-// x = decode(q) * scale_inv in f32, rounded to x's dtype: 8 codes of 4 rows a thread.
+// x = decode(q) * scale_inv in f32, rounded to x's dtype: 8 codes of 4 rows per thread.
 
 namespace {
 

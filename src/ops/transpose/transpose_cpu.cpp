@@ -262,12 +262,12 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan,
 }  // namespace
 
 // ---- transpose_fp8 ------------------------------------------------------------------------------
-// columns = the rows of q transposed expert by expert: codes shifted to one scale a tile, or, under
-// requantize, dequantized to f32 and quantized again along the tokens.
+// columns = the rows of q transposed expert by expert: codes shifted to one scale per tile, or,
+// under requantize, dequantized to f32 and quantized again along the tokens.
 
 namespace {
 
-// One tile of codes [tokens, channels] with a scale a row, by way of f32.
+// One tile of codes [tokens, channels] with a scale per row, by way of f32.
 template <typename F>
 FP8MOE_CLONES void requantize_tile(const uint8_t* q, int64_t stride, const float* scale_inv,
                                    int64_t scale_stride, int tokens, int channels, bool per_channel,

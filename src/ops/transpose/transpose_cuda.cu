@@ -71,8 +71,8 @@ void shift_columns(const char* op, const Fp8Tensor& q, const RoutingPlan& plan, 
 }  // namespace
 
 // ---- transpose_fp8 ------------------------------------------------------------------------------
-// columns = the rows of q transposed expert by expert: codes shifted to one scale a tile, or, under
-// requantize, dequantized to f32 and quantized again along the tokens.
+// columns = the rows of q transposed expert by expert: codes shifted to one scale per tile, or,
+// under requantize, dequantized to f32 and quantized again along the tokens.
 
 namespace {
 
