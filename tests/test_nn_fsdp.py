@@ -300,6 +300,21 @@ def test_a_float32_gate_beside_bfloat16_experts(pool: Pool) -> None:
     results(pool.run(2, float32_gate))
 
 
+def router_first(group: Any, shared: bool) -> None:
+    moe = MoE(Router(128, 2, 2), MoEExperts(2, 128, 128))
+    net = nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16), moe)
+    ignored = shard_experts(net, group) if shared else None
+    fully_shard(moe.router)
+    fully_shard(net, ignored_params=ignored)
+    net(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in net.parameters())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_router_of_its_own_in_a_bfloat16_model(shared: bool, pool: Pool) -> None:
+    results(pool.run(2, router_first, shared))
+
+
 def told(group: Any) -> None:
     """Once where fully_shard gathers experts of two layers, not where it ignores them."""
     slow_path._said.clear()
