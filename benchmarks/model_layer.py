@@ -122,6 +122,8 @@ def show(given: argparse.Namespace) -> None:
         sizes = of_config(given.config) if given.config else Sizes(*given.sizes)
         sizes = sizes._replace(experts=given.experts or sizes.experts)
         found = measure(sizes, given.tokens, device)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise SystemExit(f"[layer] cannot read {given.config}: {error.strerror}") from None
+    except ValueError as error:
         raise SystemExit(str(error)) from None
     print(*lines(sizes, given.tokens, device, found), sep="\n")

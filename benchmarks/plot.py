@@ -1,14 +1,10 @@
-"""Draw a record: python benchmarks/plot.py RECORD.json OUT.png
-
-What is drawn follows from the record. Of a layer's record the steps are drawn; with --kernels as
-the third argument, where a step's time goes.
-"""
+"""Draws a record as a picture: what is drawn follows from the record."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,5 +213,9 @@ def draw(record: Record, path: Path, kernels: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    source, target, *more = sys.argv[1:]
-    draw(json.loads(Path(source).read_text()), Path(target), more == ["--kernels"])
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("record", type=Path)
+    arguments.add_argument("out", type=Path)
+    arguments.add_argument("--kernels", action="store_true", help="where a layer's step goes")
+    given = arguments.parse_args()
+    draw(json.loads(given.record.read_text()), given.out, given.kernels)

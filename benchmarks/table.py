@@ -1,9 +1,9 @@
-"""Print a record: python benchmarks/table.py RECORD.json"""
+"""Prints a record as tables."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,7 +128,9 @@ def flat(row: Record) -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    record = json.loads(Path(sys.argv[1]).read_text())
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("record", type=Path)
+    record = json.loads(arguments.parse_args().record.read_text())
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)

@@ -148,7 +148,7 @@ def test_refusals_end_with_the_reason(tmp_path: Path) -> None:
         ([gpt_oss], "experts of gpt_oss cannot run in FP8: GptOssExperts: biases"),
         (["--sizes", 8, 250, 128, 2], "H and I must be multiples of 16; got 250 and 128"),
         (["--sizes", 8, 256, 128, 9], "need k in [1, E] and tokens; got k 9, E 8"),
-        ([tmp_path / "none.json"], "No such file"),
+        ([tmp_path / "none.json"], "[layer] cannot read "),
     ):
         made = model_layer.with_arguments(parser("", json_required=False))
         with pytest.raises(SystemExit, match=re.escape(message)):
