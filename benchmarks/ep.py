@@ -26,7 +26,7 @@ from launch import processes
 from timing import Limits, Runs
 
 WORLDS = (1, 2, 4, 8)
-SPARE = 1.25  # capacity over the mean of a balanced routing
+SPARE = 1.25  # rows of a rank capacity over the mean of a balanced routing
 OURS, LIMIT = "fp8moe", "limit"
 ALL_TO_ALL = "bf16 all-to-all alone"
 SAME_EXCHANGE = "bf16 torch, same exchange"
@@ -59,9 +59,9 @@ class Group:
         """Exact sizes under both routings, then fixed ones."""
         for kind in ("random", "zipf"):
             yield from self._rows(kind, None)
-        yield from self._rows("random", self.capacity())
+        yield from self._rows("random", self.rank_capacity())
 
-    def capacity(self) -> tuple[int, int]:
+    def rank_capacity(self) -> tuple[int, int]:
         """Rows of a pair of ranks and assignments of a rank: SPARE times a balanced routing's."""
         w, t, s, e = (self.shape[name] for name in "WTSE")
         ids = routing("random", t, e, s, self.team.device) // (e // w)
@@ -70,15 +70,16 @@ class Group:
         rows = self.team.reduce([pairs], dist.ReduceOp.MAX)[0]
         return min(t, math.ceil(SPARE * rows)), math.ceil(SPARE * t * s)
 
-    def _rows(self, kind: str, capacity: tuple[int, int] | None) -> Iterator[Record]:
+    def _rows(self, kind: str, rank_capacity: tuple[int, int] | None) -> Iterator[Record]:
         e, h, i = (self.shape[name] for name in "EHI")
         device = self.team.device
-        layer = MoEExperts(e, h, i, group=self.team.group, capacity=capacity, device=device)
+        options: Any = {"rank_capacity": rank_capacity, "device": device}
+        layer = MoEExperts(e, h, i, group=self.team.group, **options)
         inputs = Inputs.random(self.shape, device, kind)
         legs = Legs(layer, inputs)
-        variant = f"{kind}, {'exact' if capacity is None else f'capacity {SPARE}'}"
+        variant = f"{kind}, {'exact' if rank_capacity is None else f'capacity {SPARE}'}"
         yield from self._exchanges(legs, variant)
-        yield from self._layers(layer, Bf16Layer(layer, capacity), inputs, legs, variant)
+        yield from self._layers(layer, Bf16Layer(layer, rank_capacity), inputs, legs, variant)
 
     def _exchanges(self, legs: Legs, variant: str) -> Iterator[Record]:
         h, s = self.mine["H"], self.mine["S"]

@@ -37,12 +37,12 @@ DRIFT = 2**20  # bytes of the GPU's memory at rest, from the first quarter of th
 class Soak:
     """One layer over the group and, on rank 0, the same layer by itself."""
 
-    def __init__(self, team: Team, shape: Shape, capacity: Any = None) -> None:
+    def __init__(self, team: Team, shape: Shape, rank_capacity: Any = None) -> None:
         self.team, self.shape = team, shape
         e, h, i = shape["E"] * team.size, shape["H"], shape["I"]
         torch.manual_seed(0)
         options: Any = {"dtype": torch.float32, "device": team.device}
-        self.layer = MoEExperts(e, h, i, group=team.group, capacity=capacity, **options)
+        self.layer = MoEExperts(e, h, i, group=team.group, rank_capacity=rank_capacity, **options)
         torch.manual_seed(0)
         self.alone = MoEExperts(e, h, i, **options) if team.rank == 0 else None
         layers = [m for m in (self.layer, self.alone) if m is not None]

@@ -104,7 +104,7 @@ class Legs:
         return lambda: self.exchange.combine(rows, self.plan.rows, self.sizes)
 
     def rows_to_others(self) -> int:
-        """Rows this rank sends to other ranks; with a capacity, the fixed number, but
+        """Rows this rank sends to other ranks; with a rank capacity, the fixed number, but
         for those of the terms."""
         if self.sizes.sent is None:
             return self.exchange.segment * (self.exchange.ranks - 1)
@@ -115,10 +115,10 @@ class Bf16Layer(nn.Module):
     """The layer in bf16 torch with the same exchange and parameters. On a GPU torch.compile fuses
     what it can, as in layer.py."""
 
-    def __init__(self, layer: MoEExperts, capacity: Any) -> None:
+    def __init__(self, layer: MoEExperts, rank_capacity: Any) -> None:
         super().__init__()
         sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
-        options: Any = {"group": layer.group, "capacity": capacity, "device": "meta"}
+        options: Any = {"group": layer.group, "rank_capacity": rank_capacity, "device": "meta"}
         self.experts = MoEExperts(*sizes, recipe=None, **options)
         self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
 

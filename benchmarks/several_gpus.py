@@ -5,9 +5,10 @@
 Two models: eight blocks of Qwen3-30B's experts with Linears between, and six layers of Qwen3-30B in
 transformers. Five ways each, one after the other, from the same weights: torch's bf16 experts under
 fully_shard, FP8 experts under fully_shard, and both with the experts shared by group= and the rest
-under fully_shard; and FP8 with a capacity, too. Measured: 20 losses of the whole batch, a step (the
-slowest rank's median), and the peak of memory on rank 0. --profile prints where three more steps of
-rank 0 spend their time: how long its GPU is busy, and the calls that take most of its host.
+under fully_shard; and FP8 with a rank capacity, too. Measured: 20 losses of the whole batch, a step
+(the slowest rank's median), and the peak of memory on rank 0. --profile prints where three more
+steps of rank 0 spend their time: how long its GPU is busy, and the calls that take most of its
+host.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from timing import Limits
 from torch_experts import TorchExperts
 
 BASE = "bf16, fully_shard"
-# Variant: the recipe, whether group= shares the experts, and a capacity of so many times the
+# Variant: the recipe, whether group= shares the experts, and a rank capacity of so many times the
 # assignments of balanced routing (0: exact sizes, for which the host waits in each forward).
 VARIANTS: dict[str, tuple[Fp8Recipe | None, bool, float]] = {
     BASE: (None, False, 0.0),
@@ -84,7 +85,7 @@ class EightBlocks:
         self.shape, self.device = TINY if quick else QWEN, device
         self.layers = 2 if quick else 8
 
-    def build(self, recipe: Fp8Recipe | None, group: bool, capacity: Capacity) -> nn.Module:
+    def build(self, recipe: Fp8Recipe | None, group: bool, rank_capacity: Capacity) -> nn.Module:
         """The whole model on every rank, sharded then."""
         e, s, h, i = (self.shape[letter] for letter in "ESHI")
         blocks = []
@@ -94,7 +95,7 @@ class EightBlocks:
                 experts = TorchExperts(experts, s)  # type: ignore[arg-type]
             blocks.append(Block(self.shape, experts, self.device))
             if group:  # block by block: the whole model's experts need not fit
-                shard_experts(blocks[-1], dist.group.WORLD, capacity=capacity)
+                shard_experts(blocks[-1], dist.group.WORLD, rank_capacity=rank_capacity)
         return sharded(Blocks(blocks), blocks)
 
     def batch(self, tokens: int) -> Batch:
@@ -131,7 +132,7 @@ class Qwen3:
             "norm_topk_prob": True,
         }
 
-    def build(self, recipe: Fp8Recipe | None, group: bool, capacity: Capacity) -> nn.Module:
+    def build(self, recipe: Fp8Recipe | None, group: bool, rank_capacity: Capacity) -> nn.Module:
         import transformers
 
         from fp8moe_cutlass.integrations import transformers as fp8moe
@@ -146,7 +147,7 @@ class Qwen3:
                 p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
         if recipe is not None or group:
             world = dist.group.WORLD if group else None
-            fp8moe.swap(model, recipe=recipe, group=world, capacity=capacity)
+            fp8moe.swap(model, recipe=recipe, group=world, rank_capacity=rank_capacity)
         return sharded(model.train(), list(model.model.layers))
 
     def batch(self, tokens: int) -> Batch:
@@ -194,8 +195,8 @@ class Bench:
                 self.tidy()
                 torch.manual_seed(0)  # the same on all ranks: whole weights, before they are shared
                 assignments = int(spare * tokens * self.of.shape["S"])
-                capacity = (tokens, assignments) if spare else None
-                self.model = self.of.build(recipe, group, capacity)
+                rank_capacity = (tokens, assignments) if spare else None
+                self.model = self.of.build(recipe, group, rank_capacity)
                 self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
             if n == 0:
                 self.losses[variant] = self.train()

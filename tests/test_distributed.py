@@ -144,8 +144,8 @@ def assert_equal(got: Result, want: Result) -> None:
 def check(pool: Pool, counts: list[int], p: Problem, *capacities: Any, **options: Any) -> None:
     """Every rank's results, with each capacity, are those of one process; nothing is dropped."""
     want = alone(pool, expected, p, len(counts), options)
-    for capacity in capacities or (None,):
-        asked = {**options, "capacity": capacity}
+    for rank_capacity in capacities or (None,):
+        asked = {**options, "rank_capacity": rank_capacity}
         found = results(pool.run(len(counts), on_a_rank, p, counts, asked))
         assert [dropped for _, dropped in found] == [[0, 0, 0]] * len(counts)
         assert_equal(joined([r for r, _ in found]), want)
@@ -209,7 +209,7 @@ def test_nobody_has_tokens(pool: Pool, recipe: Any) -> None:
     check(pool, [0, 0], batch(0), None, 8, recipe=recipe)
 
 
-# ---- capacity that is too small -----------------------------------------------------------------
+# ---- a rank_capacity that is too small ----------------------------------------------------------
 
 
 def clipped(p: Problem, counts: list[int], rows: int, most: int) -> tuple[Problem, list[list[int]]]:
@@ -238,21 +238,21 @@ def test_overflow_is_dropped_and_counted(pool: Pool, rows: int, most: int, recip
     p = batch(95)
     kept, dropped = clipped(p, counts, rows, most)
     assert torch.tensor(dropped).sum() > 10
-    options = {"recipe": recipe, "capacity": (rows, most)}
+    options = {"recipe": recipe, "rank_capacity": (rows, most)}
     found = results(pool.run(4, on_a_rank, p, counts, options))
     assert [d for _, d in found] == dropped
     assert_equal(joined([r for r, _ in found]), alone(pool, expected, kept, 4, {"recipe": recipe}))
 
 
 def overflowing(group: Any, p: Problem) -> None:
-    layer = layer_of(p, group, capacity=1)
+    layer = layer_of(p, group, rank_capacity=1)
     buffer = layer.dropped
     assert buffer.tolist() == [0, 0, 0]
     layer.check()
     with torch.inference_mode():
         layer(p.x, p.topk_idx, p.probs)
     layer(p.x, p.topk_idx, p.probs)
-    with pytest.raises(ValueError, match=r"\d+ rows beyond the capacity"):
+    with pytest.raises(ValueError, match=r"\d+ rows beyond rank_capacity"):
         layer.check()
     assert layer.dropped.data_ptr() == buffer.data_ptr()  # one memory, whatever runs first
 
@@ -363,9 +363,11 @@ def as_on_one_rank(group: Any, p: Problem, options: dict[str, Any]) -> None:
 
 
 @FP8_AND_BF16
-@pytest.mark.parametrize("capacity", [None, 40], ids=["exact", "capacity"])
-def test_as_on_one_rank(pool: Pool, capacity: Any, recipe: Any) -> None:
-    results(pool.run(2, as_on_one_rank, batch(53), {"recipe": recipe, "capacity": capacity}))
+@pytest.mark.parametrize("rank_capacity", [None, 40], ids=["exact", "capacity"])
+def test_as_on_one_rank(pool: Pool, rank_capacity: Any, recipe: Any) -> None:
+    results(
+        pool.run(2, as_on_one_rank, batch(53), {"recipe": recipe, "rank_capacity": rank_capacity})
+    )
 
 
 def under_autocast(group: Any, p: Problem, recipe: Any) -> Result:

@@ -49,13 +49,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "recipe must .*pow2 scales, .* on ranks 0, 3; fp32 scales, .* on rank 2",
     ),
     "gradient": ({"recipe": Fp8Recipe(grad_dtype="e5m2")}, "gradients in e5m2 on rank 2"),
-    "capacity": ({"capacity": 7}, "capacity must .* on ranks 0, 3; 7 on rank 2"),
+    "rank_capacity": ({"rank_capacity": 7}, "rank_capacity must .* on ranks 0, 3; 7 on rank 2"),
     "x_grad": ({"detach": "x"}, "x.requires_grad must .*True on ranks 0, 3; False on rank 2"),
     "no_grad": ({"detach": "all"}, "requires_grad must .*True on ranks 0, 3; False on rank 2"),
 }
 
 
-def disagree(group: Any, wrong: dict[str, Any], capacity: Any) -> tuple[str, list[int]]:
+def disagree(group: Any, wrong: dict[str, Any], rank_capacity: Any) -> tuple[str, list[int]]:
     """The error of this rank, and the bytes per row of each exchange before it had."""
     wrong = dict(wrong) if dist.get_rank() == 2 else {}
     experts, hidden = wrong.get("experts", EXPERTS), wrong.get("hidden", HIDDEN)
@@ -64,7 +64,7 @@ def disagree(group: Any, wrong: dict[str, Any], capacity: Any) -> tuple[str, lis
         hidden,
         INTERMEDIATE,
         recipe=wrong.get("recipe", Fp8Recipe()),
-        capacity=wrong.get("capacity", capacity),
+        rank_capacity=wrong.get("rank_capacity", rank_capacity),
         group=group,
     )
     x, idx, probs = inputs(20 + dist.get_rank(), wrong.get("slots", 2), hidden, experts)
@@ -89,15 +89,15 @@ def disagree(group: Any, wrong: dict[str, Any], capacity: Any) -> tuple[str, lis
     return "", widths
 
 
-@pytest.mark.parametrize("capacity", [None, 50], ids=["exact", "capacity"])
+@pytest.mark.parametrize("rank_capacity", [None, 50], ids=["exact", "capacity"])
 @pytest.mark.parametrize("name", WRONG)
-def test_ranks_that_disagree_all_raise(pool: Pool, name: str, capacity: Any) -> None:
+def test_ranks_that_disagree_all_raise(pool: Pool, name: str, rank_capacity: Any) -> None:
     wrong, message = WRONG[name]
-    for error, widths in results(pool.run(3, disagree, wrong, capacity)):
+    for error, widths in results(pool.run(3, disagree, wrong, rank_capacity)):
         assert error.startswith("[MoEExperts] ")
         assert re.search(message, error), error
         assert widths == [4 * (2 + 8 + 1)]  # the sizes and the words alone: no row has travelled
-    found = results(pool.run(3, disagree, {}, capacity))  # and the group is as good as before
+    found = results(pool.run(3, disagree, {}, rank_capacity))  # and the group is as good as before
     assert [error for error, _ in found] == [""] * 3
 
 
@@ -138,9 +138,9 @@ def test_a_lost_peer_is_an_error_in_bounded_time(how: str, when: str) -> None:
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
-def events_of(group: Any, capacity: Any) -> list[list[str]]:
+def events_of(group: Any, rank_capacity: Any) -> list[list[str]]:
     """What a first and a second step do, in order: reads, exchanges, weight gradients, waits."""
-    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, capacity=capacity)
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, rank_capacity=rank_capacity)
     seen: list[str] = []
 
     def logged(call: Any, what: Any) -> Any:
@@ -186,17 +186,17 @@ BACKWARD = [
 ]
 
 
-@pytest.mark.parametrize("capacity", [None, 30], ids=["exact", "capacity"])
-def test_one_read_a_forward_and_none_in_backward(capacity: Any) -> None:
+@pytest.mark.parametrize("rank_capacity", [None, 30], ids=["exact", "capacity"])
+def test_one_read_a_forward_and_none_in_backward(rank_capacity: Any) -> None:
     """Exact: the sizes, while the rows are packed. Capacity: one, in the first forward. Weights are
     quantized before the rows travel; gradients of the probs and dx leave before the weight
     gradients."""
     pool = Pool(2, {2: [0, 1]})
     try:
-        found = results(pool.run(2, events_of, capacity))
+        found = results(pool.run(2, events_of, rank_capacity))
     finally:
         pool.close()
-    later = SIZES if capacity is None else AGREED
+    later = SIZES if rank_capacity is None else AGREED
     assert found == [[[*SIZES, *EXPERT_RUN, *BACKWARD], [*later, *EXPERT_RUN, *BACKWARD]]] * 2
 
 
@@ -204,10 +204,10 @@ class ReadsAValue(Exception):
     pass
 
 
-def without_values(group: Any, recipe: Any, capacity: Any) -> str:
+def without_values(group: Any, recipe: Any, rank_capacity: Any) -> str:
     """A second step in which any read of a tensor's value raises."""
     experts = MoEExperts(
-        EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, capacity=capacity
+        EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, rank_capacity=rank_capacity
     )
     layer = MoE(Router(HIDDEN, EXPERTS, 2), experts, SharedExpert(HIDDEN, 64))
     x = torch.randn(20, HIDDEN, requires_grad=True)
@@ -248,8 +248,8 @@ def refusals(group: Any) -> None:
         MoEExperts(7, *sizes, group=group)
     bad: Any
     for bad in (0, -1, 2.5, (4, 0), (0, 4), (1, 2, 3), [4, 4], "4"):
-        with pytest.raises(ValueError, match="capacity must be"):
-            MoEExperts(EXPERTS, *sizes, group=group, capacity=bad)
+        with pytest.raises(ValueError, match="rank_capacity must be"):
+            MoEExperts(EXPERTS, *sizes, group=group, rank_capacity=bad)
     router = Router(HIDDEN, EXPERTS, 2, group=group)
     for bad, why in (
         (dist.GroupMember.NON_GROUP_MEMBER, "contain this rank"),
@@ -271,26 +271,28 @@ def refusals(group: Any) -> None:
     with pytest.raises(ValueError, match=r"deepep.*got one with a group"):
         deepep.experts(layer, None, x, idx, probs, num_experts=EXPERTS)
     for recipe in (Fp8Recipe(), None):
-        for capacity in (None, 40):
-            layer = MoEExperts(EXPERTS, *sizes, recipe=recipe, group=group, capacity=capacity)
+        for rank_capacity in (None, 40):
+            layer = MoEExperts(
+                EXPERTS, *sizes, recipe=recipe, group=group, rank_capacity=rank_capacity
+            )
             with pytest.raises(ValueError, match=r"topk_idx must lie in \[-1, 6\); got 6"):
                 layer(x, idx.clone().fill_(EXPERTS), probs)
 
 
 def test_refusals(pool: Pool) -> None:
     results(pool.run(2, refusals))
-    with pytest.raises(ValueError, match="capacity is of a group"):
-        MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, capacity=3)
+    with pytest.raises(ValueError, match="rank_capacity needs group="):
+        MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, rank_capacity=3)
 
 
-# ---- ranks out of step, with a capacity ---------------------------------------------------------
+# ---- ranks out of step, with a rank capacity ----------------------------------------------------
 
 
 def out_of_step(group: Any, how: str, recipe: Any) -> list[str]:
     """What check() says, and the next first forward of a kind, after both ranks have agreed upon
     every kind that they run."""
     second = dist.get_rank(group) == 1
-    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, capacity=30)
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, rank_capacity=30)
     slots = (2, 3) if how == "slots" else (1,)  # whose rows have as many bytes: gloo checks that
     batches = {s: inputs(slots=s) for s in slots}
     batches = {s: (x, idx, probs.detach()) for s, (x, idx, probs) in batches.items()}
@@ -322,13 +324,13 @@ def test_ranks_out_of_step_are_noticed(pool: Pool, how: str) -> None:
         other = 4 - rank
         assert len(said) == 2
         for error in said:
-            assert error.startswith("[MoEExperts] ranks with a capacity must be in step")
+            assert error.startswith("[MoEExperts] ranks with a rank_capacity must be in step")
             times = 1 if how == "slots" else 2
             assert f"rank {other} in {times} exchanges of rank {rank}" in error
 
 
 def in_step(group: Any, recipe: Any) -> None:
-    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, capacity=30)
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, recipe=recipe, group=group, rank_capacity=30)
     for slots in (1, 2, 1):
         for _ in range(2):
             layer(*inputs(slots=slots)).sum().backward()

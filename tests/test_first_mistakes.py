@@ -151,7 +151,8 @@ def test_message(mistake: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["recipe", "preactivation", "transposed_weights", "delay_wgrad", "group", "capacity"]
+    "option",
+    ["recipe", "preactivation", "transposed_weights", "delay_wgrad", "group", "rank_capacity"],
 )
 def test_an_option_is_of_the_constructor(option: str) -> None:
     """Assigned later it is refused by name, and the layer is what it was."""

@@ -39,10 +39,10 @@ def test_is_the_same_routing_by_ids(recipe: Any, spare: int) -> None:
     p = routed()
     want = p.run(p.experts(recipe=recipe))
     mask, probs = masked(p)
-    capacity = int(mask.sum()) + spare
+    most = int(mask.sum()) + spare
     layer = p.experts(recipe=recipe)
     x, probs = p.x.clone().requires_grad_(), probs.requires_grad_()
-    out = layer(x, mask, probs, capacity=capacity)
+    out = layer(x, mask, probs, max_assignments=most)
     out.backward(p.dout)
     assert torch.equal(out, want.out)
     assert torch.equal(x.grad, want.dx)
@@ -59,11 +59,15 @@ def test_compiled_with_leading_sizes_and_an_id_of_no_expert() -> None:
     mask, probs = masked(p)
     probs = probs.nan_to_num()
     layer = p.experts()
-    want = layer(p.x, mask, probs, capacity=450)
+    want = layer(p.x, mask, probs, max_assignments=450)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(run(p.x, mask, probs, capacity=450), want)
+    assert torch.equal(run(p.x, mask, probs, max_assignments=450), want)
     shaped = layer(
-        p.x.view(3, 50, -1), mask.view(3, 50, E), probs.view(3, 50, E), capacity=450, no_expert=E
+        p.x.view(3, 50, -1),
+        mask.view(3, 50, E),
+        probs.view(3, 50, E),
+        max_assignments=450,
+        no_expert=E,
     )
     assert torch.equal(shaped.view(150, -1), want)
 
@@ -74,15 +78,17 @@ def test_refuses() -> None:
     layer = p.experts()
     held = int(mask.sum())
     for call, message in (
-        ({}, "a mask needs capacity, .*; got None"),
-        ({"capacity": -1}, "a mask needs capacity, .*; got -1"),
-        ({"capacity": held - 1}, f"a mask must hold at most {held - 1}; got {held}"),
+        ({}, "a mask needs max_assignments, .*; got None"),
+        ({"max_assignments": -1}, "a mask needs max_assignments, .*; got -1"),
+        ({"max_assignments": held - 1}, f"a mask must hold at most {held - 1}; got {held}"),
     ):
         with pytest.raises(ValueError, match=rf"\[(MoEExperts|experts)\] {message}"):
             layer(p.x, mask, probs, **call)
     with pytest.raises(ValueError, match=r"a mask must be \[..., 5\]; got \(150, 4\)"):
-        layer(p.x, mask[:, :4], probs[:, :4], capacity=450)
-    with pytest.raises(ValueError, match=r"capacity is of a bool mask; got torch.int64 ids"):
-        layer(p.x, p.topk_idx, p.probs, capacity=450)
+        layer(p.x, mask[:, :4], probs[:, :4], max_assignments=450)
+    with pytest.raises(
+        ValueError, match=r"max_assignments needs a bool mask .*; got torch.int64 ids"
+    ):
+        layer(p.x, p.topk_idx, p.probs, max_assignments=450)
     with pytest.raises(ValueError, match=r"int32, int64 or a bool mask; got torch.float32"):
-        layer(p.x, probs, probs, capacity=450)
+        layer(p.x, probs, probs, max_assignments=450)

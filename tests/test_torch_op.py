@@ -133,15 +133,15 @@ def test_mask(recipe: Fp8Recipe | None) -> None:
     mask = torch.zeros(96, 4, dtype=torch.bool).scatter_(1, p.topk_idx, True)
     probs = torch.rand(96, 4)
     held = int(mask.sum())
-    routed = lambda f, capacity: lambda x, _, w: f(x, mask, probs * w.sum(), capacity=capacity)  # noqa: E731
-    for capacity in (held, held + 7):
+    routed = lambda f, most: lambda x, _, w: f(x, mask, probs * w.sum(), max_assignments=most)  # noqa: E731
+    for most in (held, held + 7):
         equal(
-            step(compiled(routed(layer, capacity)), p, layer),
-            step(routed(layer, capacity), p, layer),
+            step(compiled(routed(layer, most)), p, layer),
+            step(routed(layer, most), p, layer),
         )
     for call in (layer, compiled(layer)):
         with pytest.raises(ValueError, match=f"must hold at most {held - 1}; got {held}"):
-            call(p.x, mask, probs, capacity=held - 1)
+            call(p.x, mask, probs, max_assignments=held - 1)
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])

@@ -45,7 +45,7 @@ def both(group: Any, problems: Any, options: dict[str, Any], main_grad: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("capacity", "options"),
+    ("rank_capacity", "options"),
     [
         (None, {}),
         (None, {"preactivation": "recompute", "transposed_weights": "recompute"}),
@@ -57,10 +57,10 @@ def both(group: Any, problems: Any, options: dict[str, Any], main_grad: bool) ->
     ids=["exact", "recompute", "bf16", "capacity", "bf16_capacity", "dropped"],
 )
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
-def test_compiled(pool: Pool, capacity: Any, options: dict[str, Any], main_grad: bool) -> None:
+def test_compiled(pool: Pool, rank_capacity: Any, options: dict[str, Any], main_grad: bool) -> None:
     sizes = [COUNTS[2], [50, 60], [33, 7]]  # more sizes than graphs
     problems = [(batch(sum(counts), seed=n), counts) for n, counts in enumerate(sizes)]
-    results(pool.run(2, both, problems, {**options, "capacity": capacity}, main_grad))
+    results(pool.run(2, both, problems, {**options, "rank_capacity": rank_capacity}, main_grad))
 
 
 def test_a_rank_receives_nothing(pool: Pool) -> None:

@@ -37,7 +37,7 @@ def test_a_compiled_mask_of_more_than_capacity() -> None:
     experts = layer(1)
 
     def call() -> torch.Tensor:
-        return experts(X, mask, probs, capacity=1)
+        return experts(X, mask, probs, max_assignments=1)
 
     with pytest.raises(ValueError, match="must hold at most 1; got 2"):
         call()

@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         nn.MoEExperts,
         MODULE
         | {"recipe": None, "preactivation": "save", "transposed_weights": "save"}
-        | {"delay_wgrad": False, "group": None, "capacity": None}
+        | {"delay_wgrad": False, "group": None, "rank_capacity": None}
         | {"dtype": torch.float32, "device": None},
     ),
     "SharedExpert": (
@@ -80,9 +80,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"dtype": torch.float32, "device": None},
     ),
     "MoE": (nn.MoE, {"router": ROUTER, "experts": LAYER, "shared_expert": None}),
-    "experts": (LAYER, EXPERTS | {"no_expert": -1, "capacity": None, "weights": None}),
-    "bf16": (BF16, EXPERTS | {"no_expert": -1, "capacity": None, "weights": None}),
-    "mask": (LAYER, {"x": P.x, "topk_idx": MASK, "topk_weights": LOGITS, "capacity": 64}),
+    "experts": (LAYER, EXPERTS | {"no_expert": -1, "max_assignments": None, "weights": None}),
+    "bf16": (BF16, EXPERTS | {"no_expert": -1, "max_assignments": None, "weights": None}),
+    "mask": (LAYER, {"x": P.x, "topk_idx": MASK, "topk_weights": LOGITS, "max_assignments": 64}),
     "forward_rows": (LAYER.forward_rows, OF_ROWS),
     "forward_rows in bf16": (BF16.forward_rows, OF_ROWS),
     "moe": (MOE, ROUTE | {"return_routing": False, "weights": None}),
@@ -266,7 +266,7 @@ def test_a_dtensor_is_no_tensor_of_a_layer() -> None:
 ACCEPTED_ONCE: dict[str, Callable[[], Any]] = {
     "no_expert of a bool": lambda: LAYER(P.x, P.topk_idx, P.probs, no_expert=True),
     "capacity of a tensor": lambda: ops.route(4, topk_idx=P.topk_idx, capacity=torch.tensor([9])),
-    "capacity of a bool": lambda: LAYER(P.x, MASK, LOGITS, capacity=True),
+    "max_assignments of a bool": lambda: LAYER(P.x, MASK, LOGITS, max_assignments=True),
     "eps of a bool": lambda: Fp8Recipe(eps=True),
     "coefficients of a module": lambda: nn.Router(16, 4, 2, coefficients=torch.nn.Identity()),
     "group of a module": lambda: nn.Router(16, 4, 2, group=torch.nn.Identity()),

@@ -45,11 +45,11 @@ def world() -> Iterator[Any]:
 
 
 @FP8_AND_BF16
-@pytest.mark.parametrize("capacity", [None, 300])
-def test_a_group_of_one(world: Any, recipe: Any, capacity: Any, device: torch.device) -> None:
+@pytest.mark.parametrize("rank_capacity", [None, 300])
+def test_a_group_of_one(world: Any, recipe: Any, rank_capacity: Any, device: torch.device) -> None:
     p = moved(batch(300), device)
     want = p.run(layer_of(p, None, recipe=recipe))
-    layer = layer_of(p, world, recipe=recipe, capacity=capacity)
+    layer = layer_of(p, world, recipe=recipe, rank_capacity=rank_capacity)
     assert_same(p.run(layer), want)
     layer.check()
 
@@ -60,7 +60,7 @@ def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.de
     sizes = EXPERTS, HIDDEN, INTERMEDIATE
     layer = MoE(
         Router(HIDDEN, EXPERTS, SLOTS, group=world, device=device),
-        MoEExperts(*sizes, recipe=recipe, group=world, capacity=200, device=device),
+        MoEExperts(*sizes, recipe=recipe, group=world, rank_capacity=200, device=device),
         SharedExpert(HIDDEN, 128, device=device),
     )
     x = torch.randn(200, HIDDEN, device=device).bfloat16().requires_grad_()
@@ -82,7 +82,7 @@ def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.de
 @FP8_AND_BF16
 def test_one_graph_for_every_routing(world: Any, recipe: Any, device: torch.device) -> None:
     p = moved(batch(200), device)
-    layer = layer_of(p, world, recipe=recipe, capacity=(200, 200 * SLOTS))
+    layer = layer_of(p, world, recipe=recipe, rank_capacity=(200, 200 * SLOTS))
     x, probs, idx = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_(), p.topk_idx
     leaves = (x, probs, *layer.parameters())
 
@@ -115,7 +115,7 @@ def test_exact_sizes_cannot_be_captured(world: Any, device: torch.device) -> Non
     layer = layer_of(p, world)
     layer(p.x, p.topk_idx, p.probs)
     with (
-        pytest.raises(RuntimeError, match="a captured forward needs capacity="),
+        pytest.raises(RuntimeError, match="a captured forward needs rank_capacity="),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         layer(p.x, p.topk_idx, p.probs)
@@ -153,12 +153,12 @@ def pool() -> Iterator[Pool]:
 
 
 @FP8_AND_BF16
-@pytest.mark.parametrize("capacity", [None, 90], ids=["exact", "capacity"])
-def test_equals_one_gpu(pool: Pool, capacity: Any, recipe: Any, device: torch.device) -> None:
+@pytest.mark.parametrize("rank_capacity", [None, 90], ids=["exact", "capacity"])
+def test_equals_one_gpu(pool: Pool, rank_capacity: Any, recipe: Any, device: torch.device) -> None:
     (size,) = pool.members
     counts = [90, 0, 55, 17, 90, 1, 64, 33][:size]
     p = batch(sum(counts))
-    options = {"recipe": recipe, "capacity": capacity}
+    options = {"recipe": recipe, "rank_capacity": rank_capacity}
     found = results(pool.run(size, on_a_gpu, p, counts, options))
     assert [dropped for _, dropped in found] == [[0, 0, 0]] * size
     got = joined([r for r, _ in found])

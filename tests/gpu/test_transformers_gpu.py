@@ -35,7 +35,7 @@ def test_a_mask_is_the_same_routing_by_ids(recipe: Fp8Recipe | None, device: tor
     mask = torch.zeros(T, E, dtype=torch.bool, device=device).scatter_(1, ids, True)
     dense = torch.zeros(T, E, device=device).scatter_(1, ids, probs)
     want = run(layer, x, ids, probs)
-    got = run(layer, x, mask, dense, capacity=4 * T + 50)
+    got = run(layer, x, mask, dense, max_assignments=4 * T + 50)
     for n in (0, 1, 3, 4):
         assert torch.equal(got[n], want[n])
     assert torch.equal(got[2], torch.zeros_like(dense).scatter_(1, ids, want[2]))
@@ -46,7 +46,7 @@ def test_a_mask_over_its_capacity_drops(device: torch.device) -> None:
     layer = MoEExperts(E, H, I, device=device)
     mask = torch.ones(T, E, dtype=torch.bool, device=device)
     x = torch.randn(T, H, device=device).bfloat16()
-    got = run(layer, x, mask, torch.ones(T, E, device=device), capacity=1000)
+    got = run(layer, x, mask, torch.ones(T, E, device=device), max_assignments=1000)
     assert all(t.isfinite().all() for t in got)
     assert int((got[2] != 0).sum()) <= 1000
 

@@ -78,20 +78,20 @@ class _Here:
 
 @dataclass(frozen=True)
 class Local(_Here):
-    """Nothing moves but within the body. capacity: how many assignments find a row; None: all."""
+    """Nothing moves but within the body. max_assignments of topk_idx get a row; None: all."""
 
     num_experts: int
-    capacity: int | None = None
+    max_assignments: int | None = None
 
     def send(self, x: Tensor, topk_idx: Any, probs: Any, recipe: Any, need: Need | None) -> Arrived:
         body = bf16 if recipe is None else fp8
-        plan = body.make_plan(topk_idx, self.num_experts, self.capacity)
-        if self.capacity is not None and x.device.type == "cpu":
+        plan = body.make_plan(topk_idx, self.num_experts, self.max_assignments)
+        if self.max_assignments is not None and x.device.type == "cpu":
             beyond = int(body.dropped(topk_idx, plan))
             if beyond:
                 raise ValueError(
-                    f"[experts] a mask must hold at most {self.capacity}; "
-                    f"got {self.capacity + beyond}"
+                    f"[experts] a mask must hold at most {self.max_assignments}; "
+                    f"got {self.max_assignments + beyond}"
                 )
         return Arrived(body.enter(x, recipe), probs, plan, None)
 

@@ -110,7 +110,7 @@ def _fake(
     key: int,
     need: list[bool],
 ) -> list[Tensor]:
-    """Shapes alone. Of a group without a capacity what arrives has sizes that nobody knows yet."""
+    """Makes the shapes alone. Rows from a group without a rank capacity have unknown sizes."""
     out = x.new_empty(x.shape)
     if not need:
         return [out]

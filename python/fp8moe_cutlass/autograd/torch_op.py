@@ -223,8 +223,8 @@ def _through_torch(
     plan, op, key = None, torch.ops.fp8moe.experts, -1
     tokens, experts = x.shape[0], gate_up.shape[0]
     if isinstance(move, Local):
-        kind, capacity, slots = "tokens", move.capacity, topk_idx.shape[1]
-        sizes = [tokens, slots, experts, 1, tokens * slots if capacity is None else capacity]
+        kind, most, slots = "tokens", move.max_assignments, topk_idx.shape[1]
+        sizes = [tokens, slots, experts, 1, tokens * slots if most is None else most]
     elif isinstance(move, Grouped):
         kind, plan, sizes = "counts", move.counts, [tokens, 1, experts, 1, tokens]
         if isinstance(plan, RoutingPlan):

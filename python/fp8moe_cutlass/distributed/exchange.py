@@ -14,9 +14,9 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms
 
 _DROPPED = (
-    "rows beyond the capacity of their (source, destination) pair",
+    "rows beyond rank_capacity, of a pair of ranks",
     "expert ids out of range",
-    "assignments beyond the capacity of their rank",
+    "assignments beyond rank_capacity, of a rank",
 )
 
 
@@ -89,9 +89,9 @@ class Exchange:
 
     What is announced, dispatched and given back is collective: all ranks of the group call these
     methods, in the same order.
-    capacity None: sizes are exchanged before the rows, which takes one read by the host. rows, or
-    (rows, assignments): fixed sizes, which no host reads; see MoEExperts. The last row of a segment
-    then has the sender's terms, which are compared on the device.
+    rank_capacity None: sizes are exchanged before the rows, which takes one read by the host. rows,
+    or (rows, assignments): fixed sizes, which no host reads; see MoEExperts. The last row of a
+    segment then has the sender's terms, which are compared on the device.
     `dropped` [3] i64 counts, on the device and since the beginning, what this rank had no place
     for, as `check` names it.
     """
@@ -100,7 +100,7 @@ class Exchange:
         self,
         group: dist.ProcessGroup,
         num_experts: int,
-        capacity: int | tuple[int, int] | None = None,
+        rank_capacity: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         check_group("MoEExperts", group)
@@ -111,17 +111,17 @@ class Exchange:
                 "[MoEExperts] num_experts must be a multiple of the group's size; "
                 f"got {num_experts} experts, {len(ranks)} ranks"
             )
-        limits: Any = capacity if isinstance(capacity, tuple) else (capacity,)
-        if capacity is None:
+        limits: Any = rank_capacity if isinstance(rank_capacity, tuple) else (rank_capacity,)
+        if rank_capacity is None:
             limits = (0,)
         elif len(limits) not in (1, 2) or not all(map(_is_size, limits)):
             raise ValueError(
-                "[MoEExperts] capacity must be rows or (rows, assignments), at least 1; "
-                f"got {capacity!r}"
+                "[MoEExperts] rank_capacity must be rows or (rows, assignments), at least 1; "
+                f"got {rank_capacity!r}"
             )
         self.group = group
         self.num_experts = num_experts
-        self.capacity = capacity
+        self.rank_capacity = rank_capacity
         self.ranks = len(ranks)
         self.segment: int = limits[0]  # rows of a (source, destination) pair; 0: exact
         self.dropped = torch.zeros(len(_DROPPED), dtype=torch.int64, device=device)
@@ -155,15 +155,15 @@ class Exchange:
     def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
 
-        With a capacity nothing is told but the terms, and they only until they have been agreed
-        upon: then None.
+        With a rank capacity nothing is told but the terms, and they only until they have been
+        agreed upon: then None.
         """
         if self.segment and terms in self._agreed:
             return None
         if counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "[MoEExperts] a captured forward needs capacity=, and one forward like it before "
-                f"the capture; got capacity={self.capacity}"
+                "[MoEExperts] a captured forward needs rank_capacity=, and one forward like it "
+                f"before the capture; got rank_capacity={self.rank_capacity}"
             )
         self._follow(counts.device)
         message = counts.new_empty(2, self.ranks, 3 + len(terms))
@@ -198,8 +198,8 @@ class Exchange:
         return got
 
     def compare(self, got: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor | None:
-        """With a capacity, of what `dispatch` has returned: which ranks' terms differ from this
-        one's, [ranks, 1] bool. They are counted, for `check`."""
+        """With a rank capacity, compares the ranks' terms in what `dispatch` has returned with this
+        rank's: [ranks, 1] bool, True where they differ. They are counted, for `check`."""
         if not self.segment:
             return None
         self._follow(got.device)
@@ -249,14 +249,16 @@ class Exchange:
             f"{n} {what}" for n, what in zip(self.dropped.tolist(), _DROPPED, strict=True) if n
         ]
         if found:
-            raise ValueError(f"[MoEExperts] no assignment may be dropped; got {'; '.join(found)}")
+            raise ValueError(
+                f"[MoEExperts] every assignment must find a place; got {'; '.join(found)}"
+            )
 
     def _check_in_step(self, differed: list[int]) -> None:
         others = [f"rank {r} in {n}" for r, n in zip(self._names, differed, strict=True) if n]
         if others:
             raise ValueError(
-                "[MoEExperts] ranks with a capacity must be in step: the same slots, what requires "
-                "gradients, forward or backward, in every exchange; got others from "
+                "[MoEExperts] ranks with a rank_capacity must be in step: the same slots, what "
+                "requires gradients, forward or backward, in every exchange; got others from "
                 f"{', '.join(others)} exchanges of rank {self._names[self._rank]}"
             )
 
@@ -270,7 +272,7 @@ class Exchange:
                 )
 
     def fixed(self, terms: Terms) -> Sizes:
-        """The sizes of every exchange with a capacity."""
+        """The sizes of every exchange with a rank capacity."""
         rows, taken = self.ranks * (self.segment + 1), self.ranks * self.segment
         most = min(terms.slots, len(self.local_experts))
         return Sizes(terms, None, None, rows, rows, self._assignments or most * taken)
@@ -283,10 +285,10 @@ class Exchange:
         return self._words[terms, device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
-        return Exchange(self.group, self.num_experts, self.capacity, self.dropped.device)
+        return Exchange(self.group, self.num_experts, self.rank_capacity, self.dropped.device)
 
     def __reduce__(self) -> Any:
-        return Exchange, (Shared(self.group), self.num_experts, self.capacity)  # which refuses
+        return Exchange, (Shared(self.group), self.num_experts, self.rank_capacity)  # which refuses
 
 
 def _read(announced: Announced) -> Any:

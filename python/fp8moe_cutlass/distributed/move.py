@@ -118,7 +118,8 @@ class GroupMove:
     # ---- for the operator (autograd/torch_op.py), which takes and gives tensors and numbers
 
     def local_sizes(self, slots: int) -> list[int]:
-        """Of the plan of what arrives, with a capacity; else [-1], for the host does not know."""
+        """The sizes of the plan of what arrives, with a rank capacity; else [-1]: the host does not
+        know them."""
         if not self.exchange.segment:
             return [-1]
         fixed = self.exchange.fixed(self.terms(0, slots, None, None))
@@ -139,7 +140,7 @@ class GroupMove:
         return wire.viewed(saved, hidden, slots, recipe)
 
     def route_tensors(self, route: Route) -> list[Tensor]:
-        """The plan's buffer and, without a capacity, the sizes, on the CPU."""
+        """The plan's buffer and, without a rank capacity, the sizes, on the CPU."""
         sizes = route.sizes
         if self.exchange.segment:
             return [route.plan.buffer]

@@ -16,7 +16,7 @@ class Terms(NamedTuple):
     num_experts: int
     hidden_size: int
     slots: int
-    capacity: int  # rows of a pair of ranks, 0: exact
+    rank_capacity: int  # rows of a pair of ranks, 0: exact
     recipe: int  # recipe_word
     x_grad: bool  # whether backward is to bring back dx, dprobs, and to find weight gradients
     probs_grad: bool
@@ -26,7 +26,7 @@ class Terms(NamedTuple):
         """The same in 16 bytes, and which of a step's exchanges it is."""
         flags = self.x_grad | self.probs_grad << 1 | self.weights_grad << 2 | backward << 3
         sizes = self.num_experts << 16 | self.slots
-        return self.hidden_size, self.capacity, sizes, self.recipe << 4 | flags
+        return self.hidden_size, self.rank_capacity, sizes, self.recipe << 4 | flags
 
     def check(self, words: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
         """Raises ValueError, naming the ranks, if their words [ranks, len(self)] differ."""
@@ -72,7 +72,7 @@ _READ: dict[str, tuple[str, Callable[[int], str]]] = {
     "num_experts": ("num_experts", str),
     "hidden_size": ("hidden_size", str),
     "slots": ("the number of slots", str),
-    "capacity": ("capacity", lambda rows: str(rows or None)),
+    "rank_capacity": ("rank_capacity", lambda rows: str(rows or None)),
     "recipe": ("recipe", _RECIPES.__getitem__),
     "x_grad": ("x.requires_grad", _yes),
     "probs_grad": ("topk_weights.requires_grad", _yes),

@@ -96,7 +96,7 @@ def swap(
     model: nn.Module,
     *,
     group: Any = None,
-    capacity: int | tuple[int, int] | None = None,
+    rank_capacity: int | tuple[int, int] | None = None,
     **options: Any,
 ) -> list[str]:
     """Replaces the experts modules of `model` by nn.MoEExperts over the same Parameters: nothing is
@@ -107,12 +107,12 @@ def swap(
     models: swap before parallelizing or quantizing, or use `register`. ValueError for options of a
     model whose experts are swapped already. Hooks on the experts modules go on. Afterwards
     `set_experts_implementation` has nothing to act on: the next forward raises RuntimeError.
-    group, capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
+    group, rank_capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
       parameters: swap before an optimizer or a Trainer is made.
     """
     names = _swap(model, **options)
     if group is not None:
-        shard_experts(model, group, capacity=capacity)
+        shard_experts(model, group, rank_capacity=rank_capacity)
     return names
 
 

@@ -33,7 +33,7 @@ def from_pretrained(
     path: str | Path,
     *,
     group: Any,
-    capacity: int | tuple[int, int] | None = None,
+    rank_capacity: int | tuple[int, int] | None = None,
     options: dict[str, Any] | None = None,
     **given: Any,
 ) -> Any:
@@ -60,7 +60,7 @@ def from_pretrained(
     model = Shared.from_pretrained(None, config=config, state_dict=state, **given)
     model.__class__ = of
     model.config._name_or_path = str(path)
-    shard_experts(model, group, capacity=capacity)
+    shard_experts(model, group, rank_capacity=rank_capacity)
     return model
 
 

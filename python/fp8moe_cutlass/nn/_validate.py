@@ -142,20 +142,22 @@ def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tens
             _check_device(weight, name, t)
 
 
-def check_mask(weight: Tensor, mask: Tensor, capacity: int | None, shared: bool) -> None:
-    """A routing mask that check_inputs has seen, and its capacity; shared: by a group."""
+def check_mask(weight: Tensor, mask: Tensor, max_assignments: int | None, shared: bool) -> None:
+    """Checks a mask that check_inputs has seen, and max_assignments; shared: by a group."""
     if mask.dtype != torch.bool:
-        raise ValueError(f"[MoEExperts] capacity is of a bool mask; got {mask.dtype} ids")
+        raise ValueError(
+            f"[MoEExperts] max_assignments needs a bool mask as topk_idx; got {mask.dtype} ids"
+        )
     if shared:
         raise ValueError("[MoEExperts] a mask must be given as ids to a layer with a group")
     if mask.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"[MoEExperts] a mask must be [..., {weight.shape[0]}]; got {tuple(mask.shape)}"
         )
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
+    most = max_assignments
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
         raise ValueError(
-            "[MoEExperts] a mask needs capacity, the most assignments that it may hold; "
-            f"got {capacity!r}"
+            f"[MoEExperts] a mask needs max_assignments, an int of at least 0; got {most!r}"
         )
 
 

@@ -82,7 +82,7 @@ class ExpertBlock(Owner):
         topk_weights: Tensor,
         *,
         no_expert: int = -1,
-        capacity: int | None = None,
+        max_assignments: int | None = None,
         weights: Fp8Weights | None = None,
     ) -> Tensor:
         """x [..., H] float, topk_idx [..., S] int32 or int64, topk_weights [..., S] float
@@ -91,8 +91,8 @@ class ExpertBlock(Owner):
         no_expert: the id of a slot without an expert, besides -1, such as transformers'
         num_experts. Other ids out of range raise on the CPU; on a GPU they are dropped and counted.
         topk_idx may be a routing mask [..., E] bool, with topk_weights [..., E]: the same as ids in
-        ascending order. It needs capacity, the most assignments that it may hold; on a GPU those
-        beyond are dropped. Not with a group.
+        ascending order. It needs max_assignments, the most that it may hold; on a GPU those beyond
+        are dropped. Not with a group.
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
         parameters'. None: the parameters, quantized now.
         """
@@ -101,8 +101,8 @@ class ExpertBlock(Owner):
         if type(no_expert) is not int:
             check_int("MoEExperts", "no_expert", no_expert)
         masked = topk_idx.dtype == torch.bool
-        if masked or capacity is not None:
-            check_mask(gate_up, topk_idx, capacity, self._exchange is not None)
+        if masked or max_assignments is not None:
+            check_mask(gate_up, topk_idx, max_assignments, self._exchange is not None)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         shape = x.shape
@@ -111,7 +111,7 @@ class ExpertBlock(Owner):
             topk_idx = topk_idx.masked_fill(topk_idx == no_expert, -1)
         move = self._move
         if masked:
-            topk_idx, move = _ids(topk_idx), Local(topk_idx.shape[1], capacity)
+            topk_idx, move = _ids(topk_idx), Local(topk_idx.shape[1], max_assignments)
         out = self.run(move, x, topk_idx, probs, weights)
         return in_shape(out, shape)
 

@@ -67,14 +67,14 @@ class MoEExperts(ExpertBlock, nn.Module):
       keeps one rank's, and its clip_grad_norm_ gives each rank a norm of its own, where nn's gives
       the whole model's. shard_experts divides the gradients, and makes DTensors of the parameters,
       of which torch knows the whole.
-    capacity: None (exact) drops nothing; the host waits for the device once per forward, to
+    rank_capacity: None (exact) drops nothing; the host waits for the device once per forward, to
       learn how many rows arrive. An int, the rows a rank may send to each rank, or (rows,
       assignments a rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers
       of fixed size, capturable in a CUDA graph after one forward like it. What finds no place is
       dropped (its output and gradients are 0) and counted: `dropped`, `check()`.
-    Ranks that disagree (sizes, slots, recipe, capacity, what requires grad) all raise, naming
-    who passed what; with a capacity, in the first forward of its kind. Afterwards `check()` raises,
-    and so does the next first forward of a kind. docs/how-to/several-gpus.md.
+    Ranks that disagree (sizes, slots, recipe, rank_capacity, what requires grad) all raise, naming
+    who passed what; with a rank capacity, in the first forward of its kind. Afterwards `check()`
+    raises, and so does the next first forward of a kind. docs/how-to/several-gpus.md.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         transposed_weights: str = "save",
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
-        capacity: int | tuple[int, int] | None = None,
+        rank_capacity: int | tuple[int, int] | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -104,7 +104,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.intermediate_size = intermediate_size
         self._options = Options(recipe, preactivation, transposed_weights)
         self._delayed = [] if delay_wgrad else None
-        self._move = _move(group, num_experts, capacity, device)
+        self._move = _move(group, num_experts, rank_capacity, device)
         _layers.add(self)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
@@ -153,9 +153,9 @@ class MoEExperts(ExpertBlock, nn.Module):
         return None if self._exchange is None else self._exchange.group
 
     @property
-    def capacity(self) -> int | tuple[int, int] | None:
+    def rank_capacity(self) -> int | tuple[int, int] | None:
         """As given: the rows a rank may send to each rank, and the assignments it may receive."""
-        return None if self._exchange is None else self._exchange.capacity
+        return None if self._exchange is None else self._exchange.rank_capacity
 
     @property
     def dropped(self) -> Tensor | None:
@@ -165,7 +165,7 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     def check(self) -> None:
         """Waits for the device and raises ValueError if this rank has `dropped` anything, or ranks
-        with a capacity have run different kinds of forwards or backwards at once."""
+        with a rank capacity have run different kinds of forwards or backwards at once."""
         if self._exchange is not None:
             self._exchange.check()
 
@@ -197,7 +197,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             said.append("delay_wgrad=True")
         if self._exchange is not None:
             said.append(f"group of {self._exchange.ranks} ranks")
-            said.append(f"capacity={self.capacity}")
+            said.append(f"rank_capacity={self.rank_capacity}")
             said.append(f"local_experts={self.local_experts}")
         return ", ".join(said)
 
@@ -225,13 +225,15 @@ def _refuse_mixed(name: str, sharded: Any, group: dist.ProcessGroup | None) -> N
 def _move(
     group: dist.ProcessGroup | None,
     num_experts: int,
-    capacity: int | tuple[int, int] | None,
+    rank_capacity: int | tuple[int, int] | None,
     device: torch.device | str | None,
 ) -> Local | GroupMove:
     if group is not None:
-        return GroupMove(Exchange(group, num_experts, capacity, device))
-    if capacity is not None:
-        raise ValueError(f"[MoEExperts] capacity is of a group; got {capacity} and group=None")
+        return GroupMove(Exchange(group, num_experts, rank_capacity, device))
+    if rank_capacity is not None:
+        raise ValueError(
+            f"[MoEExperts] rank_capacity needs group=; got {rank_capacity!r} and group=None"
+        )
     return Local(num_experts)
 
 

@@ -16,7 +16,7 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def shard_experts(
-    model: nn.Module, group: Any, *, capacity: int | tuple[int, int] | None = None
+    model: nn.Module, group: Any, *, rank_capacity: int | tuple[int, int] | None = None
 ) -> set[nn.Parameter]:
     """Turns every MoEExperts of `model` into this rank's share, in place; returns their parameters,
     which fully_shard must be told to ignore:
@@ -28,7 +28,7 @@ def shard_experts(
     group: the process group, or the one-dimensional DeviceMesh, whose ranks share the experts; or a
       DeviceMesh of two dimensions, whose second one shares them and whose first one has replicas,
       as fully_shard has with this mesh.
-    capacity: as of MoEExperts.
+    rank_capacity: as of MoEExperts.
 
     New parameters replace the old ones, wherever the model has them (ties stay): make optimizers
     and Trainers after this, and after fully_shard.
@@ -52,7 +52,8 @@ def shard_experts(
     mesh = _mesh(group)
     for name, layer in layers:
         _refuse(name, layer)
-    exchanges = [_exchange(layer, mesh, capacity) for _, layer in layers]  # which may refuse, too
+    # Which may refuse, too:
+    exchanges = [_exchange(layer, mesh, rank_capacity) for _, layer in layers]
     made: dict[nn.Parameter, nn.Parameter] = {}  # by what they replace, wherever that is tied
     for (_, layer), exchange in zip(layers, exchanges, strict=True):
         _shard(layer, mesh, exchange, made)
@@ -101,9 +102,11 @@ def _refuse(name: str, layer: MoEExperts) -> None:
         )
 
 
-def _exchange(layer: MoEExperts, mesh: Any, capacity: int | tuple[int, int] | None) -> Exchange:
+def _exchange(
+    layer: MoEExperts, mesh: Any, rank_capacity: int | tuple[int, int] | None
+) -> Exchange:
     group = mesh.get_group(mesh.ndim - 1)
-    made = Exchange(group, layer.num_experts, capacity, layer.down_proj.device)
+    made = Exchange(group, layer.num_experts, rank_capacity, layer.down_proj.device)
     if layer.group is not None and layer.local_experts != made.local_experts:
         raise RuntimeError(
             f"[shard_experts] a layer with a group must hold experts {made.local_experts}; got "
