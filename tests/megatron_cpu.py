@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+import ranks
+
 VOCABULARY, SEQUENCE, BATCH = 256, 32, 2
 forks: list[Any] = []  # names of the random states that were entered
 
@@ -108,6 +110,23 @@ def _resume_torch_adam(optimizer: Any) -> None:
 
     optimizer.load_state_dict = load_state_dict
     optimizer._set_main_param_and_optimizer_states = with_step
+
+
+def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
+    """function(*args) on both ranks, Megatron's experts over the two."""
+    return ranks.results(pool.run(2, called, function, args))
+
+
+def called(group: Any, function: Any, args: Any) -> Any:
+    """function(*args) on this rank."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    on_cpu()
+    parallel(2)
+    try:
+        return function(*args)
+    except CheckpointException as error:  # no Exception: it would end the process
+        raise RuntimeError(str(error)) from error
 
 
 _layouts: dict[tuple[int, int, int | None], dict[str, Any]] = {}  # parallel_state's variables

@@ -7,11 +7,13 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 # Of the processes of a world of 8, who is in the group of each size: no group but the last is the
 # world, and no rank of a smaller one is its rank in the world.
@@ -84,6 +86,23 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+def pool(size: int, members: dict[int, list[int]] | None = None, **options: Any) -> Any:
+    """A module's fixture: a Pool, by default of one group. Over NCCL it needs a GPU per rank."""
+
+    @pytest.fixture(scope="module")
+    def made() -> Iterator[Pool]:
+        if options.get("backend") == "nccl":
+            import torch
+
+            if torch.cuda.device_count() < size:
+                pytest.skip(f"needs {size} GPUs")
+        processes = Pool(size, members or {size: list(range(size))}, **options)
+        yield processes
+        processes.close()
+
+    return made
 
 
 def results(found: list[Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import ep
 import ep_soak
 import ep_team
 import ep_trace
+import ranks
 from contender import Inputs
 from fp8moe_cutlass.nn import MoEExperts
 from ranks import Pool, results
@@ -21,11 +21,7 @@ RANKS = 2
 TINY = ep.SHAPES["quick"]["tiny"]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(RANKS, {RANKS: list(range(RANKS))})
-    yield made
-    made.close()
+pool = ranks.pool(RANKS)
 
 
 # ---- counting -----------------------------------------------------------------------------------
@@ -49,20 +45,6 @@ def test_rows_are_counted_once_per_rank(pool: Pool) -> None:
         assert rows == by_hand < copies
 
 
-def slowest(group: Any) -> dict[str, float]:
-    import time
-
-    team = ep_team.Team(group, CPU)
-    runs = {"equal": lambda: time.sleep(0.002), "one": lambda: time.sleep(0.02 * team.rank)}
-    return {name: sample.ms for name, sample in team.measure(runs, 2, 2).items()}
-
-
-def test_the_slowest_rank_counts(pool: Pool) -> None:
-    for found in results(pool.run(RANKS, slowest)):
-        assert found["equal"] >= 2.0
-        assert found["one"] >= 20.0  # also on the rank that does not sleep
-
-
 # ---- the trace ----------------------------------------------------------------------------------
 
 
@@ -84,29 +66,6 @@ def test_lanes_and_overlap_of_a_gpu_trace() -> None:
         ("stream 23", "torch", (1.5, 2.0)),
     ]
     assert ep_trace.overlapped(boxes) == pytest.approx((0.5 + 0.5) / 2.0)
-
-
-def test_overlap_counts_time_once() -> None:
-    box = ep_trace.Box
-    boxes = [
-        box("exchange", "exchange", "a", (0.0, 4.0)),
-        box("exchange", "exchange", "b", (2.0, 6.0)),
-    ]
-    boxes += [box("s", "torch", "c", (1.0, 3.0)), box("t", "fp8moe", "d", (2.0, 3.0))]
-    assert ep_trace.overlapped(boxes) == pytest.approx(2.0 / 6.0)
-    assert ep_trace.overlapped(boxes[2:]) == 0.0
-
-
-def traced(group: Any) -> list[dict[str, Any]]:
-    return ep_trace.trace_of(ep_team.Team(group, CPU), TINY)
-
-
-def test_trace_of_a_step(pool: Pool) -> None:
-    boxes = ep_trace.boxes_of(results(pool.run(RANKS, traced))[0])
-    # Sizes and two exchanges forward; three backward: the gradient, dprobs, dx.
-    assert sum(b.kind == "exchange" for b in boxes) == 6
-    assert {"fp8moe::quantize_pack", "fp8moe::grouped_gemm_wgrad"} <= {b.name for b in boxes}
-    assert 0.0 <= ep_trace.overlapped(boxes) <= 1.0
 
 
 # ---- the soak -----------------------------------------------------------------------------------

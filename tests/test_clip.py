@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import ranks
 from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_, shard_experts
 from ranks import Pool, results
 
@@ -23,11 +24,7 @@ TORCHS = nn.utils.clip_grad_norm_
 NORMS: list[Any] = [2.0, 1, 3.0, 0.5, 0, math.inf, "inf", -math.inf, -1.0]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2, {2: [0, 1]}, timeout=20.0)
-    yield made
-    made.close()
+pool = ranks.pool(2, timeout=20.0)
 
 
 def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ranks
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, RoutingRule, SharedExpert, reuse_fp8_weights
 from moe_problem import Problem, assert_same, problem, run_unaligned
@@ -35,11 +35,7 @@ EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = (
 FP8 = Fp8Recipe()
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(8, MEMBERS)
-    yield made
-    made.close()
+pool = ranks.pool(8, MEMBERS)
 
 
 # ---- the batch, its shares, and what one process makes of it ------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ranks
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
@@ -22,11 +22,7 @@ HIDDEN, INTERMEDIATE, EXPERTS = 128, 64, 6
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(4, {2: [1, 3], 3: [0, 2, 3]})
-    yield made
-    made.close()
+pool = ranks.pool(4, {2: [1, 3], 3: [0, 2, 3]})
 
 
 def inputs(

@@ -5,7 +5,6 @@ Skipped without megatron-core; .ci/run has a step for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,20 +20,7 @@ import ranks
 FP8 = 0.11
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ranks.Pool]:
-    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
-    yield made
-    made.close()
-
-
-def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
-    return ranks.results(pool.run(2, _called, function, args))
-
-
-def _called(group: Any, function: Any, args: Any) -> Any:
-    mc.on_cpu()
-    return function(*args)
+pool = ranks.pool(2, preload=("megatron_cpu",))
 
 
 def _gradients(kind: str, config: Any, state: Any, **swapped: Any) -> tuple[float, dict[str, Any]]:
@@ -124,7 +110,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", ROUTERS)
 def test_gradients(pool: ranks.Pool, options: str, ep: int) -> None:
     """Of every parameter, in both forms, under the router's settings and the recomputations."""
-    for found in on_two(pool, _beside_sequential, ep, ROUTERS[options], {}):
+    for found in mc.on_two(pool, _beside_sequential, ep, ROUTERS[options], {}):
         for loss, experts, rest in found.values():
             assert loss < 3e-3
             assert 0.02 < experts < FP8
@@ -134,7 +120,7 @@ def test_gradients(pool: ranks.Pool, options: str, ep: int) -> None:
 @pytest.mark.parametrize("options", ["plain", "padded", "shared expert"])
 def test_without_a_recipe(pool: ranks.Pool, options: str) -> None:
     """In bfloat16 both forms are close: what is wrong by less than FP8's error shows here."""
-    for found in on_two(pool, _beside_sequential, 2, ROUTERS[options], {"recipe": None}):
+    for found in mc.on_two(pool, _beside_sequential, 2, ROUTERS[options], {"recipe": None}):
         for loss, experts, rest in found.values():
             assert loss < 1e-3
             assert experts < 0.02
@@ -159,7 +145,7 @@ def _hybrid(ep: int) -> Any:
 @pytest.mark.parametrize("ep", [1, 2])
 def test_hybrid_model(pool: ranks.Pool, ep: int) -> None:
     """Attention and MoE layers in turn; the second MoE layer sees the first one's error."""
-    for found in on_two(pool, _hybrid, ep):
+    for found in mc.on_two(pool, _hybrid, ep):
         for loss, experts, rest in found:
             assert loss < 3e-3
             assert 0.02 < experts < 2 * FP8
@@ -198,4 +184,4 @@ def _permuted(options: dict[str, Any]) -> float:
 def test_replace_permutation(pool: ranks.Pool, options: str) -> None:
     """An unmodified model, its tokens moved by this library, with moe_permute_fusion and without;
     Megatron alone refuses the former where there is no TransformerEngine."""
-    assert max(on_two(pool, _permuted, ROUTERS[options])) < 1e-5
+    assert max(mc.on_two(pool, _permuted, ROUTERS[options])) < 1e-5

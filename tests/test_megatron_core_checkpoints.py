@@ -5,7 +5,6 @@ Skipped without megatron-core; .ci/run has a step for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,7 @@ import megatron_cpu as mc
 import megatron_train as mt
 import ranks
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ranks.Pool]:
-    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
-    yield made
-    made.close()
-
-
-def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
-    return ranks.results(pool.run(2, _called, function, args))
-
-
-def _called(group: Any, function: Any, args: Any) -> Any:
-    from torch.distributed.checkpoint import CheckpointException
-
-    mc.on_cpu()
-    try:
-        return function(*args)
-    except CheckpointException as error:  # no Exception: it would end the process
-        raise RuntimeError(str(error)) from error
+pool = ranks.pool(2, preload=("megatron_cpu",))
 
 
 # ---- the model ----------------------------------------------------------------------------------
@@ -94,10 +74,10 @@ def test_model(
     """Every expert's weights, whole, from any expert parallelism to any, under the default
     strictness and the strictest."""
     metadata = {"singleton_local_shards": single}
-    saved = on_two(pool, _save, kinds[0], ep[0], metadata, str(tmp_path))
+    saved = mc.on_two(pool, _save, kinds[0], ep[0], metadata, str(tmp_path))
     wanted = _everyone(saved, ep[0])
     for strict in ("default", "raise_all"):
-        loaded = on_two(pool, _load, kinds[1], ep[1], metadata, str(tmp_path), strict)
+        loaded = mc.on_two(pool, _load, kinds[1], ep[1], metadata, str(tmp_path), strict)
         found = _everyone(loaded, ep[1])
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[k], wanted[k]) for k in wanted)
@@ -123,9 +103,9 @@ def _keys(kind: str, metadata: dict[str, Any]) -> set[tuple[Any, ...]]:
 def test_keys(pool: ranks.Pool, kind: str, single: bool) -> None:
     """Key by key what SequentialMLP has, which TEGroupedMLP's are, too."""
     metadata = {"singleton_local_shards": single}
-    assert on_two(pool, _keys, kind, metadata) == on_two(pool, _keys, "sequential", metadata)
+    assert mc.on_two(pool, _keys, kind, metadata) == mc.on_two(pool, _keys, "sequential", metadata)
     if single:
-        keys = {key for key, *_ in on_two(pool, _keys, kind, metadata)[1]}
+        keys = {key for key, *_ in mc.on_two(pool, _keys, kind, metadata)[1]}
         assert "decoder.layers.1.mlp.experts.experts.7.linear_fc1.weight_v" in keys
 
 
@@ -152,7 +132,7 @@ def _state_dicts() -> None:
 
 def test_state_dicts(pool: ranks.Pool) -> None:
     """load_state_dict takes both of Megatron's kinds, by local expert; never a part of one."""
-    on_two(pool, _state_dicts)
+    mc.on_two(pool, _state_dicts)
 
 
 # ---- the optimizer ------------------------------------------------------------------------------
@@ -215,7 +195,7 @@ def test_optimizer(
 ) -> None:
     """Adam and Megatron's distributed optimizer at the same expert parallelism: the next step moves
     the experts as it would have, but for FP8's error."""
-    for wanted, found in on_two(pool, _resumed, kinds, (ep, ep), ddp, how, str(tmp_path)):
+    for wanted, found in mc.on_two(pool, _resumed, kinds, (ep, ep), ddp, how, str(tmp_path)):
         assert mt.apart(found, wanted) < 0.08
 
 
@@ -227,7 +207,7 @@ def test_optimizer_of_another_expert_parallelism(tmp_path: Path, eps: tuple[int,
     arguments = (("layer", "experts"), eps, {"use_distributed_optimizer": True})
     called = (_resumed, (*arguments, "fully_reshardable", str(tmp_path)))
     try:
-        found = ranks.results(pool.run(4, _called, *called))
+        found = ranks.results(pool.run(4, mc.called, *called))
     finally:
         pool.close()
     wanted, moved = (_everyone([f[i] for f in found][: eps[i]], eps[i]) for i in (0, 1))

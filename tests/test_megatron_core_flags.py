@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,22 +19,7 @@ import megatron_cpu as mc
 import ranks
 from fp8moe_cutlass.integrations import megatron
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ranks.Pool]:
-    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
-    yield made
-    made.close()
-
-
-def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
-    return ranks.results(pool.run(2, _called, function, args))
-
-
-def _called(group: Any, function: Any, args: Any) -> Any:
-    mc.on_cpu()
-    mc.parallel(2)
-    return function(*args)
+pool = ranks.pool(2, preload=("megatron_cpu",))
 
 
 def _moe(kind: str, config: Any, **swapped: Any) -> Any:
@@ -108,7 +92,7 @@ def _refusal(kind: str, changed: dict[str, Any]) -> str:
 def test_refused(pool: ranks.Pool, option: str) -> None:
     """By name, in both forms, before anything is built."""
     for kind, what in (("experts", "Experts"), ("layer", "MoELayer")):
-        for message in on_two(pool, _refusal, kind, EXPERTS[option]):
+        for message in mc.on_two(pool, _refusal, kind, EXPERTS[option]):
             assert message.startswith(f"[megatron.{what}] cannot honour: ")
             assert option in message
             assert ";" not in message
@@ -116,7 +100,7 @@ def test_refused(pool: ranks.Pool, option: str) -> None:
 
 @pytest.mark.parametrize("option", LAYER)
 def test_refused_by_the_layer(pool: ranks.Pool, option: str) -> None:
-    for message in on_two(pool, _refusal, "layer", LAYER[option]):
+    for message in mc.on_two(pool, _refusal, "layer", LAYER[option]):
         assert option in message
         assert ";" not in message
 
@@ -135,7 +119,7 @@ def _recipe_of_experts() -> str:
 
 def test_quant_recipe(pool: ranks.Pool) -> None:
     """A recipe per module is refused where it names these experts."""
-    assert "quant_recipe" in on_two(pool, _recipe_of_experts)[0]
+    assert "quant_recipe" in mc.on_two(pool, _recipe_of_experts)[0]
 
 
 def _options(changed: dict[str, Any], swapped: dict[str, Any]) -> Any:
@@ -171,7 +155,7 @@ def test_honoured(
     pool: ranks.Pool, changed: dict[str, Any], swapped: dict[str, Any], wanted: Any
 ) -> None:
     """Options that decide what is saved and when weight gradients run."""
-    assert on_two(pool, _options, changed, swapped) == [wanted, wanted]
+    assert mc.on_two(pool, _options, changed, swapped) == [wanted, wanted]
 
 
 def _probs_on_input() -> float:
@@ -203,7 +187,7 @@ def _probs_on_input() -> float:
 
 def test_probs_on_input(pool: ranks.Pool) -> None:
     """moe_apply_probs_on_input: the experts scale rows."""
-    assert max(on_two(pool, _probs_on_input)) < 0.01
+    assert max(mc.on_two(pool, _probs_on_input)) < 0.01
 
 
 def _parameters() -> Any:
@@ -238,7 +222,7 @@ def _parameters() -> Any:
 def test_parameters(pool: ranks.Pool) -> None:
     """Every rank draws its own experts of one sequence, or from the experts' random state; Megatron
     sees parameters of experts."""
-    for attributes, forks in on_two(pool, _parameters):
+    for attributes, forks in mc.on_two(pool, _parameters):
         assert attributes == [(False, True, 1), (False, True, 2)]
         assert forks == ["expert-parallel-rng"]
 
@@ -267,7 +251,7 @@ def _rows(counts: list[int], more: int) -> Any:
 def test_rows(pool: ranks.Pool, counts: list[int], more: int) -> None:
     """As dispatchers call it: empty experts, no rows at all, rows past the counts, either dtype;
     two runs are bit-equal; counts beyond the rows are refused."""
-    for used in on_two(pool, _rows, counts, more):
+    for used in mc.on_two(pool, _rows, counts, more):
         assert used == [n > 0 for n in counts] * 2
 
 
@@ -320,7 +304,7 @@ def _listed(experts: Any) -> list[Any]:
 def test_kept(pool: ranks.Pool) -> None:
     """FP8 weights serve a whole step where Megatron sets is_first_microbatch, and there alone;
     deepcopy, loading and `.to` drop them."""
-    on_two(pool, _kept)
+    mc.on_two(pool, _kept)
 
 
 def _specs() -> Any:
@@ -358,4 +342,4 @@ def _specs() -> Any:
 
 def test_specs(pool: ranks.Pool) -> None:
     """A block with a dense layer, and multi-token prediction after it; no spec is changed."""
-    assert on_two(pool, _specs)[0] == ["Experts"] * 3
+    assert mc.on_two(pool, _specs)[0] == ["Experts"] * 3

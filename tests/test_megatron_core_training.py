@@ -5,7 +5,6 @@ Skipped without megatron-core; .ci/run has a step for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,20 +16,11 @@ import megatron_cpu as mc
 import megatron_train as mt
 import ranks
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ranks.Pool]:
-    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
-    yield made
-    made.close()
+pool = ranks.pool(2, preload=("megatron_cpu",))
 
 
-@pytest.fixture(scope="module")
-def deep_pool() -> Iterator[ranks.Pool]:
-    """For models of four layers: Megatron's trackers know one number a process."""
-    made = ranks.Pool(2, {2: [0, 1]}, preload=("megatron_cpu",))
-    yield made
-    made.close()
+# For models of four layers: Megatron's trackers know one number a process.
+deep_pool = ranks.pool(2, preload=("megatron_cpu",))
 
 
 class Job(dict):  # type: ignore[type-arg]

@@ -4,7 +4,7 @@ DTensors between forwards; each forward quantizes what is gathered for it."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +14,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import ranks
 from fp8moe_cutlass import SlowPathWarning, slow_path
 from fp8moe_cutlass.autograd import experts
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights, shard_experts
 from moe_problem import Problem, problem
 from ranks import Failure, Pool, results
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2, {2: [0, 1]})
-    yield made
-    made.close()
+pool = ranks.pool(2)
 
 
 class Net(nn.Module):

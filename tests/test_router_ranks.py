@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import ranks
 from fp8moe_cutlass.nn import LossCoefficients, MoE, MoEExperts, Router, RoutingRule
 from ranks import Pool, results
 from reference_router import RULES
@@ -17,11 +17,7 @@ H, E, K, LENGTH = 32, 12, 4, 24
 PARTS = {"one each": [1, 1], "one and two": [1, 2], "none and two": [0, 2]}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2, {2: [0, 1]}, timeout=20.0)
-    yield made
-    made.close()
+pool = ranks.pool(2, timeout=20.0)
 
 
 def router_of(group: Any, rule: RoutingRule, **coefficients: float) -> Router:

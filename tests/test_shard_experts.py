@@ -8,7 +8,6 @@ several blocks is equal up to these roundings: TOLERANCE. Checkpoints are bit-eq
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import ranks
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_, reuse_fp8_weights, shard_experts
 from moe_problem import problem
@@ -41,11 +41,7 @@ FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8"
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(4, {1: [2], 2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]})
-    yield made
-    made.close()
+pool = ranks.pool(4, {1: [2], 2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]})
 
 
 class Net(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+import ranks
 from fp8moe_cutlass.nn import shard_experts
 from ranks import Failure, Pool, results
 from reference import relative_error
@@ -24,11 +24,7 @@ TAKE: dict[str, dict[str, Any]] = {
 FUSED = {"Adam", "AdamW"}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2, {2: [0, 1]}, timeout=20.0)
-    yield made
-    made.close()
+pool = ranks.pool(2, timeout=20.0)
 
 
 def stepped(group: Any, how: str, name: str, fused: bool) -> list[Tensor]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import ranks
 from fp8moe_cutlass import Fp8Recipe
 from ranks import Pool, results
 from test_distributed import COUNTS, MEMBERS, batch, layer_of, rank_of, share, shares
 from test_torch_op import compiled, equal, step
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(8, MEMBERS, timeout=240.0)
-    yield made
-    made.close()
+pool = ranks.pool(8, MEMBERS, timeout=240.0)
 
 
 def both(group: Any, problems: Any, options: dict[str, Any], main_grad: bool) -> None:

@@ -5,7 +5,6 @@ Skipped without megatron-core on PYTHONPATH.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +14,14 @@ pytest.importorskip("megatron.core")
 
 import megatron_cpu as mc
 import megatron_train as mt
+import ranks
 from ranks import Pool, results
 
 pytestmark = pytest.mark.gpu
 FP8 = 0.11  # FP8's own error of a layer's gradients
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    made = Pool(2, {2: [0, 1]}, backend="nccl")
-    yield made
-    made.close()
+pool = ranks.pool(2, backend="nccl")
 
 
 def _gradients(kind: str, config: Any, state: Any) -> tuple[float, dict[str, Any]]:

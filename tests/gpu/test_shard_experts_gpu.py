@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import ranks
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import clip_grad_norm_, shard_experts
 from moe_problem import problem
@@ -55,13 +55,7 @@ def test_a_group_of_one(recipe: Any, device: torch.device) -> None:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    made = Pool(2, {2: [0, 1]}, backend="nccl")
-    yield made
-    made.close()
+pool = ranks.pool(2, backend="nccl")
 
 
 @FP8_AND_BF16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import ranks
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from ranks import Pool, results
 from test_transformers_group import BATCH, as_torchrun, whole_weights
@@ -50,13 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    made = Pool(2, {2: [0, 1]}, backend="nccl")
-    yield made
-    made.close()
+pool = ranks.pool(2, backend="nccl")
 
 
 def train(folder: str, arguments: dict[str, Any], resume: str | None = None) -> Any:
