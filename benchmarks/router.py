@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from common import OnResult, Record, environment, main, parser, row
-from fp8moe_cutlass.autograd import gate_logits, router_topk
+from fp8moe_cutlass.autograd import router_logits, router_topk
 from fp8moe_cutlass.nn import MoEExperts, Router, RoutingRule
 from timing import Limits, burst
 
@@ -94,7 +94,7 @@ def steps_of(model: Model, x: Tensor) -> dict[str, Step]:
     steps: dict[str, Step] = {
         "router": by(router),
         "router, compiled": by(compiled),
-        "gate": lambda: torch.autograd.grad(gate_logits(x, router.weight), leaves, dlogits),
+        "gate": lambda: torch.autograd.grad(router_logits(x, router.weight), leaves, dlogits),
         "choice": lambda: torch.autograd.grad(
             router_topk(logits, model.top_k, **given).topk_weights, logits, dweights
         ),

@@ -108,7 +108,7 @@ def routing() -> Tensor:
         torch.ones(T, S), None, top.scores, top.topk_idx, top.topk_weights
     )
     differentiable: ops.RouterTopk = autograd.router_topk(logits.requires_grad_(), S)
-    gate: Tensor = autograd.gate_logits(torch.randn(T, H), torch.randn(E, H))
+    gate: Tensor = autograd.router_logits(torch.randn(T, H), torch.randn(E, H))
     loss: Tensor = differentiable.topk_weights.sum() + gate.sum()
     return dlogits.sum() + loss.detach()
 
@@ -214,7 +214,7 @@ def deepep(layer: nn.MoEExperts, buffer: Any, pair: Any, idx: Tensor, probs: Ten
 
 def transformers(model: Any, path: Path, group: dist.ProcessGroup) -> None:
     hf.register("fp8moe", recipe=Fp8Recipe())
-    found: list[hf.Experts] = hf.check(model)
+    found: list[hf.ExpertsFound] = hf.check(model)
     names: list[str] = hf.swap(model, group=group)
     loaded = hf.from_pretrained(type(model), path, group=group)
     hf.save_pretrained(loaded, path)

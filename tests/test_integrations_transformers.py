@@ -177,11 +177,11 @@ def test_check_says_what_runs() -> None:
     model = model_of("DeepseekV3", first_k_dense_replace=1)
     name = "model.layers.1.mlp.experts"
     kind = "DeepseekV3Experts"
-    assert fp8moe.check(model) == [fp8moe.Experts(name, kind, "eager", None)]
+    assert fp8moe.check(model) == [fp8moe.ExpertsFound(name, kind, "eager", None)]
     model.set_experts_implementation("fp8moe")
-    assert fp8moe.check(model) == [fp8moe.Experts(name, kind, "fp8moe", None)]
+    assert fp8moe.check(model) == [fp8moe.ExpertsFound(name, kind, "fp8moe", None)]
     fp8moe.swap(model)
-    assert fp8moe.check(model) == [fp8moe.Experts(name, "SwappedExperts", "MoEExperts", None)]
+    assert fp8moe.check(model) == [fp8moe.ExpertsFound(name, "SwappedExperts", "MoEExperts", None)]
     assert fp8moe.swap(model) == []
     with pytest.raises(NotImplementedError, match="must have experts modules; got Linear"):
         fp8moe.swap(nn.Linear(2, 2))

@@ -26,7 +26,7 @@ from transformers import Trainer, TrainingArguments
 from fp8moe_cutlass import telemetry
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import reuse_fp8_weights
-from fp8moe_cutlass.nn.block import blocks_of
+from fp8moe_cutlass.nn.expert_block import blocks_of
 from transformers_models import (
     count_quantizations,
     error,

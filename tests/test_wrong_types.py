@@ -103,7 +103,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         BLOCK | {"options": autograd.Options(), "move": None, "weights": None},
     ),
     "autograd.experts in bf16": (autograd.experts, BLOCK | {"options": autograd.Options(None)}),
-    "gate_logits": (autograd.gate_logits, {"x": P.x, "weight": torch.ones(4, 256)}),
+    "router_logits": (autograd.router_logits, {"x": P.x, "weight": torch.ones(4, 256)}),
     "autograd.permute_pad": (autograd.permute_pad, {"x": P.x, "plan": PLAN, "probs": P.probs}),
     "autograd.unpermute_unpad": (
         autograd.unpermute_unpad,

@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _installed() -> Path:
-    """Where the compiled parts are; in an editable install not beside this file."""
+    """The folder of the compiled parts, which an editable install keeps elsewhere."""
     from fp8moe_cutlass import _C
 
     return Path(str(_C.__file__)).parent

@@ -12,7 +12,7 @@ FLOAT32_MAX = 2.0**128 - 2.0**104
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How a layer quantizes.
+    """The number formats and scales by which a layer quantizes.
 
     grad_dtype: format of gradients; activations and weights are in E4M3. scale: "pow2"
     (power-of-two scales, shifted exactly by the FP8-domain transpose), or float32 scales: "fp32"

@@ -152,12 +152,12 @@ def rows_bound(capacity: int, experts: int, align: int) -> int:
 
 
 def words_before_rows(experts: int) -> int:
-    """Words of a plan's buffer before its first row's: status, counts, both offsets."""
+    """Words of a plan's buffer in front of its rows: status, counts, both offsets."""
     return STATUS_WORDS + pad4(experts) + 2 * pad4(experts + 1)
 
 
 def buffer_words(tokens: int, slots: int, experts: int, align: int, capacity: int) -> int:
-    """Words of a plan's buffer: those before rows, two a row, row_of, four a 128 columns."""
+    """Words of a plan's buffer: those in front, two per row, row_of, four per 128 columns."""
     rows, columns = rows_bound(capacity, experts, align), rows_bound(capacity, experts, TILE)
     words = words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
     return words + 4 * (columns // TILE)

@@ -1,4 +1,4 @@
-"""What FP8 costs a layer, counted where the data is: on the device, without a host sync.
+"""Counts what FP8 loses in a layer, on the device, without a host sync.
 
     with telemetry.watch(model) as seen:       # every MoEExperts in it
         loss(model(batch)).backward()
@@ -12,7 +12,7 @@ addresses and are only added to, so that watching can be captured in a CUDA grap
 A compiled layer counts, too; run each backward before the next forward, or torch raises that the
 counters were modified in place.
 
-What it costs: six small kernels per layer and step. They read the codes of every `every`-th row, T
+The cost is six small kernels per layer and step. They read the codes of every `every`-th row, T
 rows of x and of dout twice and R of h and dz once: (4 T H + 3 R I) / every bytes; at the default of
 8 that is 0.3% of the bytes a layer moves without its GEMMs.
 
@@ -32,7 +32,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
 from fp8moe_cutlass.autograd.counters import NAMES
 from fp8moe_cutlass.nn import MoEExperts
-from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
+from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.quantize import COUNTS
 from fp8moe_cutlass.routing import RoutingPlan
 

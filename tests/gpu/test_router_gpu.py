@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe_cutlass.autograd import gate_logits
+from fp8moe_cutlass.autograd import router_logits
 from fp8moe_cutlass.nn import Router, Routing, RoutingRule
 from gate_problem import IN_FLOAT32, gradients, operands
 from reference import relative_error
@@ -43,7 +43,7 @@ def in_float32(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
-def run(x: Tensor, weight: Tensor, dlogits: Tensor, f: Any = gate_logits) -> list[Tensor]:
+def run(x: Tensor, weight: Tensor, dlogits: Tensor, f: Any = router_logits) -> list[Tensor]:
     """logits, dx, dweight."""
     return gradients(f, x, weight, dlogits)
 
@@ -193,7 +193,7 @@ def test_no_copy_of_x_is_saved(rule: RoutingRule, device: torch.device) -> None:
 @pytest.mark.parametrize("experts", [60, 256])
 def test_compiled(experts: int, device: torch.device) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(gate_logits, fullgraph=True)
+    compiled = torch.compile(router_logits, fullgraph=True)
     for tokens in (512, 300):
         given = operands(tokens, 1024, experts, device)
         for got, want in zip(run(*given, compiled), run(*given), strict=True):
@@ -274,8 +274,8 @@ def test_autocast_changes_nothing(dtype: torch.dtype, device: torch.device) -> N
 def test_checkpoint_and_vjp(device: torch.device) -> None:
     x, weight, dlogits = given = operands(300, 256, 24, device)
     want = run(*given)
-    assert_equal(run(*given, lambda *a: checkpoint(gate_logits, *a, use_reentrant=False)), want)
-    logits, vjp = torch.func.vjp(gate_logits, x.detach(), weight.detach())
+    assert_equal(run(*given, lambda *a: checkpoint(router_logits, *a, use_reentrant=False)), want)
+    logits, vjp = torch.func.vjp(router_logits, x.detach(), weight.detach())
     assert_equal([logits, *vjp(dlogits)], want)
 
 
@@ -285,5 +285,5 @@ def test_one_gradient_alone(needed: str, device: torch.device) -> None:
     _, dx, dweight = run(x, weight, dlogits)
     leaf, other, want = (x, weight, dx) if needed == "x" else (weight, x, dweight)
     other.requires_grad_(False)
-    (got,) = torch.autograd.grad(gate_logits(x, weight), leaf, dlogits)
+    (got,) = torch.autograd.grad(router_logits(x, weight), leaf, dlogits)
     assert torch.equal(got, want)

@@ -7,8 +7,8 @@ from fp8moe_cutlass.autograd import operator  # noqa: F401  (registers it)
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
-from fp8moe_cutlass.autograd.gate import gate_logits
 from fp8moe_cutlass.autograd.movement import permute_pad, unpermute_unpad
+from fp8moe_cutlass.autograd.router_logits import router_logits
 from fp8moe_cutlass.autograd.router_topk import router_topk
 from fp8moe_cutlass.autograd.torch_op import experts
 from fp8moe_cutlass.autograd.weights import Fp8Weights, quantize_weights
@@ -22,9 +22,9 @@ __all__ = [
     "Need",
     "Options",
     "experts",
-    "gate_logits",
     "permute_pad",
     "quantize_weights",
+    "router_logits",
     "router_topk",
     "unpermute_unpad",
 ]

@@ -23,9 +23,9 @@ from fp8moe_cutlass.ops._words import shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 
 
-class Groups(NamedTuple):
-    """Assignments grouped by expert, in token order; dropped ones come last. Of rows that came
-    grouped the end of each expert's alone."""
+class Plan(NamedTuple):
+    """The rows of assignments, by expert, in token order; dropped ones come last. A plan of rows
+    that came grouped has `offsets` alone, and `padding` where there is any."""
 
     offsets: Tensor  # [E] i32: the end of each expert's rows
     order: Any = None  # [R] i64: the assignment (token * S + slot) of each row
@@ -51,9 +51,9 @@ SAVED_TENSORS = 9  # of Saved.tensors()
 
 
 class Saved(NamedTuple):
-    """What the backward reads of the forward."""
+    """The tensors that the backward reads of the forward."""
 
-    offsets: Tensor  # the fields of Groups
+    offsets: Tensor  # the fields of Plan
     order: Tensor | None
     row_of: Tensor | None
     padding: Tensor | None
@@ -65,7 +65,7 @@ class Saved(NamedTuple):
 
     @property
     def sizes(self) -> None:
-        """As fp8.Saved has them: none."""
+        """None: fp8.Saved has the sizes of a plan here."""
 
     def tensors(self) -> list[Tensor | None]:
         """The fields."""
@@ -83,7 +83,7 @@ class Wgrad(NamedTuple):
 
     left: Tensor  # [R, N]
     right: Tensor  # [R, K], or [T, K] with `gather`
-    groups: Groups
+    plan: Plan
     gather: bool = False
     scale: float = 1.0  # of the result
 
@@ -96,8 +96,8 @@ class Wgrad(NamedTuple):
     def run(self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor. of_fp8: what
         fp8.Wgrad takes besides."""
-        right = self.groups.rows_of(self.right) if self.gather else self.right
-        dw = grouped_mm(self.left.t(), right, self.groups.offsets)
+        right = self.plan.rows_of(self.right) if self.gather else self.right
+        dw = grouped_mm(self.left.t(), right, self.plan.offsets)
         if self.scale != 1.0:
             dw *= self.scale
         if out is None:
@@ -110,7 +110,7 @@ def enter(t: Tensor, recipe: None, *, gradient: bool = False, grouped: bool = Fa
     return t.bfloat16().contiguous()
 
 
-def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Groups:
+def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Plan:
     """Sort the assignments of topk_idx [T, S] by expert; -1 is dropped.
 
     There are capacity rows (T S if None); assignments that find none are dropped too.
@@ -136,21 +136,21 @@ def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -
     if capacity is not None and capacity < order.numel():
         order, offsets = order[:capacity], offsets.clamp(max=capacity)
         kept = kept & (row_of < capacity)
-    return Groups(offsets, order, torch.where(kept, row_of, -1))
+    return Plan(offsets, order, torch.where(kept, row_of, -1))
 
 
-def grouped_plan(counts: Tensor | Sequence[int] | RoutingPlan, rows: Tensor) -> Groups:
-    """The groups of rows [R, H] that came grouped, of Grouped's counts."""
+def grouped_plan(counts: Tensor | Sequence[int] | RoutingPlan, rows: Tensor) -> Plan:
+    """The plan of rows [R, H] that came grouped, from Grouped's counts."""
     if isinstance(counts, RoutingPlan):
         padding = counts.token_of_row < 0 if counts.align > 1 else None
-        return Groups(counts.row_offsets[1:].clone(), padding=padding)
+        return Plan(counts.row_offsets[1:].clone(), padding=padding)
     counts = now_on(rows.device, as_counts("grouped_plan", counts).int())
-    return Groups(counts.cumsum(0, dtype=torch.int32))
+    return Plan(counts.cumsum(0, dtype=torch.int32))
 
 
-def dropped(topk_idx: Tensor, groups: Groups) -> Tensor:
-    """[1] how many entries found no place in the groups' capacity."""
-    found: Tensor = (topk_idx >= 0).sum() - (groups.row_of >= 0).sum()
+def dropped(topk_idx: Tensor, plan: Plan) -> Tensor:
+    """[1] how many entries found no place in the plan's capacity."""
+    found: Tensor = (topk_idx >= 0).sum() - (plan.row_of >= 0).sum()
     return found[None]
 
 
@@ -164,7 +164,7 @@ def weights(
 def forward(
     x: Tensor,
     probs: Tensor | None,
-    groups: Groups,
+    plan: Plan,
     weights: ForwardWeights,
     options: Options,
     need: Need | None,
@@ -173,53 +173,53 @@ def forward(
     """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16, and what `backward` reads, if there is a
     `need`. Grouped: x [R, H], probs [R] or None -> out [R, H]."""
     gate_up, down = weights.multiplied
-    x, probs = groups.without_padding(x), None if probs is None else groups.without_padding(probs)
-    z = rows_times(groups.rows_of(x), gate_up.mT, groups)
-    h = swiglu(z, _row_probs(probs, z, groups))
-    out = groups.sums_of(rows_times(h, down.mT, groups))
+    x, probs = plan.without_padding(x), None if probs is None else plan.without_padding(probs)
+    z = rows_times(plan.rows_of(x), gate_up.mT, plan)
+    h = swiglu(z, _row_probs(probs, z, plan))
+    out = plan.sums_of(rows_times(h, down.mT, plan))
     if need is None:
         return out, None
     kept = None if options.preactivation == "recompute" else z
-    return out, Saved(*groups, x, kept, probs, *weights.source)
+    return out, Saved(*plan, x, kept, probs, *weights.source)
 
 
 def backward(
     dout: Tensor, saved: Saved, options: Options, need: Need, counters: Counters | None = None
 ) -> Gradients:
     """The gradients of `forward`, given that of its output, of x's form, in bf16."""
-    groups = Groups(*saved[:4])
+    plan = Plan(*saved[:4])
     x, z, probs, gate_up, down = saved[4:]
     gate_up, down = enter(gate_up, None), enter(down, None)
-    dout = groups.without_padding(dout)
+    dout = plan.without_padding(dout)
     if z is None:
-        z = rows_times(groups.rows_of(x), gate_up.mT, groups)
-    dy = groups.rows_of(dout)
-    dh = rows_times(dy, down, groups)
-    dz, row_dprobs, h = swiglu_backward(dh, z, _row_probs(probs, z, groups))
+        z = rows_times(plan.rows_of(x), gate_up.mT, plan)
+    dy = plan.rows_of(dout)
+    dh = rows_times(dy, down, plan)
+    dz, row_dprobs, h = swiglu_backward(dh, z, _row_probs(probs, z, plan))
     dprobs = None
     if need.probs:
-        dprobs = row_dprobs if groups.row_of is None else _by_slot(row_dprobs, groups.row_of)
+        dprobs = row_dprobs if plan.row_of is None else _by_slot(row_dprobs, plan.row_of)
     return Gradients(
-        groups.sums_of(rows_times(dz, gate_up, groups)) if need.x else None,
+        plan.sums_of(rows_times(dz, gate_up, plan)) if need.x else None,
         dprobs,
-        Wgrad(dz, x, groups, gather=True) if need.gate_up else None,
-        Wgrad(dy, h, groups) if need.down else None,
+        Wgrad(dz, x, plan, gather=True) if need.gate_up else None,
+        Wgrad(dy, h, plan) if need.down else None,
     )
 
 
-def _row_probs(probs: Tensor | None, z: Tensor, groups: Groups) -> Tensor:
+def _row_probs(probs: Tensor | None, z: Tensor, plan: Plan) -> Tensor:
     if probs is None:
         return z.new_ones(z.shape[0], dtype=torch.float32)
-    return probs if groups.order is None else probs.flatten()[groups.order]
+    return probs if plan.order is None else probs.flatten()[plan.order]
 
 
 def _by_slot(row_dprobs: Tensor, row_of: Tensor) -> Tensor:
     return row_dprobs[row_of.clamp(min=0)].masked_fill(row_of < 0, 0.0)
 
 
-def rows_times(rows: Tensor, w: Tensor, groups: Groups) -> Tensor:
+def rows_times(rows: Tensor, w: Tensor, plan: Plan) -> Tensor:
     """rows of expert e times w[e]; rows past the last expert's are unspecified."""
-    return grouped_mm(rows, w, groups.offsets)
+    return grouped_mm(rows, w, plan.offsets)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

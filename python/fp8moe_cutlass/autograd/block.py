@@ -30,8 +30,8 @@ class Arrived(NamedTuple):
 
 
 class Move(Protocol):
-    """How tokens reach the experts of this process. What lies between a `send` and its `receive`
-    is a value of the move's own."""
+    """Takes tokens to the experts of this process and back. A `send` returns a value of the move's
+    own, which its `receive` takes."""
 
     @property
     def collective(self) -> bool:
@@ -123,7 +123,7 @@ class Grouped(_Here):
 
 
 def _check_counts(counts: Any, rows: int) -> None:
-    """Those that the host knows."""
+    """Checks the counts that the host knows."""
     if isinstance(counts, RoutingPlan) or (isinstance(counts, Tensor) and counts.is_cuda):
         return
     numbers = counts.tolist() if isinstance(counts, Tensor) else counts

@@ -1,4 +1,4 @@
-"""What the block passes to its two bodies, fp8.py and bf16.py, and they to it.
+"""The values that the block and its two bodies, fp8.py and bf16.py, pass to each other.
 
 Both have the functions enter, make_plan, grouped_plan, dropped, weights, forward and backward, and
 the type Saved.
@@ -14,7 +14,7 @@ from fp8moe_cutlass.recipe import Fp8Recipe
 
 
 class Options(NamedTuple):
-    """How a block computes and what it saves; nn.MoEExperts describes them."""
+    """The options of a block; nn.MoEExperts describes them."""
 
     recipe: Any = Fp8Recipe()  # None: bfloat16
     preactivation: str = "save"  # "save_fp8", "recompute"

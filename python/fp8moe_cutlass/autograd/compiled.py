@@ -60,8 +60,8 @@ _CONCATENATE = {"max_complex_pointwise_cat_inputs": 0}
 
 @functools.cache
 def _compile(function: Callable[..., R], widths: object) -> Callable[..., R]:
-    """By code of its own for each of `widths`: torch compiles one code object at most eight
-    times."""
+    """Compiles a copy of the code for each of `widths`: torch compiles one code object at most
+    eight times."""
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     known = torch._inductor.list_options()
     options: Any = {name: value for name, value in _CONCATENATE.items() if name in known}

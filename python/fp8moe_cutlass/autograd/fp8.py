@@ -34,7 +34,8 @@ SAVED_TENSORS = 14  # of Saved.tensors()
 
 
 class Saved(NamedTuple):
-    """What the backward reads of the forward; None where it reads nothing, or makes it again."""
+    """The tensors that the backward reads of the forward; None: it makes them again or has no
+    need of them."""
 
     plan: RoutingPlan
     x: Fp8Tensor | None  # [T, H], row layout, or [R, H] grouped
@@ -47,7 +48,7 @@ class Saved(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the plan."""
+        """The sizes of the plan."""
         return self.plan.sizes
 
     def tensors(self) -> list[Tensor | None]:
@@ -138,7 +139,7 @@ def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -
 
 
 def grouped_plan(counts: Tensor | Sequence[int] | RoutingPlan, rows: Tensor) -> RoutingPlan:
-    """The plan of rows [R, H] that came grouped, of Grouped's counts."""
+    """The plan of rows [R, H] that came grouped, from Grouped's counts."""
     if isinstance(counts, RoutingPlan):
         return counts
     counts = now_on(rows.device, as_counts("grouped_plan", counts).int())

@@ -253,7 +253,7 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if dout is None:
         return None, None, None, None, None, None, [None] * ctx.codes, *none
     if torch.is_grad_enabled() and not compiling():
-        raise RuntimeError("[Experts] has no second derivative; got create_graph=True")
+        raise RuntimeError("[experts] has no second derivative; got create_graph=True")
     made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes)
     dx, dprobs, dgate_up, ddown = (None if t.ndim == len(_ABSENT) else t for t in made)
     return dx, None, dprobs, None, dgate_up, ddown, [None] * ctx.codes, *none
@@ -305,7 +305,7 @@ def _backward_of(
 
 
 def _dtypes(words: str) -> list[torch.dtype]:
-    """Of the weights' gradients: as words, since torch 2.11's graphs pass dtypes as numbers."""
+    """The dtypes of the weights' gradients. torch 2.11's graphs would pass dtypes as numbers."""
     return [getattr(torch, word.removeprefix("torch.")) for word in words.split()]
 
 
@@ -339,7 +339,7 @@ def _fake_backward(
 def _flops(
     x: Any, topk_idx: Any, probs: Any, plan: Any, gate_up: Any, down: Any, *rest: Any, **_: Any
 ) -> int:
-    """Of shapes: two GEMMs of 2 A N K each."""
+    """Counts two GEMMs of 2 A N K each; the arguments are shapes."""
     assignments = x[0] if topk_idx is None else x[0] * topk_idx[1]
     flops: int = 2 * assignments * (gate_up[1] * gate_up[2] + down[1] * down[2])
     return flops

@@ -9,5 +9,5 @@ from torch.utils import _pytree as pytree
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Its tensors, those of FP8 tensors and plans among them."""
+    """The tensors of a tree, those of FP8 tensors and plans among them."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Written:
-    """What the current stream has been told to write, for other streams to wait for."""
+    """An event behind the current stream's writes, for other streams to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -17,7 +17,7 @@ class Written:
         self.record()
 
     def record(self) -> None:
-        """Once more: now, on the current stream."""
+        """Moves the mark to now, on the current stream."""
         self.stream = torch.cuda.current_stream(self.device)
         self.captured = torch.cuda.is_current_stream_capturing()
         self.event.record(self.stream)
@@ -36,7 +36,7 @@ class Written:
 
 
 def written(device: torch.device) -> Written | None:
-    """Of a GPU's stream; None on a CPU, where nothing needs to wait."""
+    """Marks the writes of a GPU's stream; None on a CPU, where nothing needs to wait."""
     return Written(device) if device.type == "cuda" else None
 
 
@@ -55,8 +55,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def order_with_backward(device: torch.device) -> None:
-    """In a backward: the stream that called backward() waits for what is queued here, as it does
-    for every `.grad`."""
+    """Has the stream that called backward() wait for what this backward has queued here, as it
+    waits for every `.grad`."""
     if device.type != "cuda":
         return
     event = torch.cuda.current_stream(device).record_event()

@@ -122,7 +122,7 @@ def run(
 
 
 class How(NamedTuple):
-    """What a backward has from its forward beside tensors."""
+    """The values beside tensors that a forward leaves to its backward."""
 
     options: Options
     move: Move
@@ -155,7 +155,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("[Experts] has no second derivative; got create_graph=True")
+            raise RuntimeError("[experts] has no second derivative; got create_graph=True")
         options, move, grads, counters, need = ctx.how
         edges = ctx.next_functions
         gate_up, asked_gate_up = runs(edges[ctx.at][0])

@@ -1,4 +1,4 @@
-"""Where a weight's gradient goes: .grad, or main_grad in place; now, or at backward_dw()."""
+"""Delivers a weight's gradient to .grad or main_grad, in the backward or at backward_dw()."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fp8moe_cutlass.slow_path import slow_path
 
 
 class Average(Protocol):
-    """What turns a gradient, which has summed over the tokens of several ranks, into the average
-    that data parallelism takes of the replicated weights' gradients (distributed/shards.py)."""
+    """Turns a gradient, which has summed over the tokens of several ranks, into the average that
+    data parallelism takes of the replicated weights' gradients (distributed/shards.py)."""
 
     @property
     def scale(self) -> float: ...
@@ -28,12 +28,12 @@ class Average(Protocol):
         """The sum of the replicas' gradients, in place. Collective."""
 
     def shape_of(self, weight: Any) -> torch.Size:
-        """Of what this rank holds."""
+        """The shape of this rank's part of a weight."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where one forward's gradient of one weight goes.
+    """The place where one forward's gradient of one weight goes.
 
     A weight with a `main_grad` (float32 or bfloat16, of the weight's shape, at any address) gets
     its gradient added there; else it is what .grad adds up, in the weight's grad_dtype.
@@ -118,7 +118,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class WeightGrads:
-    """Where one forward's gradients of both weights go."""
+    """The places where one forward's gradients of both weights go."""
 
     gate_up: Destination
     down: Destination
@@ -168,7 +168,7 @@ def weight_grads(
     pending: list[Pending] | None = None,
     average: Average | None = None,
 ) -> WeightGrads:
-    """Where the gradients of a forward over these two weights go."""
+    """The places where the gradients of a forward over these two weights go."""
     return WeightGrads(_destination(gate_up, average), _destination(down, average), pending)
 
 

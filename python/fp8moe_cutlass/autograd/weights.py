@@ -69,7 +69,7 @@ class Fp8Weights:
 
     @property
     def parts(self) -> tuple[Fp8Tensor | None, ...]:
-        """Its four FP8 tensors."""
+        """The four FP8 tensors."""
         return self.gate_up, self.down, self.gate_up_t, self.down_t
 
     def __reduce__(self) -> Any:  # an event is of this process alone
@@ -138,7 +138,7 @@ torch.serialization.add_safe_globals([_now_written])  # what torch.load takes
 
 
 def _flatten(weights: Fp8Weights) -> tuple[list[Fp8Tensor], list[bool]]:
-    """Its FP8 tensors, and which of the four there are."""
+    """Lists the FP8 tensors, and which of the four there are."""
     weights.wait()  # so that _unflatten's event is one of all that was written
     there = [part is not None for part in weights.parts]
     return [part for part in weights.parts if part is not None], there

@@ -22,7 +22,7 @@ _DROPPED = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one dispatch moves. Its gradient moves the same way; both return in mirror image."""
+    """The rows that one dispatch moves. Its gradient moves alike; both return in mirror image."""
 
     terms: Terms  # this rank's
     sent: list[int] | None  # rows to each rank; None: as many to every rank
@@ -48,7 +48,7 @@ class Returning(NamedTuple):
 
 
 def sizes_of_words(terms: Terms, sent: list[int], received: list[int], assignments: int) -> Sizes:
-    """Of rows to and from each rank."""
+    """Makes Sizes of the rows to and from each rank."""
     return Sizes(terms, sent, received, sum(sent), sum(received), assignments)
 
 
@@ -85,15 +85,15 @@ class Shared:
 
 
 class Exchange:
-    """How a layer's rows travel within `group`, which owns its experts in equal, ascending shares.
+    """Sends a layer's rows within `group`, which owns its experts in equal, ascending shares.
 
-    What is announced, dispatched and given back is collective: all ranks of the group call these
-    methods, in the same order.
+    announce, dispatch, combine and start_back are collective: all ranks of the group call them, in
+    the same order.
     rank_capacity None: sizes are exchanged before the rows, which takes one read by the host. rows,
     or (rows, assignments): fixed sizes, which no host reads; see MoEExperts. The last row of a
     segment then has the sender's terms, which are compared on the device.
-    `dropped` [3] i64 counts, on the device and since the beginning, what this rank had no place
-    for, as `check` names it.
+    `dropped` [3] i64 counts, on the device and since the beginning, the rows, ids and assignments
+    that this rank had no place for.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Exchange:
         )
 
     def plan_sizes(self, tokens: int, slots: int) -> tuple[int, int, int, int, int]:
-        """Of `plan`'s plan."""
+        """The sizes of `plan`'s plan."""
         ranks, segment = self.ranks, self.segment
         capacity = (segment + 1) * ranks if segment else tokens * min(slots, ranks)
         return tokens, ranks, ranks, 1, capacity
@@ -173,8 +173,8 @@ class Exchange:
         return Announced(message, work)
 
     def sizes(self, announced: Announced | None, terms: Terms) -> Sizes:
-        """What the ranks have announced; the host waits for the device. Raises ValueError on every
-        rank if the ranks' terms differ, or have differed."""
+        """Reads the sizes that the ranks have announced; the host waits for the device. Raises
+        ValueError on every rank if the ranks' terms differ, or have differed."""
         if announced is None:
             return self.fixed(terms)
         sent, received = _read(announced)
@@ -231,7 +231,7 @@ class Exchange:
         return Returning(got, work, rows)
 
     def finish_back(self, returning: Returning) -> Tensor:
-        """What came back. On a GPU it is the current stream that waits."""
+        """Waits for the rows that come back; on a GPU the current stream does."""
         returning.work.wait()
         return returning.rows
 

@@ -25,7 +25,7 @@ from fp8moe_cutlass.routing import RoutingPlan, buffer_words
 
 
 class Route(NamedTuple):
-    """How the rows of one forward went."""
+    """The plan and the sizes by which the rows of one forward went."""
 
     plan: RoutingPlan  # ops.dispatch_plan's: a row per (token, rank)
     sizes: Sizes
@@ -68,7 +68,7 @@ class GroupMove:
         return Sent(packed, plan, announced, terms, recipe)
 
     def terms(self, hidden: int, slots: int, recipe: Any, need: Need | None) -> Terms:
-        """What all ranks must agree on."""
+        """The words on which all ranks must agree."""
         x, probs, gate_up, down = need or (False, False, False, False)
         sizes = (self.exchange.num_experts, hidden, slots, self.exchange.segment)
         return Terms(*sizes, recipe_word(recipe), x, probs, gate_up or down)
@@ -126,13 +126,13 @@ class GroupMove:
         return self.sizes_of(Route(None, fixed))  # type: ignore[arg-type]
 
     def sizes_of(self, route: Route) -> list[int]:
-        """Of the plan of what arrives."""
+        """The sizes of the plan of what arrives."""
         sizes = route.sizes
         local = len(self.exchange.local_experts)
         return [sizes.rows, sizes.terms.slots, local, 1, sizes.assignments]
 
     def owned(self, saved: Any, recipe: Any) -> Any:
-        """What a body has saved, with the packed rows in place of views of them."""
+        """Replaces views of packed rows, among the tensors that a body has saved, by those rows."""
         return wire.owned(saved, recipe)
 
     def viewed(self, saved: Any, hidden: int, slots: int, recipe: Any) -> Any:

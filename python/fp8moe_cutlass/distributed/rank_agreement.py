@@ -1,4 +1,4 @@
-"""What the ranks of a group must agree on, or they would misread each other's rows."""
+"""The words on which ranks must agree, or they would misread each other's rows."""
 
 from __future__ import annotations
 

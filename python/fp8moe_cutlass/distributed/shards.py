@@ -31,7 +31,7 @@ class Average:
         dist.all_reduce(grad, group=self.replicas)
 
     def shape_of(self, weight: Any) -> torch.Size:
-        """Of what this rank holds."""
+        """The shape of this rank's part of a weight."""
         return held(weight).shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
@@ -39,7 +39,7 @@ class Average:
 
 
 def held(weight: Any) -> Tensor:
-    """Of a DTensor what this rank holds, without gradient; another tensor itself."""
+    """This rank's part of a DTensor, without a gradient; another tensor is returned as it is."""
     if not hasattr(weight, "to_local"):
         tensor: Tensor = weight
         return tensor
@@ -49,7 +49,7 @@ def held(weight: Any) -> Tensor:
 
 
 def local(weight: Any) -> Tensor:
-    """What this rank holds of a DTensor. Its gradient is this rank's part of the DTensor's."""
+    """This rank's part of a DTensor. Its gradient is this rank's part of the DTensor's."""
     mine: Tensor = _Local.apply(weight)  # type: ignore[no-untyped-call]
     return mine
 

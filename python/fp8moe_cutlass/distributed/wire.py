@@ -42,7 +42,8 @@ def pack(
 def unpack(
     rows: Tensor, hidden: int, slots: int, recipe: Fp8Recipe | None, local_experts: range
 ) -> tuple[Any, Tensor, Tensor]:
-    """What arrived: x [R, H] as a body takes it, local ids [R, S] (-1: of another rank), probs."""
+    """Splits rows that arrived: x [R, H] as a body takes it, local ids [R, S] (-1: of another
+    rank), probs."""
     if recipe is not None:
         made: Any = ops.unpack(rows, hidden, slots, fp8_dtype="e4m3", pow2=recipe.scale == "pow2")
         return made  # type: ignore[no-any-return]
@@ -59,7 +60,7 @@ def row_bytes(hidden: int, slots: int, recipe: Fp8Recipe | None) -> int:
 
 
 def owned(saved: Any, recipe: Fp8Recipe | None) -> Any:
-    """What a body has saved of rows that `unpack` gave, with the packed rows as its x."""
+    """Puts the packed rows in the place of the x that `unpack` gave and a body has saved."""
     if saved.x is None:
         return saved
     view = (saved.x if recipe is None else saved.x.data).view(torch.uint8)

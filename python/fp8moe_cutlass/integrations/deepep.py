@@ -131,7 +131,7 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
 
 
 class _Route(NamedTuple):
-    """What the dispatch returned, for its gradient and both combines; DeepEP's alone."""
+    """DeepEP's handle of a dispatch, for its gradient and both combines."""
 
     handle: Any
 

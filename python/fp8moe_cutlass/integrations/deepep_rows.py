@@ -1,4 +1,4 @@
-"""What DeepEP's three forms of dispatch return, as FP8 rows and the plan of this rank's experts."""
+"""FP8 rows and the plan of this rank's experts, from DeepEP's three forms of dispatch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def received(
     rows: Tensor | None = None,
     pow2: bool = True,
 ) -> Received:
-    """Of the normal kernels: a row for each token that has an expert here.
+    """Reads the rows of the normal kernels: one for each token that has an expert here.
 
     recv_topk_idx [R, S] int32 or int64, local ids, -1 for experts elsewhere; recv_topk_weights
     [R, S] f32. counts: num_recv_tokens_per_expert_list, whose sum bounds the assignments; without
@@ -58,7 +58,7 @@ def received(
 def received_expanded(
     recv_x: Pair, recv_topk_weights: Tensor, counts: Tensor, *, align: int = 1, pow2: bool = True
 ) -> Received:
-    """Of ElasticBuffer with do_expand=True: a row for each (token, expert), grouped by expert.
+    """Reads the rows of ElasticBuffer with do_expand=True: one for each (token, expert), by expert.
 
     counts [E] int: handle.num_unaligned_recv_tokens_per_expert; each expert's rows start at a
     multiple of `align`, the expert_alignment. recv_topk_weights [R] f32.
@@ -71,8 +71,8 @@ def received_expanded(
 
 
 def received_low_latency(recv_x: Pair, recv_count: Tensor, *, pow2: bool = False) -> Received:
-    """Of low_latency_dispatch with use_fp8: rows [E, N, H] of which recv_count [E] int hold
-    something, scales [E, N, H / 128] float32, stored with N contiguous. pow2: round_scale.
+    """Reads the rows [E, N, H] of low_latency_dispatch with use_fp8, of which recv_count [E] int
+    hold something, scales [E, N, H / 128] float32, stored with N contiguous. pow2: round_scale.
 
     Probs are ones: low_latency_combine weights. Data is read in place; the scales, 4 bytes in 132,
     are written once more, by row. `forward` gives rows [E N, H]: view them as [E, N, H].

@@ -24,7 +24,7 @@ from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.integrations.transformers_check import (
     OWN_FORWARD,
     WEIGHTS,
-    Experts,
+    ExpertsFound,
     check,
     chosen,
     refused,
@@ -41,11 +41,11 @@ from fp8moe_cutlass.integrations.transformers_reuse import ReuseCallback
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_options
-from fp8moe_cutlass.nn.block import ExpertBlock, finders
+from fp8moe_cutlass.nn.expert_block import ExpertBlock, finders
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 __all__ = [
-    "Experts",
+    "ExpertsFound",
     "GroupMixin",
     "GroupTrainer",
     "ReuseCallback",
@@ -156,7 +156,7 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
 
 
 class SwappedExperts(MoEExperts):
-    """What `swap` puts in the place of an experts module of transformers, on the meta device."""
+    """The module that `swap` puts in the place of transformers' experts, on the meta device."""
 
     def __init__(self, module: Any, **options: Any) -> None:
         w = module.down_proj
@@ -166,7 +166,7 @@ class SwappedExperts(MoEExperts):
         vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As of nn.MoEExperts; RuntimeError after set_experts_implementation."""
+        """Runs nn.MoEExperts'; raises RuntimeError after set_experts_implementation."""
         now = self.config._experts_implementation
         if now != self._implementation and (self._implementation, now) != _DECODING:
             raise RuntimeError(
@@ -235,7 +235,7 @@ def _find(module: Any) -> ExpertBlock | None:
 finders.append(_find)
 
 
-def _unswappable(model: nn.Module, experts: Experts, meta: bool, **options: Any) -> str | None:
+def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options: Any) -> str | None:
     """Why MoEExperts cannot take the place of an experts module; None: it can."""
     module: Any = model.get_submodule(experts.name)
     reason = refused(module)

@@ -33,8 +33,8 @@ OWN_FORWARD = "its own forward"
 registered: dict[str, Options] = {}  # by the names that `register` has given to transformers
 
 
-class Experts(NamedTuple):
-    """An experts module of a model."""
+class ExpertsFound(NamedTuple):
+    """An experts module of a model, as `check` found it."""
 
     name: str
     kind: str  # its class
@@ -42,7 +42,7 @@ class Experts(NamedTuple):
     reason: str | None  # why no registered implementation can compute it; None: one can
 
 
-def check(model: nn.Module) -> list[Experts]:
+def check(model: nn.Module) -> list[ExpertsFound]:
     """Every experts module of `model`, what computes it now, and whether it can run in FP8. Changes
     nothing.
 
@@ -54,15 +54,15 @@ def check(model: nn.Module) -> list[Experts]:
     for name, m in model.named_modules():
         kind = type(m).__name__
         if isinstance(m, MoEExperts):
-            found.append(Experts(name, kind, "MoEExperts", None))
+            found.append(ExpertsFound(name, kind, "MoEExperts", None))
         elif chosen(m):
             runs = getattr(m.config, "_experts_implementation", None) or "eager"
             recipe = registered[runs].recipe if runs in registered else Fp8Recipe()
             reason = refused(m) or unfit((m.gate_up_proj, m.down_proj), recipe)
-            found.append(Experts(name, kind, runs, reason))
+            found.append(ExpertsFound(name, kind, runs, reason))
         elif _may_be_experts(name, m):
             reason = "its class takes no experts implementation of transformers"
-            found.append(Experts(name, kind, OWN_FORWARD, reason))
+            found.append(ExpertsFound(name, kind, OWN_FORWARD, reason))
     return found
 
 

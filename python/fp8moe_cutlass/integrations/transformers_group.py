@@ -225,7 +225,7 @@ def _states(checkpoint: str | Path) -> Path:
 
 
 def _options(model: Any, **more: Any) -> StateDictOptions:
-    """Of PEFT's models only what is trained."""
+    """The options of a state dict: PEFT's models save only what is trained."""
     return StateDictOptions(
         ignore_frozen_params=hasattr(model, "peft_config"), strict=False, **more
     )
@@ -240,7 +240,7 @@ def _whole(model: Any) -> dict[str, Any]:
 
 
 def _process_group(group: Any) -> Any:
-    """Of a mesh, the one whose ranks share the experts."""
+    """The process group, of a mesh that whose ranks share the experts."""
     return group.get_group(group.ndim - 1) if hasattr(group, "get_group") else group
 
 

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 from transformers import TrainerCallback
 
 from fp8moe_cutlass.nn import reuse_fp8_weights
-from fp8moe_cutlass.nn.block import blocks_of
+from fp8moe_cutlass.nn.expert_block import blocks_of
 
 
 class ReuseCallback(TrainerCallback):
-    """For Trainer with gradient_accumulation_steps: FP8 weights are quantized once per optimizer
-    step, by nn.reuse_fp8_weights, for all its microbatches.
+    """Quantizes FP8 weights once per optimizer step for all its microbatches, by
+    nn.reuse_fp8_weights, in a Trainer with gradient_accumulation_steps.
 
         with ReuseCallback() as reuse:
             Trainer(model, arguments, train_dataset=data, callbacks=[reuse]).train()

@@ -88,7 +88,7 @@ def check_leading(op: str, name: str, t: Any, x: Tensor, last: str | None = None
 
 
 def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, multiple: int) -> None:
-    """Sizes the GEMMs take."""
+    """Checks sizes that the GEMMs take."""
     check_size("MoEExperts", "num_experts", num_experts)
     for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
         check_int("MoEExperts", name, size)
@@ -104,7 +104,7 @@ def check_options(
     transposed_weights: str,
     dtype: torch.dtype,
 ) -> None:
-    """The choices MoEExperts offers."""
+    """Checks the options of MoEExperts."""
     if not isinstance(recipe, Fp8Recipe | None):
         raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
     check_word("MoEExperts", "preactivation", preactivation, "save", "save_fp8", "recompute")
@@ -118,7 +118,7 @@ def check_options(
 
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
-    """What MoEExperts.forward takes, given its gate_up_proj."""
+    """Checks the arguments of MoEExperts.forward, given its gate_up_proj."""
     _check_ready(weight)
     check_tokens("MoEExperts", "x", x, weight.shape[-1])
     check_leading("MoEExperts", "topk_idx", topk_idx, x, "slots")
@@ -162,7 +162,7 @@ def check_mask(weight: Tensor, mask: Tensor, max_assignments: int | None, shared
 
 
 def check_rows(weight: Tensor, rows: Tensor, counts: Any, probs: Tensor | None) -> None:
-    """What MoEExperts.forward_rows takes, given its gate_up_proj."""
+    """Checks the arguments of MoEExperts.forward_rows, given its gate_up_proj."""
     _check_ready(weight)
     check_tokens("MoEExperts", "rows", rows, weight.shape[-1])
     if rows.ndim != 2:

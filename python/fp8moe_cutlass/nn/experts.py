@@ -23,7 +23,7 @@ from fp8moe_cutlass.nn._validate import (
     check_options,
     check_sizes,
 )
-from fp8moe_cutlass.nn.block import ExpertBlock
+from fp8moe_cutlass.nn.expert_block import ExpertBlock
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
 
@@ -154,7 +154,7 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     @property
     def rank_capacity(self) -> int | tuple[int, int] | None:
-        """As given: the rows a rank may send to each rank, and the assignments it may receive."""
+        """The rows a rank may send to each rank, and the assignments it may receive, as given."""
         return None if self._exchange is None else self._exchange.rank_capacity
 
     @property
@@ -206,7 +206,7 @@ _layers: WeakSet[MoEExperts] = WeakSet()  # of this process
 
 
 def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
-    """By the plain parameters of which each rank of a group holds its share: the group."""
+    """The group of each plain parameter of which every rank of a group holds a share."""
     layers = [m for m in _layers if m._average is None]  # else they are DTensors
     return {p: m.group for m in layers if m.group is not None for p in m.parameters()}
 

@@ -1,4 +1,4 @@
-"""What a router decides, the losses that balance it, and how they reach the gradients."""
+"""The results of a router, the losses that balance it, and how they reach the gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8moe_cutlass.nn._validate import check_number
 
 @dataclass(frozen=True, kw_only=True)
 class LossCoefficients:
-    """What a Router adds to the training loss by itself: these times its losses.
+    """The factors by which a Router adds its losses to the training loss by itself.
 
     Backward adds the losses' gradients where it reaches the routing weights, and nothing has to be
     passed along or added. A coefficient weighs its loss against the one that backward() is called
@@ -35,7 +35,7 @@ class LossCoefficients:
 
 
 class Routing(NamedTuple):
-    """What a router decides for T tokens. The caller owns it: the router keeps nothing."""
+    """The results of a router for T tokens. The caller owns them: the router keeps nothing."""
 
     topk_idx: Tensor  # [T, top_k] i64, best first; or as given
     topk_weights: Tensor  # [T, top_k] f32, differentiable

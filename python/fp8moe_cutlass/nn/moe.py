@@ -19,7 +19,7 @@ from fp8moe_cutlass.nn._validate import (
     check_size,
     check_tokens,
 )
-from fp8moe_cutlass.nn.block import in_shape
+from fp8moe_cutlass.nn.expert_block import in_shape
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.losses import Routing
 from fp8moe_cutlass.nn.router import Router

@@ -14,7 +14,7 @@ from fp8moe_cutlass.autograd.streams import capturing
 from fp8moe_cutlass.distributed.shards import held
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_bool
-from fp8moe_cutlass.nn.block import ExpertBlock, blocks_of
+from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops._torch import compiling
 
 _NAMES = ("gate_up_proj", "down_proj")
@@ -31,8 +31,8 @@ class Reused:
         self.seen = [(p, held(p).detach(), _version(p)) for p in _parameters(layer)]
 
     def weights_of(self, layer: ExpertBlock) -> Fp8Weights | None:
-        """Of a forward: these, after `compare`; None where it multiplies computed weights, and from
-        then on: to compute and to remove them may write to the parameters."""
+        """Gives a forward these weights, after `compare`. From the first forward over computed
+        weights on it gives None: to compute and to remove them may write to the parameters."""
         if _computed(layer):
             self.weights = None
         if self.weights is not None:
@@ -97,14 +97,15 @@ def reuse_fp8_weights(module: nn.Module, *, check: bool = False) -> Iterator[Non
                 loss(model(batch)).backward()
         optimizer.step()
 
-    Under no_grad half is written, for inference alone. A parameter that is replaced, moved or
-    written in place raises RuntimeError by its name, in the next eager forward or at the end. What
-    counts no version is not seen (a fused optimizer, one of DTensors, a write through `.data` or by
-    another process), except with `check`, which quantizes again in every eager forward and at the
-    end, and compares all codes. Under fully_shard, which gathers the weights for each forward
-    anyway, it is refused. Computed weights (parametrize, functional_call) are quantized in every
-    forward, as outside, and so are all that PEFT's target_parameters adapt, merged or not. A
-    forward is captured in a CUDA graph only where the graph has the whole scope.
+    Under no_grad only the codes that a forward reads are written, for inference alone. A parameter
+    that is replaced, moved or written in place raises RuntimeError by its name, in the next eager
+    forward or at the end. Writes that do not raise a tensor's version are not noticed (a fused
+    optimizer, one of DTensors, a write through `.data` or by another process), except with `check`,
+    which quantizes again in every eager forward and at the end, and compares all codes. Under
+    fully_shard, which gathers the weights for each forward anyway, it is refused. Computed weights
+    (parametrize, functional_call) are quantized in every forward, as outside, and so are all that
+    PEFT's target_parameters adapt, merged or not. A forward is captured in a CUDA graph only where
+    the graph has the whole scope.
     """
     check_bool("reuse_fp8_weights", "check", check)
     named = blocks_of(module) if isinstance(module, nn.Module) else {}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe_cutlass.autograd import gate_logits, router_topk
+from fp8moe_cutlass.autograd import router_logits, router_topk
 from fp8moe_cutlass.autograd.arguments import check_tensor
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
 from fp8moe_cutlass.nn._sharded import is_sharded
@@ -33,7 +33,7 @@ class Router(nn.Module):
     """Scores of a linear gate in float32, then the top k experts of each token by `rule`.
 
     The gate is float32 whatever autocast says. bfloat16 tokens on CUDA meet its weight as three
-    bfloat16 parts on the tensor core, which sums in float32 (autograd.gate_logits says what that
+    bfloat16 parts on the tensor core, which sums in float32 (autograd.router_logits says what that
     rounds); other tokens are cast to float32. The selection bias stays float32 when the module is
     cast: bfloat16 would lose its small steps.
     Of equal scores the lower expert wins, and of equal groups the lower group, on every device.
@@ -105,12 +105,12 @@ class Router(nn.Module):
 
     @property
     def rule(self) -> RoutingRule:
-        """As given; read-only, since the parameters are those it names."""
+        """The rule as given; read-only, since the parameters are those it names."""
         return self._rule
 
     @property
     def coefficients(self) -> LossCoefficients:
-        """Of the losses that reach the gradients by themselves."""
+        """The coefficients of the losses that reach the gradients by themselves."""
         return self._coefficients
 
     @coefficients.setter
@@ -289,7 +289,7 @@ class Router(nn.Module):
             )
 
     def _losses(self, routing: Routing, sequences: int) -> dict[str, Tensor]:
-        """Those with a coefficient."""
+        """The losses that have a coefficient."""
         losses = {}
         if self._coefficients.balancing:
             losses["balancing"] = self.balancing_loss(routing)
@@ -324,11 +324,11 @@ class Router(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         weight, eps = self.weight, self._rule.input_norm_eps
         if self.input_scale is None or eps is None:
-            logits = gate_logits(x, weight)
+            logits = router_logits(x, weight)
         else:  # The norm is a factor per token: applied to the logits, x stays as it is.
             scale = self.input_scale.float() / math.sqrt(self.hidden_size)
             square = x.float().square().mean(dim=1, keepdim=True)
-            logits = gate_logits(x, weight.float() * scale) * torch.rsqrt(square + eps)
+            logits = router_logits(x, weight.float() * scale) * torch.rsqrt(square + eps)
         return logits if self.bias is None else logits + self.bias.float()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

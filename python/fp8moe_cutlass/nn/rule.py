@@ -23,7 +23,7 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRule:
-    """How a Router gets from logits [T, E] to top_k experts and weights per token.
+    """The rule by which a Router gets from logits [T, E] to top_k experts and weights per token.
 
     The defaults are Mixtral's rule, which is Qwen3's with norm_topk_prob: softmax over all experts,
     then the top k, then weights that sum to 1. docs/reference/routers.md has the other models'.

@@ -1,4 +1,4 @@
-"""What the extension has of torch, where torch is installed."""
+"""Gives the extension torch, where torch is installed."""
 
 from __future__ import annotations
 

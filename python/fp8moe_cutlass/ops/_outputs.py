@@ -45,7 +45,7 @@ def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None
 
 
 def zero_workspace(like: Array) -> Array | None:
-    """What operators count by while they run, zeros on the device of `like`; None on the CPU.
+    """Makes the counters of running operators, zeros on the device of `like`; None on the CPU.
 
     uint8, zero before a call and zero after it. One serves every operator with `workspace=`, in
     calls that follow one another on a stream. Calls that may run at the same time need one each.

@@ -1,4 +1,4 @@
-"""What torch has no public word for: whether something traces, and what a backward is for.
+"""Asks torch, which has no public word for it, whether it traces and what a backward is for.
 
 The only file with torch's private names, and with `is_compiling`.
 
@@ -70,7 +70,7 @@ def refuse_transforms(op: str, *tensors: Any) -> None:
 
 
 def has_tangent(t: Any) -> bool:
-    """Of forward-mode AD."""
+    """Whether t has a tangent of forward-mode AD."""
     if not isinstance(t, torch.Tensor):
         return False
     return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ def _own_name(dtype: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """What came, for a message: None, a word, a number, or a type with what dtype it has."""
+    """Names a value in a message: None, a word, a number, or a type and its dtype."""
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     dtype = getattr(value, "dtype", None)

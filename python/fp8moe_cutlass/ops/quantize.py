@@ -50,7 +50,7 @@ def quantize(
 
 
 class QuantizedWeight(NamedTuple):
-    """What quantize_weight returns."""
+    """A weight's codes as fprop reads them, and as dgrad does."""
 
     q: Fp8Tensor  # [E, N, K], block layout
     q_t: Fp8Tensor  # [E, K, N], the same codes and scales transposed

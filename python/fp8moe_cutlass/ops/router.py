@@ -14,7 +14,7 @@ _BY_LOGITS = {"scores": False, "logits": True}
 
 
 class RouterTopk(NamedTuple):
-    """What router_topk decides for T tokens."""
+    """The experts of T tokens, their weights, and the experts' loads."""
 
     scores: Array  # [T, E] f32, without bias and groups
     topk_idx: Array  # [T, k] i64, best first; or as given

@@ -55,7 +55,7 @@ def device_of(name: str) -> torch.device:
 
 @app.command()
 def doctor() -> None:
-    """What was built, what is here, and what would run where."""
+    """Say what was built, what is here, and what would run where."""
     from .doctor import report
 
     console = Console()

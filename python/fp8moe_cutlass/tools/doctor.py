@@ -1,4 +1,4 @@
-"""What was built, what is here, and what would run where: facts first, then words to act on."""
+"""Reports what was built, what is here and what would run; facts first, then advice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def package(name: str) -> str | None:
 
 
 def nvidia_smi(fields: str) -> list[str]:
-    """What the driver says of these fields, a line a GPU, asked without torch; [] without one."""
+    """The driver's values of these fields, a line per GPU, without torch; [] without a driver."""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -81,7 +81,7 @@ def driver() -> str | None:
 
 
 def threads() -> str:
-    """How many threads the CPU backend will take, and why."""
+    """The number of threads that the CPU backend will take, and why."""
     given = os.environ.get("OMP_NUM_THREADS")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{given} threads (OMP_NUM_THREADS)" if given else f"{usable} threads (all usable cores)"
@@ -152,7 +152,7 @@ def cuda_tensors(info: dict[str, object], cards: list[Gpu]) -> Finding:
 
 
 def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list[Finding]:
-    """What would run where, and what to do about what would not."""
+    """The parts that would run, and what to do about those that would not."""
     isa = info["cpu_isa"]
     fits = "portable" if isa == "baseline" else "vectorized"
     found = [Finding("CPU tensors", f"run here: {isa} ({fits}), {threads()}", True)]

@@ -23,7 +23,7 @@
 namespace fp8moe::cuda {
 
 // Of both one-pass kernels, this one and backward_rows.
-struct SwigluBackward {
+struct ActBackward {
   const uint16_t* z;   // [R, 2I] bf16
   const uint16_t* dh;  // [R, I] bf16
   const float* probs;  // [R] or nullptr: 1
@@ -77,12 +77,12 @@ struct BackwardTilesShared {
 };
 static_assert(sizeof(BackwardTilesShared) <= 227 * 1024);
 
-struct SwigluBackwardColumns {
+struct ActBackwardColumns {
   ColumnsOut dz;  // [2I, Kcap] of dz's format, or none
   ColumnsOut h;   // [I, Kcap] e4m3, or none; of the same kind
 };
 
-__device__ __forceinline__ BackwardRange backward_range(const SwigluBackward& p) {
+__device__ __forceinline__ BackwardRange backward_range(const ActBackward& p) {
   const int all = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
   const auto [begin, count] = share_of(all, gridDim.x, blockIdx.x);
   const int end = begin + count;
@@ -91,11 +91,11 @@ __device__ __forceinline__ BackwardRange backward_range(const SwigluBackward& p)
   return {begin, of_warp(whole), of_warp(last), end};
 }
 
-__device__ __forceinline__ int index_of(const SwigluBackward& p, const TileItem& item) {
+__device__ __forceinline__ int index_of(const ActBackward& p, const TileItem& item) {
   return item.block * p.tiles + item.tile;
 }
 
-__device__ __forceinline__ TileItem item_after(const SwigluBackward& p, const BackwardRange& range,
+__device__ __forceinline__ TileItem item_after(const ActBackward& p, const BackwardRange& range,
                                                TileItem item) {
   const int index = index_of(p, item), next = of_warp(range.after(index));
   int count = 1;
@@ -107,7 +107,7 @@ __device__ __forceinline__ TileItem item_after(const SwigluBackward& p, const Ba
 }
 
 // Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
-__device__ __forceinline__ void load_row(const SwigluBackward& p, const TileItem& item, int j,
+__device__ __forceinline__ void load_row(const ActBackward& p, const TileItem& item, int j,
                                          BackwardTilesShared& shared) {
   using T = BackwardTile;
   const int r = T::row() + j, column = 128 * item.tile + T::column(0);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_row(const SwigluBackward& p, const TileItem
 // dgate, dup, h of a thread's row without prob, which their scales take in (where each column has
 // its scale, kMultiplied, with it). Returns the sum of the terms of dprob.
 template <bool kClamp, bool kMultiplied>
-__device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uint4 (&gates)[512],
+__device__ __forceinline__ float row_gradient(const ActBackward& p, const uint4 (&gates)[512],
                                               const uint4 (&ups)[512], const uint4 (&dhs)[512],
                                               const SigmoidTable& sigmoids, float prob,
                                               float (&dgate)[8], float (&dup)[8], float (&h)[8]) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ float row_gradient(const SwigluBackward& p, const uin
 // Scales of the rows of dz: lane l of a group finds that of row l / 2 % 4, of dgate where l < 8,
 // else of dup.
 template <typename F>
-__device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const TileItem& item,
+__device__ __forceinline__ float store_row_scales(const ActBackward& p, const TileItem& item,
                                                   const float (&row_most)[8]) {
   using T = BackwardTile;
   const TileScale s = p.scaling.of<F>(fmaxf(lanes_max_each<16>(row_most), 0.0f));
@@ -164,7 +164,7 @@ __device__ __forceinline__ float store_row_scales(const SwigluBackward& p, const
 
 // The rows of dgate (o = 0) or dup (o = 1).
 template <typename F>
-__device__ __forceinline__ void store_rows(const SwigluBackward& p, const TileItem& item, int o,
+__device__ __forceinline__ void store_rows(const ActBackward& p, const TileItem& item, int o,
                                            const float (&v)[4][8], const float (&prob)[4],
                                            float scales) {
   using T = BackwardTile;
@@ -187,7 +187,7 @@ __device__ __forceinline__ int sum_row() {
 // Adds up the sums of dprob that are held, the last of them of this item's tile, where its block of
 // tokens or the range ends or no more can be held. Returns how many are held then. Its branches and
 // loops keep the warp together, which leaves the kernel's uniform registers to it.
-__device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem& item, int held,
+__device__ __forceinline__ int add_sums(const ActBackward& p, const TileItem& item, int held,
                                         BackwardTilesShared& shared) {
   using T = BackwardTile;
   using Flag = ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>;
@@ -226,8 +226,9 @@ __device__ __forceinline__ int add_sums(const SwigluBackward& p, const TileItem&
 }
 
 template <typename F, ColumnKind kKind, bool kClamp>
-__global__ __launch_bounds__(512, 1) void backward_tiles(
-    const __grid_constant__ SwigluBackward p, const __grid_constant__ SwigluBackwardColumns to) {
+__global__ __launch_bounds__(512,
+                             1) void backward_tiles(const __grid_constant__ ActBackward p,
+                                                    const __grid_constant__ ActBackwardColumns to) {
   using T = BackwardTile;
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);

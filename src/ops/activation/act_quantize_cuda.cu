@@ -209,8 +209,9 @@ __device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, con
 // rows_per_block rows per block, all their tiles: 32 / rows_per_block sets of lanes take the tiles
 // in turn, and their sums of dprob meet in shared memory, to be added in order.
 template <typename F, bool kClamp>
-__global__ __launch_bounds__(256, kClamp ? 2 : 3) void backward_rows(
-    const __grid_constant__ SwigluBackward p) {
+__global__ __launch_bounds__(256,
+                             kClamp ? 2
+                                    : 3) void backward_rows(const __grid_constant__ ActBackward p) {
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& shared = *reinterpret_cast<BackwardRowsShared*>(bytes);
   auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(BackwardRowsShared));  // [tiles][rows]
@@ -335,7 +336,7 @@ int rows_per_block(int64_t tiles) {
 }
 
 template <typename F>
-void launch_rows(SwigluBackward p, cudaStream_t stream) {
+void launch_rows(ActBackward p, cudaStream_t stream) {
   p.rows_per_block = rows_per_block(p.tiles);
   const size_t shared =
       sizeof(BackwardRowsShared) + static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
@@ -345,14 +346,14 @@ void launch_rows(SwigluBackward p, cudaStream_t stream) {
 
 // Tiles that a range of backward_tiles has at least. Where sums of dprob are handed on, a block of
 // tokens takes as long as a range of it and a wait, of about half a tile's time, a range.
-int64_t fewest_tiles(const SwigluBackward& p) {
+int64_t fewest_tiles(const ActBackward& p) {
   return p.dprobs == nullptr ? 1 : std::lround(std::sqrt(static_cast<double>(p.tiles)));
 }
 
 template <typename F>
-void launch_tiles(const SwigluBackward& p, int64_t tiles, const Fp8Tensor& dz_columns,
+void launch_tiles(const ActBackward& p, int64_t tiles, const Fp8Tensor& dz_columns,
                   const Fp8Tensor& h_columns, Device device, cudaStream_t stream) {
-  const SwigluBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns)};
+  const ActBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns)};
   const int64_t ranges = std::min<int64_t>(cdiv(tiles, fewest_tiles(p)), kMostRanges);
   const unsigned grid = persistent_grid(device, ranges, 1);
   const auto go = [&]<ColumnKind kKind>() {
@@ -372,18 +373,18 @@ void run(const ActQuantizeBackward& p, Stream stream) {
   const int64_t rows = p.dh.shape[0], intermediate = p.dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(p.dh.device);
-  SwigluBackward params = {.z = p.z.as<uint16_t>(),
-                           .dh = p.dh.as<uint16_t>(),
-                           .probs = p.probs.as<float>(),
-                           .limit = p.limit,
-                           .sigmoid_of_limit = pinned_sigmoid(p.limit),
-                           .rows = static_cast<int>(rows),
-                           .intermediate = static_cast<int>(intermediate),
-                           .tiles = static_cast<int>(intermediate / kTile),
-                           .plan = view_of(p.plan),
-                           .dz = rows_out(p.dz),
-                           .dprobs = p.dprobs.as<float>(),
-                           .scaling = {p.rule.eps}};
+  ActBackward params = {.z = p.z.as<uint16_t>(),
+                        .dh = p.dh.as<uint16_t>(),
+                        .probs = p.probs.as<float>(),
+                        .limit = p.limit,
+                        .sigmoid_of_limit = pinned_sigmoid(p.limit),
+                        .rows = static_cast<int>(rows),
+                        .intermediate = static_cast<int>(intermediate),
+                        .tiles = static_cast<int>(intermediate / kTile),
+                        .plan = view_of(p.plan),
+                        .dz = rows_out(p.dz),
+                        .dprobs = p.dprobs.as<float>(),
+                        .scaling = {p.rule.eps}};
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();
   const bool one_pass = p.z.dtype == DType::bf16 && p.dh.dtype == DType::bf16 &&
                         intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2;

@@ -9,8 +9,8 @@ namespace fp8moe {
 namespace {
 
 // [rows, width] of z = [gate | up], the plan if any, probs [rows] if any.
-void check_swiglu(const Checker& check, int64_t rows, int64_t width, const RoutingPlan& plan,
-                  const Tensor& probs, float limit) {
+void check_act(const Checker& check, int64_t rows, int64_t width, const RoutingPlan& plan,
+               const Tensor& probs, float limit) {
   FP8MOE_CHECK(width % 32 == 0, "[", check.op(),
                "] z.shape[1] must be twice a multiple of 16; got ", width);
   if (plan.defined()) {
@@ -45,7 +45,7 @@ void outputs(ActQuantize& p) {
   check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = p.z.shape[0];
   const int64_t inner = p.z.shape[1] / 2;
-  check_swiglu(check, rows, p.z.shape[1], p.plan, p.probs, p.limit);
+  check_act(check, rows, p.z.shape[1], p.plan, p.probs, p.limit);
   check.tensor(p.z, "z", {rows, 2 * inner});
   check.aligned(p.z, "z");
   const auto layouts = {ScaleLayout::row, ScaleLayout::gemm};
@@ -78,7 +78,7 @@ void outputs(ActQuantizeBackward& p) {
   check.dtype(p.dh, "dh", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = p.dh.shape[0];
   const int64_t inner = p.dh.shape[1];
-  check_swiglu(check, rows, 2 * inner, p.plan, p.probs, p.limit);
+  check_act(check, rows, 2 * inner, p.plan, p.probs, p.limit);
   check.tensor(p.dh, "dh", {rows, inner});
   check.aligned(p.dh, "dh");
   check.tensor(p.z, "z", {rows, 2 * inner});

@@ -18,7 +18,7 @@ _LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
 
 
 class Place(NamedTuple):
-    """Of the experts that a rank holds."""
+    """The place of a rank's experts among all."""
 
     rank: int  # in the expert-parallel group
     ranks: int  # of it
@@ -28,8 +28,8 @@ class Place(NamedTuple):
 def sharded_state_dict(
     experts: Any, prefix: str, sharded_offsets: Any, metadata: Any
 ) -> dict[str, Any]:
-    """What Megatron saves and loads of `experts`. metadata: of it singleton_local_shards is read,
-    which puts the expert's number into the key."""
+    """The state of `experts` as Megatron saves and loads it. Its option singleton_local_shards, in
+    metadata, puts the expert's number into the key."""
     single = bool((metadata or {}).get("singleton_local_shards", False))
     place, local = experts.place, experts.num_local_experts
     found: dict[str, Any] = {}
@@ -57,9 +57,9 @@ def sharded_state_dict(
 
 
 def translate(state_dict: dict[str, Any], prefix: str, experts: int) -> None:
-    """Of what load_state_dict was given: their extra states are dropped; the weights of
-    SequentialMLP (local_experts.0.linear_fc1.weight) or TEGroupedMLP (linear_fc1.weight0), by
-    local expert, become ours."""
+    """Translates what load_state_dict was given: drops extra states; the weights of SequentialMLP
+    (local_experts.0.linear_fc1.weight) or TEGroupedMLP (linear_fc1.weight0), by local expert,
+    become ours."""
     for name, linear in _LINEARS.items():
         for form in ("local_experts.{}." + linear + ".weight", linear + ".weight{}"):
             keys = [prefix + form.format(e) for e in range(experts)]
@@ -70,7 +70,7 @@ def translate(state_dict: dict[str, Any], prefix: str, experts: int) -> None:
 
 
 class _Shard(NamedTuple):
-    """Where one expert stands among all."""
+    """The place of one expert among all."""
 
     expert: int
     experts: int
@@ -93,8 +93,8 @@ class _Shard(NamedTuple):
 def _factory(
     key: str, weight: Tensor, shards: list[_Shard], *, halves: bool, replica: int
 ) -> ShardedTensorFactory:
-    """Of weight [E, N, K]; halves: [gate | up] along N, which Megatron saves apart. weight is the
-    Parameter itself: the optimizer finds its states by it."""
+    """Makes the factory of weight [E, N, K]; halves: [gate | up] along N, which Megatron saves
+    apart. weight is the Parameter itself: the optimizer finds its states by it."""
     linear = "linear_fc1" if halves else "linear_fc2"
 
     @torch.no_grad()

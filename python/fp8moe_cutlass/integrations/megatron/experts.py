@@ -130,7 +130,7 @@ class Experts(MoEExperts):
         return self._kept
 
     def backward_dw(self) -> None:
-        """As of nn.MoEExperts; then what DistributedDataParallel has registered."""
+        """Runs nn.MoEExperts', then the hooks that DistributedDataParallel has registered."""
         super().backward_dw()
         for hook in self._wgrad_hooks:
             hook()
@@ -141,9 +141,9 @@ class Experts(MoEExperts):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """By config's init methods, expert by expert. On a GPU under the expert-parallel state of
-        Megatron's tracker. With use_cpu_initialization ranks that start from the same random state
-        draw the experts of all ranks and keep theirs."""
+        """Runs the config's init methods, expert by expert, on a GPU under the expert-parallel
+        state of Megatron's tracker. With use_cpu_initialization ranks that start from the same
+        random state draw the experts of all ranks and keep theirs."""
         if self.gate_up_proj.is_meta or not self.config.perform_initialization:
             return
         weights = (self.gate_up_proj, self.down_proj)
@@ -165,7 +165,7 @@ class Experts(MoEExperts):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """For megatron.core.dist_checkpointing, by the keys of SequentialMLP and TEGroupedMLP."""
+        """The state for megatron.core.dist_checkpointing, by the keys of Megatron's own experts."""
         return checkpoint.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8moe_cutlass.integrations.megatron import flags
 from fp8moe_cutlass.integrations.megatron.experts import Experts
+from fp8moe_cutlass.nn import MoEExperts
 
 
 class TokenExperts(Experts):
@@ -31,7 +32,7 @@ class TokenExperts(Experts):
         self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor
     ) -> Tensor:
         weights = self.kept_weights()
-        out = super(Experts, self).forward(tokens, topk_idx, topk_weights, weights=weights)
+        out = MoEExperts.forward(self, tokens, topk_idx, topk_weights, weights=weights)
         self.is_first_microbatch = False
         return out
 

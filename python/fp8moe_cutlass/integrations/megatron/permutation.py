@@ -22,8 +22,8 @@ _FUSED: dict[str, Any] = {
 
 
 def replace_permutation() -> None:
-    """From now on, in this process, Megatron's dispatchers move tokens by this library's permute,
-    unpermute and sort_chunks_by_idxs; moe_permute_fusion needs no TransformerEngine. Its fused_*
+    """Has Megatron's dispatchers in this process move tokens by this library's permute, unpermute
+    and sort_chunks_by_idxs from now on; moe_permute_fusion needs no TransformerEngine. Its fused_*
     names of the permutation are this library's, too."""
     for module in (theirs, token_dispatcher):
         for name in ("permute", "unpermute", "sort_chunks_by_idxs"):

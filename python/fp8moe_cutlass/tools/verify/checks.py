@@ -210,7 +210,7 @@ def check_counts(given: Inputs) -> Iterator[Check]:
     yield bit_equal("count_codes", "codes lost by casts and shifts", [(array(counts)[:4], wanted)])
 
 
-def check_swiglu(given: Inputs) -> Iterator[Check]:
+def check_activation(given: Inputs) -> Iterator[Check]:
     contract = "within 1 code, at most 1 scale in 10^3 at a boundary"
     z, dh, probs = given.normal(260, 512), given.normal(260, 256), given.probs(260)
     args = [array(t).astype(np.float64) for t in (dh, z, probs)]
@@ -275,6 +275,6 @@ CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_dispatch,
     check_transpose,
     check_counts,
-    check_swiglu,
+    check_activation,
     check_gemm,
 ]

@@ -1,4 +1,4 @@
-"""What a check is, its random inputs, and the ways to compare with the reference."""
+"""Checks, their random inputs, and the ways to compare with the reference."""
 
 from __future__ import annotations
 

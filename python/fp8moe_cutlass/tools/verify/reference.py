@@ -29,7 +29,7 @@ class Format:
 
     @cached_property
     def values(self) -> F64:
-        """What codes 0..255 mean; Inf and NaN codes are NaN here."""
+        """The values of codes 0..255; Inf and NaN codes are NaN here."""
         code = np.arange(256)
         exponent, fraction = (code & 0x7F) >> self.mantissa, code & ((1 << self.mantissa) - 1)
         unit = 2.0**-self.mantissa
@@ -118,7 +118,7 @@ def dequantize(q: Quantized, rows: int = 1, fp8: str = "e4m3") -> F64:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where assignments go: row_of [T, S], and each expert's rows and columns."""
+    """The rows of assignments: row_of [T, S], and each expert's rows and columns."""
 
     row_of: I64
     counts: I64

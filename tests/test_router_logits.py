@@ -1,4 +1,4 @@
-"""gate_logits: its parts bit by bit, and what CUDA runs, on the CPU given an mm with out_dtype."""
+"""router_logits: its parts bit by bit, and CUDA's path on the CPU, given an mm with out_dtype."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module, init
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe_cutlass.autograd import gate, gate_logits
+from fp8moe_cutlass.autograd import router_logits
+from fp8moe_cutlass.autograd.router_logits import _RouterLogits, _split
 from fp8moe_cutlass.nn import Router
 from gate_problem import IN_FLOAT32, gradients, operands
 from reference import relative_error
 
 
 def split_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """What gate_logits calls on CUDA."""
-    return gate._GateLogits.apply(x, weight)
+    """What router_logits calls on CUDA."""
+    return _RouterLogits.apply(x, weight)
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_three_parts_are_the_value() -> None:
     mantissas = torch.cat([edges, torch.randint(1 << 23, (2000,))])
     high = torch.cat([torch.arange(255), torch.arange(255) - 256]) << 23  # finite
     values = bits((high[:, None] + mantissas).flatten())
-    parts = gate._split(values, 3)
+    parts = _split(values, 3)
     assert {p.dtype for p in parts} == {torch.bfloat16}
     lost = (values.double() - sum(p.double() for p in parts)).abs()
     assert not lost[values.abs() >= 2.0**-110].any()
@@ -63,13 +64,13 @@ def test_three_parts_are_the_value() -> None:
 def test_what_is_not_finite_is_nan() -> None:
     values = bits(torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1]))
     assert not values.isfinite().any()
-    hi, mid, lo = gate._split(values, 3)
+    hi, mid, lo = _split(values, 3)
     assert (hi.float() + mid.float() + lo.float()).isnan().all()
 
 
 def test_bfloat16_is_its_own_part() -> None:
     t = torch.randn(3, 5).bfloat16()
-    (part,) = gate._split(t, 3)
+    (part,) = _split(t, 3)
     assert part is t
 
 
@@ -84,7 +85,7 @@ def test_bfloat16_is_its_own_part() -> None:
     ids=["column", "strided", "expanded", "none"],
 )
 def test_parts_of_any_strides(t: Tensor) -> None:
-    hi, mid, lo = gate._split(t, 3)
+    hi, mid, lo = _split(t, 3)
     assert torch.equal(lo.float() + mid.float() + hi.float(), t)
 
 
@@ -137,7 +138,7 @@ def test_bfloat16_weight() -> None:
     x, weight, dlogits = operands()
     weight = weight.detach().bfloat16().requires_grad_()
     got = gradients(split_logits, x, weight, dlogits)
-    want = gradients(gate_logits, x, weight, dlogits)  # the CPU's: in float32
+    want = gradients(router_logits, x, weight, dlogits)  # the CPU's: in float32
     assert [t.dtype for t in got] == [t.dtype for t in want]
     for name, a, b in zip(("logits", "dx", "dweight"), got, want, strict=True):
         assert relative_error(a, b) < (1e-6 if name == "logits" else 1e-3), name
@@ -239,7 +240,7 @@ def test_elsewhere_torch_multiplies_in_float32(dtype: torch.dtype) -> None:
     x, weight, dlogits = operands()
     x = x.detach().to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        logits = gate_logits(x, weight)
+        logits = router_logits(x, weight)
     got = [logits.detach(), *torch.autograd.grad(logits, (x, weight), dlogits)]
     want = gradients(lambda x, w: F.linear(x.float(), w.float()), x, weight, dlogits)
     for a, b in zip(got, want, strict=True):
@@ -261,7 +262,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bfloat16_tokens_meet_parts_of_any_weight(dtype: torch.dtype) -> None:
     x, weight, dlogits = operands()
     weight = weight.detach().to(dtype).requires_grad_()
-    logits, dx, dweight = gradients(gate_logits, x, weight, dlogits)
+    logits, dx, dweight = gradients(router_logits, x, weight, dlogits)
     want = gradients(split_logits, x, weight.detach().float().requires_grad_(), dlogits)
     for a, b in zip((logits, dx, dweight), want, strict=True):
         assert torch.equal(a, b.to(a.dtype))
@@ -275,7 +276,7 @@ def test_other_tokens_one_token_and_one_expert_do_not(
 ) -> None:
     x, weight, _ = operands(tokens, e=experts)
     x = x.to(dtype)
-    assert torch.equal(gate_logits(x, weight), F.linear(x.float(), weight))
+    assert torch.equal(router_logits(x, weight), F.linear(x.float(), weight))
 
 
 def test_a_router_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:

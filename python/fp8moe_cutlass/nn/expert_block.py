@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,10 @@ from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
 
-if TYPE_CHECKING:
-    from fp8moe_cutlass.nn.reuse import Reused
-
 
 class ExpertBlock(Owner):
-    """What MoEExperts does with its parameters. An integration derives another one, for parameters
-    that a module of another library holds."""
+    """Runs experts over its parameters. An integration derives another one than MoEExperts, for
+    parameters that a module of another library holds."""
 
     gate_up_proj: Any  # [E, 2I, H], a Parameter or computed
     down_proj: Any  # [E, H, I]
@@ -44,7 +41,7 @@ class ExpertBlock(Owner):
     _move: Move
     _delayed: list[Pending] | None = None  # a list with delay_wgrad
     _counters: Counters | None = None  # of telemetry
-    _reused: Reused | None = None  # inside reuse_fp8_weights
+    _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
 
     @property
     def recipe(self) -> Fp8Recipe | None:
@@ -157,7 +154,7 @@ class ExpertBlock(Owner):
         return run(x, topk_idx, probs, gate_up, down, *how)
 
     def weight_grads(self) -> WeightGrads:
-        """Where the gradients of a forward that runs now go."""
+        """The places where the gradients of a forward that runs now go."""
         return weight_grads(self.gate_up_proj, self.down_proj, self._delayed, self._average)
 
     def quantize_weights(self) -> Fp8Weights:
@@ -252,7 +249,7 @@ def _itself(module: nn.Module) -> ExpertBlock | None:
 
 
 def _say_what_repeats(recipe: Fp8Recipe | None) -> None:
-    """Of a forward over weights with a gradient: it accumulates."""
+    """Warns a forward that accumulates: its weights have a gradient."""
     if recipe is not None and torch.is_grad_enabled() and not in_backward():
         slow_path(
             "weights quantized in every forward",

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd.arguments import check_tensor
 
 
-def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, H] times weight [E, H] transposed -> [T, E] float32, also under autocast.
 
     On CUDA with x in bfloat16, T > 1, E > 1, no DTensors (else both are cast to float32, and torch
@@ -34,10 +34,10 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
       none.
     """
     for name, t in (("x", x), ("weight", weight)):
-        check_tensor("gate_logits", name, t, distributed=True)
+        check_tensor("router_logits", name, t, distributed=True)
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
-            "[gate_logits] x must be [T, H] and weight [E, H]; "
+            "[router_logits] x must be [T, H] and weight [E, H]; "
             f"got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
     with torch.autocast(x.device.type, enabled=False):
@@ -47,11 +47,11 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
             return F.linear(x.float(), weight.float())
         if weight.dtype != torch.bfloat16:
             weight = weight.float()
-        logits: Tensor = _GateLogits.apply(x, weight)  # type: ignore[no-untyped-call]
+        logits: Tensor = _RouterLogits.apply(x, weight)  # type: ignore[no-untyped-call]
         return logits
 
 
-class _GateLogits(torch.autograd.Function):
+class _RouterLogits(torch.autograd.Function):
     """x [T, H] bf16, weight [E, H] f32 or bf16 -> [T, E] f32."""
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("[gate_logits] has no second derivative")
+        raise RuntimeError("[router_logits] has no second derivative")
 
 
 def _split(t: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -125,5 +125,5 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum(terms: tuple[Tensor, ...]) -> Tensor:
-    """In this order in every run, eager or compiled."""
+    """Adds the terms in this order in every run, eager or compiled."""
     return functools.reduce(torch.add, terms)
