@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import ranks
-from fp8moe_cutlass import SlowPathWarning, slow_path
 from fp8moe_cutlass.autograd import experts
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights, shard_experts
 from moe_problem import Problem, problem
@@ -263,24 +262,6 @@ def test_what_is_refused(pool: Pool) -> None:
     results(pool.run(2, refused))
 
 
-def mixed_precision(_: Any) -> None:
-    """What is gathered is quantized: bfloat16 values of float32 shards."""
-    p = of_rank()
-    net = Net(p)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    fully_shard(net, mp_policy=policy, reshard_after_forward=True)
-    with torch.no_grad():
-        got = net(p)
-    low = [w.bfloat16() for w in whole(net)]
-    assert all(w.dtype == torch.float32 for w in net.parameters())
-    assert torch.equal(got, alone(p, low))
-    assert not torch.equal(got, alone(p, whole(net)))
-
-
-def test_a_mixed_precision_policy_casts_before_quantization(pool: Pool) -> None:
-    results(pool.run(2, mixed_precision))
-
-
 def float32_gate(_: Any) -> None:
     moe = MoE(Router(128, 2, 2), MoEExperts(2, 128, 128))
     fully_shard(moe)
@@ -290,7 +271,7 @@ def float32_gate(_: Any) -> None:
 @pytest.mark.xfail(
     strict=True,
     raises=Failure,
-    reason="fully_shard gathers experts in FP8: FSDP expects uniform original parameter dtype",
+    reason="fully_shard takes one dtype at a time: FSDP expects uniform original parameter dtype",
 )
 def test_a_float32_gate_beside_bfloat16_experts(pool: Pool) -> None:
     results(pool.run(2, float32_gate))
@@ -309,21 +290,3 @@ def router_first(group: Any, shared: bool) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_router_of_its_own_in_a_bfloat16_model(shared: bool, pool: Pool) -> None:
     results(pool.run(2, router_first, shared))
-
-
-def told(group: Any) -> None:
-    """Once where fully_shard gathers experts of two layers, not where it ignores them."""
-    slow_path._said.clear()
-    p = of_rank()
-    nets = [nn.Sequential(Net(p), Net(p)) for _ in range(2)]
-    fully_shard(nets[1], ignored_params=shard_experts(nets[1], group))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SlowPathWarning)
-        nets[1][0](p).sum().backward()
-    with pytest.warns(SlowPathWarning, match="fully_shard gathers all experts") as said:
-        fully_shard(nets[0])
-    assert len([w for w in said if w.category is SlowPathWarning]) == 1
-
-
-def test_gathered_experts_are_a_slow_path(pool: Pool) -> None:
-    results(pool.run(2, told))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass.autograd import (
     Counters,
@@ -24,6 +25,7 @@ from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import Average, held, local
 from fp8moe_cutlass.nn._sharded import whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
+from fp8moe_cutlass.nn.fsdp import GatheredExperts, gathered_weights
 from fp8moe_cutlass.ops._torch import compiling, in_backward
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -165,6 +167,9 @@ class ExpertBlock(Owner):
         transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
         with torch.no_grad():
             gate_up, down = (whole(w.detach()) for w in self.local_weights())
+        gathered = gathered_weights(gate_up, down)
+        if gathered is not None:  # fully_shard frees them: a value has its own
+            return pytree.tree_map_only(Tensor, Tensor.clone, gathered)  # type: ignore[no-any-return]
         return quantize_weights(gate_up, down, self.recipe, transposed=transposed)
 
     def _prepare(
@@ -180,6 +185,8 @@ class ExpertBlock(Owner):
             weights.check(gate_up, down, self.recipe)
         elif self._reused is not None:
             weights = self._reused.weights_of(self)
+        elif type(gate_up) is GatheredExperts:  # not isinstance: a plain tensor asks its metaclass
+            weights = gathered_weights(gate_up, down)
         elif not compiling() and self.gate_up_proj.is_leaf and self.gate_up_proj.grad is not None:
             _say_what_repeats(self.recipe)
         return weights

@@ -24,6 +24,7 @@ from fp8moe_cutlass.nn._validate import (
     check_sizes,
 )
 from fp8moe_cutlass.nn.expert_block import ExpertBlock
+from fp8moe_cutlass.nn.fsdp import gathers_in_fp8, refuse_mixed
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
 
@@ -42,8 +43,8 @@ class MoEExperts(ExpertBlock, nn.Module):
     transposed_weights: what dgrad reads of the weights. "save": their FP8 codes, made in forward
       and kept until the backward, one byte per parameter for each forward in flight. "recompute":
       each backward makes them from the parameters, which must then be what they were (torch's
-      "modified by an inplace operation"); the same bits. For fully_shard, and for many forwards in
-      flight.
+      "modified by an inplace operation"); the same bits. For many forwards in flight. Under
+      fully_shard, which gathers the codes again, both are the same.
     delay_wgrad: backward leaves the weight gradients to `backward_dw()`, which must run before the
       next training forward. Hooks on the parameters, and so DistributedDataParallel's average,
       have run by then: average those gradients yourself.
@@ -131,15 +132,16 @@ class MoEExperts(ExpertBlock, nn.Module):
                     nn.init.uniform_(expert, -bound, bound)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if is_sharded(value) and self._average is None and value.device_mesh.size() > 1:
-            _refuse_mixed(name, value, self.group)
-            slow_path(
-                "experts under fully_shard",
-                "[MoEExperts] fully_shard gathers all experts for each forward and each backward, "
-                "which takes longer than to multiply them; nn.shard_experts(model, group) leaves "
-                "them where they are: tell fully_shard to ignore what it returns",
-            )
+        if is_sharded(value) and self._average is None:
+            refuse_mixed(name, value, self.group)
+            gathers_in_fp8(value, self.recipe)  # fully_shard looks right after
         super().__setattr__(name, value)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        for name, parameter in self._parameters.items():  # where torch has put new ones
+            setattr(self, name, parameter)
+        return self
 
     @property
     def local_experts(self) -> range:
@@ -209,17 +211,6 @@ def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
     """The group of each plain parameter of which every rank of a group holds a share."""
     layers = [m for m in _layers if m._average is None]  # else they are DTensors
     return {p: m.group for m in layers if m.group is not None for p in m.parameters()}
-
-
-def _refuse_mixed(name: str, sharded: Any, group: dist.ProcessGroup | None) -> None:
-    """fully_shard would put one parameter together from the experts of several ranks."""
-    ranks = set(sharded.device_mesh.mesh.flatten().tolist())
-    if group is not None and len(ranks & set(dist.get_process_group_ranks(group))) > 1:
-        raise RuntimeError(
-            "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "
-            "that group, which hold other experts each: make the layer without a group and use "
-            f"nn.shard_experts; got {name} as a DTensor over ranks {sorted(ranks)}"
-        )
 
 
 def _move(

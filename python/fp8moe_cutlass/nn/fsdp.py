@@ -1,0 +1,192 @@
+"""Experts under fully_shard: the shards stay what they are, and travel as FP8 codes and scales.
+
+fully_shard asks a parameter's local tensor how it is gathered (`fsdp_pre_all_gather` and
+`fsdp_post_all_gather`, torch's extension points). Each gather quantizes the shard, so there is
+nothing to keep fresh; and what is gathered is freed after use, as any parameter of fully_shard's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import Fp8Weights
+from fp8moe_cutlass.ops._torch import no_torch_function, plain_results, wrapper_tensor
+from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.slow_path import slow_path
+from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
+
+aten = torch.ops.aten
+
+
+def gathers_in_fp8(weight: Any, recipe: Fp8Recipe | None) -> None:
+    """Makes fully_shard gather `weight`, a DTensor [E, N, K] that it has made, in FP8. Weights
+    that are split along another dimension than E, or by no recipe, it gathers as they are."""
+    local = weight._local_tensor
+    if recipe is None or type(local) is not Tensor:
+        return
+    if not all(p.is_replicate() or p.is_shard(0) for p in weight.placements):
+        slow_path(
+            "experts split along another dimension",
+            "[MoEExperts] fully_shard gathers experts in FP8 where it splits them along dimension "
+            f"0; along another it gathers them in {weight.dtype}; got {weight.placements}",
+        )
+        return
+    weight._local_tensor = ExpertShard.of(local, weight.shape[0], recipe)
+
+
+def gathered_weights(gate_up: Tensor, down: Tensor) -> Fp8Weights | None:
+    """What fully_shard has gathered, if it has gathered both in FP8."""
+    if isinstance(gate_up, GatheredExperts) and isinstance(down, GatheredExperts):
+        return Fp8Weights(_codes_of(gate_up), _codes_of(down))
+    return None
+
+
+class ExpertShard(Tensor):
+    """A shard [e, N, K] of `experts` in all: a plain strided tensor that says how to gather it."""
+
+    experts: int
+    recipe: Fp8Recipe
+
+    @staticmethod
+    def of(local: Tensor, experts: int, recipe: Fp8Recipe) -> ExpertShard:
+        shard = local.as_subclass(ExpertShard)
+        shard.experts, shard.recipe = experts, recipe
+        return shard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with plain_results():
+            out = func(*args, **kwargs or {})
+        # What fully_shard makes of a shard that was replaced or moved, and with CPU offload.
+        if func in (Tensor.new_zeros, Tensor.narrow, Tensor.to, Tensor.pin_memory):
+            return cls.of(out.as_subclass(Tensor), args[0].experts, args[0].recipe)
+        return out
+
+    # With one argument. Given torch's five, fully_shard asks that every input have the padded
+    # shard's size where E does not divide, which scales cannot; and on some ranks alone.
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Codes as bytes and scales, padded to as many experts on every rank."""
+        e, n, k = self.shape
+        size = (-(-self.experts // mesh.size()), n, k)
+        made = torch.empty if e == size[0] else torch.zeros
+        codes = made(size, dtype=torch.uint8, device=self.device)
+        scale_inv = made(scale_shape(size, "block"), dtype=torch.float32, device=self.device)
+        if e:
+            recipe, shard = self.recipe, self.as_subclass(Tensor).detach().contiguous()
+            to = _fp8(codes, scale_inv, e, recipe.scale == "pow2")
+            ops.quantize_weight(shard, transposed=False, scale=recipe.scale, eps=recipe.eps, out=to)
+        if mesh.size() == 1:  # fully_shard then takes the first input alone
+            return (codes,), scale_inv
+        return (codes, scale_inv), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The gathered parameter and what of it to free; out: the parameter, whose memory has been
+        filled again."""
+        codes, scale_inv = outputs if metadata is None else (*outputs, metadata)
+        if out is None:
+            size = (self.experts, *codes.shape[1:])
+            pow2 = self.recipe.scale == "pow2"
+            return GatheredExperts(codes, scale_inv, pow2, dtype, size), outputs
+        if metadata is not None:
+            out.scale_inv = scale_inv
+        return None
+
+
+class GatheredExperts(Tensor):
+    """A gathered parameter [E, N, K]: of the parameter's dtype to autograd, which gives it a plain
+    gradient; in memory, codes [E', N, K] uint8 and scale_inv, E' >= E. It cannot be written. What
+    reads it sees what the codes stand for."""
+
+    codes: Tensor
+    scale_inv: Tensor
+    pow2: bool
+
+    @staticmethod
+    def __new__(
+        cls, codes: Tensor, scale_inv: Tensor, pow2: bool, dtype: torch.dtype, size: Any
+    ) -> GatheredExperts:
+        made: GatheredExperts = wrapper_tensor(cls, size, dtype=dtype, device=codes.device)
+        return made
+
+    def __init__(
+        self, codes: Tensor, scale_inv: Tensor, pow2: bool, dtype: torch.dtype, size: Any
+    ) -> None:
+        self.codes, self.scale_inv, self.pow2 = codes, scale_inv, pow2
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale_inv"], (self.pow2, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> GatheredExperts:
+        pow2, dtype = meta
+        return GatheredExperts(inner["codes"], inner["scale_inv"], pow2, dtype, size)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GatheredExperts({tuple(self.shape)}, {self.dtype})"
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        t, kwargs = args[0], kwargs or {}
+        if func in (aten.detach.default, aten.alias.default):
+            return cls(t.codes, t.scale_inv, t.pow2, t.dtype, t.shape)
+        if func is aten.as_strided.default:  # fully_shard's, to the whole size
+            return cls(t.codes, t.scale_inv, t.pow2, t.dtype, args[1])
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                "[MoEExperts] gathered FP8 weights cannot be written: reshard() the module and "
+                f"write its shards; got {func}"
+            )
+        of = _stand_in if func in _OF_SHAPES or func.namespace == "fp8moe" else _values
+        return func(*pytree.tree_map_only(cls, of, args), **pytree.tree_map_only(cls, of, kwargs))
+
+
+# Functions that read no values.
+_OF_SHAPES = (
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+)
+
+
+def _stand_in(w: GatheredExperts) -> Tensor:
+    """A plain tensor of w's shape, dtype and device, of one element in memory."""
+    return w.codes.new_empty((), dtype=w.dtype).expand(w.shape)
+
+
+def _codes_of(w: GatheredExperts) -> Fp8Tensor:
+    return _fp8(w.codes, w.scale_inv, w.shape[0], w.pow2)
+
+
+def _values(w: GatheredExperts) -> Tensor:
+    values: Tensor = ops.dequantize(_codes_of(w), dtype="float32").to(w.dtype)
+    return values
+
+
+def _fp8(codes: Tensor, scale_inv: Tensor, experts: int, pow2: bool) -> Fp8Tensor:
+    """The first `experts` of codes [E', N, K] uint8: padding comes last."""
+    data = codes[:experts].view(torch.float8_e4m3fn)
+    return Fp8Tensor(data, scale_inv[:experts], "block", pow2, "e4m3", check=False)
+
+
+def refuse_mixed(name: str, sharded: Any, group: Any) -> None:
+    """RuntimeError where fully_shard would put one parameter together from the experts of several
+    ranks of `group`."""
+    ranks = set(sharded.device_mesh.mesh.flatten().tolist())
+    if group is not None and len(ranks & set(torch.distributed.get_process_group_ranks(group))) > 1:
+        raise RuntimeError(
+            "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "
+            "that group, which hold other experts each: make the layer without a group and use "
+            f"nn.shard_experts; got {name} as a DTensor over ranks {sorted(ranks)}"
+        )
