@@ -368,5 +368,5 @@ def loaded(group: Any, path: str, want: list[torch.Tensor]) -> None:
 def test_distributed_checkpoints(pool: Pool) -> None:
     path = Path(tempfile.mkdtemp())
     want = results(pool.run(2, saved, str(path)))[0]
-    for ranks in (1, 2, 4):
-        results(pool.run(ranks, loaded, str(path), want))
+    for size in (1, 2, 4):
+        results(pool.run(size, loaded, str(path), want))
