@@ -311,7 +311,7 @@ def train(
                 loss.backward()
                 losses.append(loss.item())
         with torch._dynamo.config.patch(error_on_recompile=compile_step and n > 1):
-            update()  # faults 21: nothing of this library makes a step recompile
+            update()  # nothing of this library makes a step recompile
     return losses
 
 
@@ -447,7 +447,7 @@ def test_an_update_before_the_backward_raises() -> None:
 
 
 def test_what_no_forward_leaves_behind() -> None:
-    """No buffer, no attribute, no hook of an optimizer: what faults 5, 6, 21, 46, 49 came from."""
+    """No buffer, no attribute, no hook of an optimizer."""
     layer = layer_of()
     before = dict(vars(layer))
     step(layer)

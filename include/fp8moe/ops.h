@@ -618,8 +618,7 @@ FP8MOE_API void outputs(GroupedGemmWgrad& p);
 FP8MOE_API void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const GroupedGemmWgrad& p);  // of dw's device alone
 
-// ---- what is here
-// ---------------------------------------------------------------------------------
+// ---- what is here ------------------------------------------------------------------------------
 
 // All of them: what bindings and tests fold over.
 inline constexpr auto operators = std::tuple{&quantize,

@@ -400,7 +400,7 @@ def other_stream() -> torch.cuda.Stream:
 
 @pytest.mark.parametrize("how", ["each forward", "weights", "reuse"])
 def test_two_streams_right_after_a_change(how: str, device: torch.device) -> None:
-    """Faults 31: one is late with making what the other is to read."""
+    """One is late with making what the other is to read."""
     p, q = on(device, 64, 2, 4), on(device, 64, 2, 4, seed=1)
     layer = layer_of(p)
     with torch.no_grad():
@@ -470,7 +470,7 @@ def test_a_graph_of_a_part_of_a_reuse_scope_is_refused(device: torch.device) -> 
 @BOTH_COLUMNS
 @pytest.mark.parametrize("beside", ["replay", "eager"])
 def test_backwards_at_once(beside: str, name: str, device: torch.device) -> None:
-    """Faults 16: two captures of one backward, or one and an eager step, at once on two streams:
+    """Two captures of one backward, or one and an eager step, at once on two streams:
     sums of dprobs go from SM to SM, and tiles of wgrad are claimed, by counters of each call."""
     p = on(device, 768, 2, 16, 512, 1024)
     layer = layer_of(p, **OPTIONS[name])
@@ -514,7 +514,7 @@ def test_backwards_at_once(beside: str, name: str, device: torch.device) -> None
 
 
 def test_main_grad_is_ordered_as_grad_is(device: torch.device) -> None:
-    """Faults 34: read on the default stream right after backward(), the forward having run on
+    """Read on the default stream right after backward(), the forward having run on
     another, with no gradient that autograd itself would order."""
     p = on(device, 512, 2, 4)
     layer = layer_of(p)
@@ -539,7 +539,7 @@ def test_main_grad_is_ordered_as_grad_is(device: torch.device) -> None:
 
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_backward_dw_on_another_stream(main_grad: bool, device: torch.device) -> None:
-    """Faults 33: behind other work, while the default stream goes on and takes memory."""
+    """Behind other work, while the default stream goes on and takes memory."""
     p = on(device, 512, 2, 4)
     want = p.run(layer_of(p))
     layer = layer_of(p, delay_wgrad=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -288,17 +287,18 @@ def _backward_of(
     if kind == "group":
         read = move.viewed(read, widths[1], slots, options.recipe)
     experts, hidden, width = widths
-    of = _dtypes(dtypes)
-    grads = owner.weight_grads() if owner is not None else None
-    to: list[Destination] = []
-    for n, shape in enumerate(((experts, 2 * width, hidden), (experts, hidden, width))):
-        if grads is not None:
-            own = (grads.gate_up, grads.down)[n]
-            to.append(replace(own, dtype=of[n], returned=not need[4 + n]))
-        else:
-            to.append(Destination(None, of[n], torch.Size(shape), returned=True))
+    own, average, counters = (None, None), None, None
+    if owner is not None:
+        own, average = (owner.gate_up_proj, owner.down_proj), owner._average
+        counters = owner._counters
+    shapes = torch.Size((experts, 2 * width, hidden)), torch.Size((experts, hidden, width))
+    to = [
+        Destination(weight, dtype, shape, average, returned=not in_place)
+        for weight, dtype, shape, in_place in zip(
+            own, _dtypes(dtypes), shapes, need[4:], strict=True
+        )
+    ]
     del tensors
-    counters = None if owner is None else owner._counters
     into = WeightGrads(to[0], to[1], None)
     dx, dprobs, weights = block.backward(dout, read, route, options, move, into, counters, asked)
     return [dout.new_empty(_ABSENT) if t is None else t for t in (dx, dprobs, *weights)]

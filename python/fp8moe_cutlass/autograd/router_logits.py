@@ -40,6 +40,11 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
             "[router_logits] x must be [T, H] and weight [E, H]; "
             f"got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
+    return run(x, weight)
+
+
+def run(x: Tensor, weight: Tensor) -> Tensor:
+    """`router_logits`, for a caller that has checked its arguments."""
     with torch.autocast(x.device.type, enabled=False):
         # A product of one row, column or term inductor decomposes, and then leaves out_dtype out.
         by_parts = x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 1 and len(weight) > 1

@@ -20,7 +20,7 @@ from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Need, Options
 from fp8moe_cutlass.autograd.counters import Counters
-from fp8moe_cutlass.autograd.weight_grad import WeightGrads, weight_grads
+from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched
 from fp8moe_cutlass.routing import RoutingPlan
@@ -109,12 +109,14 @@ def run(
             x, topk_idx, probs, gate_up, down, options, move, weights, need, owner
         )
     if need is None:
-        of = (options, move, weights, None, None)
-        return block.forward(x, topk_idx, probs, gate_up, down, *of)[0]
-    if owner is None:
-        how = How(options, move, weight_grads(gate_up, down), None, need)
-    else:
-        how = How(options, move, owner.weight_grads(), owner._counters, need)
+        rest = (options, move, weights, None, None)
+        return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
+    of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
+    pending = average = None
+    if owner is not None:
+        of, pending, average = (owner.gate_up_proj, owner.down_proj), owner._delayed, owner._average
+        counters = owner._counters
+    how = How(options, move, weight_grads(of, shapes, pending, average), counters, need)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up, down, topk_idx, weights, how
     )
@@ -185,11 +187,9 @@ class Owner:
     down_proj: Any
     _move: Move
     _counters: Counters | None = None
-    _delayed: Any = None
+    _delayed: list[Pending] | None = None  # a list with delay_wgrad
+    _average: Average | None = None  # of shard_experts: the two are DTensors over a group's ranks
     key = -1
-
-    def weight_grads(self) -> WeightGrads:
-        raise NotImplementedError
 
 
 owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,14 +22,11 @@ class Average(Protocol):
     def scale(self) -> float: ...
 
     @property
-    def replicated(self) -> bool:
-        """Whether other ranks hold the same weights."""
+    def replicas(self) -> Any:
+        """Not None where other ranks hold the same weights."""
 
     def sum_(self, grad: Tensor) -> None:
         """The sum of the replicas' gradients, in place. Collective."""
-
-    def shape_of(self, weight: Any) -> torch.Size:
-        """The shape of this rank's part of a weight."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Destination:
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
             grad: Tensor = wgrad.run(None, False, exact, workspace)
-            if average is not None and average.replicated:
+            if average is not None and average.replicas is not None:
                 average.sum_(grad)
             return grad if grad.dtype == self.dtype else grad.to(self.dtype)
         into = main_grad
@@ -65,7 +63,7 @@ class Destination:
                 "[main_grad] begins at no multiple of 16 bytes: each gradient is added to a copy, "
                 "which is copied back; align each parameter's part of a flat gradient buffer",
             )
-        if average is not None and average.replicated:
+        if average is not None and average.replicas is not None:
             grad = wgrad.run(None, False, "float32", workspace)
             average.sum_(grad)
             into.add_(grad)
@@ -163,19 +161,18 @@ class WeightGrads:
 
 
 def weight_grads(
-    gate_up: Any,
-    down: Any,
+    weights: Sequence[Any],
+    shapes: Sequence[torch.Size],
     pending: list[Pending] | None = None,
     average: Average | None = None,
 ) -> WeightGrads:
-    """The places where the gradients of a forward over these two weights go."""
-    return WeightGrads(_destination(gate_up, average), _destination(down, average), pending)
-
-
-def _destination(weight: Any, average: Average | None) -> Destination:
-    named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
-    shape = weight.shape if average is None else average.shape_of(weight)
-    return Destination(weight, named or weight.dtype, shape, average)
+    """The places where the gradients of a forward over gate_up and down go. shapes: those of what
+    this rank holds."""
+    to = []
+    for weight, shape in zip(weights, shapes, strict=True):
+        named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
+        to.append(Destination(weight, named or weight.dtype, shape, average))
+    return WeightGrads(to[0], to[1], pending)
 
 
 _placeholders: dict[Any, Tensor] = {}

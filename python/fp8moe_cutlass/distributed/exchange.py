@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -177,16 +178,16 @@ class Exchange:
         ValueError on every rank if the ranks' terms differ, or have differed."""
         if announced is None:
             return self.fixed(terms)
-        sent, received = _read(announced)
-        terms.check([words[2:-1] for words in received], self._names)
-        self._check_in_step([words[-1] for words in sent])
+        message = _read(announced)
+        sent, received = list(zip(*message[0], strict=True)), list(zip(*message[1], strict=True))
+        terms.check(received[2:-1], self._names)
+        self._check_in_step(sent[-1])
         if self.segment:
             self._agreed.add(terms)
             for backward in (False, True):  # before a capture, which can copy nothing
                 self._words_of(terms.mark(backward), announced.message.device)
             return self.fixed(terms)
-        to, of = ([words[0] for words in side] for side in (sent, received))
-        return sizes_of_words(terms, to, of, sum(words[1] for words in received))
+        return sizes_of_words(terms, list(sent[0]), list(received[0]), sum(received[1]))
 
     def dispatch(self, rows: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor:
         """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
@@ -215,13 +216,12 @@ class Exchange:
 
     def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
         """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
-        return self._back(rows, bound, sizes, beside=False).rows
+        return self.start_back(rows, bound, sizes, beside=False).rows
 
-    def start_back(self, rows: Tensor, bound: int, sizes: Sizes) -> Returning:
+    def start_back(
+        self, rows: Tensor, bound: int, sizes: Sizes, *, beside: bool = True
+    ) -> Returning:
         """Start to do the same, beside what is queued until `finish_back`."""
-        return self._back(rows, bound, sizes, beside=True)
-
-    def _back(self, rows: Tensor, bound: int, sizes: Sizes, beside: bool) -> Returning:
         rows = rows.contiguous()
         got = rows.new_empty(bound, rows.shape[1])
         into = got[: sizes.rows_sent]
@@ -253,14 +253,15 @@ class Exchange:
                 f"[MoEExperts] every assignment must find a place; got {'; '.join(found)}"
             )
 
-    def _check_in_step(self, differed: list[int]) -> None:
+    def _check_in_step(self, differed: Sequence[int]) -> None:
+        if not any(differed):
+            return
         others = [f"rank {r} in {n}" for r, n in zip(self._names, differed, strict=True) if n]
-        if others:
-            raise ValueError(
-                "[MoEExperts] ranks with a rank_capacity must be in step: the same slots, what "
-                "requires gradients, forward or backward, in every exchange; got others from "
-                f"{', '.join(others)} exchanges of rank {self._names[self._rank]}"
-            )
+        raise ValueError(
+            "[MoEExperts] ranks with a rank_capacity must be in step: the same slots, what "
+            "requires gradients, forward or backward, in every exchange; got others from "
+            f"{', '.join(others)} exchanges of rank {self._names[self._rank]}"
+        )
 
     def _follow(self, device: torch.device) -> None:
         """The counts go with the layer to another device."""

@@ -87,7 +87,8 @@ class GroupMove:
         return Arrived(rows, row_probs, local, Route(sent.plan, sizes))
 
     def combine(self, out: Tensor, route: Route) -> Tensor:
-        return _sums(self.exchange.combine(out, route.plan.rows, route.sizes), route.plan)
+        rows = self.exchange.combine(out, route.plan.rows, route.sizes)
+        return ops.unpermute_unpad(rows, route.plan)  # type: ignore[no-any-return]
 
     def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> Any:
         packed = wire.pack_grad(dout, route.plan, recipe)
@@ -110,9 +111,9 @@ class GroupMove:
             # A slot's gradient is 0 but on the rank of its expert: their sum is that one.
             rows = finish(returning.dprobs)
             slots = rows.shape[1]
-            dprobs = _sums(F.pad(rows, (0, -slots % 16)), route.plan)[:, :slots]
+            dprobs = ops.unpermute_unpad(F.pad(rows, (0, -slots % 16)), route.plan)[:, :slots]
         if returning.dx is not None:
-            dx = _sums(finish(returning.dx), route.plan)
+            dx = ops.unpermute_unpad(finish(returning.dx), route.plan)
         return dx, dprobs
 
     # ---- for the operator (autograd/torch_op.py), which takes and gives tensors and numbers
@@ -179,9 +180,3 @@ class GroupMove:
         if saved.x is not None:
             saved = saved._replace(x=packed)
         return saved if recipe is not None else saved._replace(probs=None), route
-
-
-def _sums(rows: Tensor, plan: RoutingPlan) -> Tensor:
-    """The sum of each token's rows [plan.rows, C] that came back; C a multiple of 16."""
-    out: Tensor = ops.unpermute_unpad(rows, plan)
-    return out

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fp8moe_cutlass.recipe import Fp8Recipe
-from fp8moe_cutlass.typing import Fp8DType, ScaleKind
 
 
 class Terms(NamedTuple):
@@ -29,12 +28,13 @@ class Terms(NamedTuple):
         return self.hidden_size, self.rank_capacity, sizes, self.recipe << 4 | flags
 
     def check(self, words: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
-        """Raises ValueError, naming the ranks, if their words [ranks, len(self)] differ."""
-        if all(of_rank == words[0] for of_rank in words):
-            return
-        for name, values in zip(self._fields, zip(*words, strict=True), strict=True):
-            holders = {v: [r for r, w in zip(ranks, values, strict=True) if w == v] for v in values}
-            if len(holders) > 1:
+        """Raises ValueError, naming the ranks, if the values of one of the words [len(self), ranks]
+        differ."""
+        for name, values in zip(self._fields, words, strict=True):
+            if len(set(values)) > 1:
+                holders: dict[int, list[int]] = {}
+                for rank, value in zip(ranks, values, strict=True):
+                    holders.setdefault(value, []).append(rank)
                 what, read = _READ[name]
                 got = "; ".join(
                     f"{read(v)} on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}"
@@ -45,35 +45,26 @@ class Terms(NamedTuple):
 
 def recipe_word(recipe: Fp8Recipe | None) -> int:
     """The word for what a recipe puts on the wire."""
-    return _RECIPES.index(_format(recipe))
+    return _RECIPES.index(None if recipe is None else (recipe.scale, recipe.grad_dtype))
 
 
-def _format(recipe: Fp8Recipe | None) -> str:
-    if recipe is None:
-        return "none (bfloat16)"
-    return f"{recipe.scale} scales, gradients in {recipe.grad_dtype}"
+def _recipe(word: int) -> str:
+    found = _RECIPES[word]
+    return f"{found[0]} scales, gradients in {found[1]}" if found else "none (bfloat16)"
 
 
 def _yes(word: int) -> str:
     return str(bool(word))
 
 
-_FP8: tuple[Fp8DType, ...] = ("e4m3", "e5m2")
-_SCALES: tuple[ScaleKind, ...] = ("pow2", "fp32", "amax")
-_RECIPES = (
-    _format(None),
-    *(
-        _format(Fp8Recipe(gradient, scale, columns="column"))
-        for gradient, scale in itertools.product(_FP8, _SCALES)
-    ),
-)
+_RECIPES = (None, *itertools.product(("pow2", "fp32", "amax"), ("e4m3", "e5m2")))
 # What an error calls a word, and how it reads it.
 _READ: dict[str, tuple[str, Callable[[int], str]]] = {
     "num_experts": ("num_experts", str),
     "hidden_size": ("hidden_size", str),
     "slots": ("the number of slots", str),
     "rank_capacity": ("rank_capacity", lambda rows: str(rows or None)),
-    "recipe": ("recipe", _RECIPES.__getitem__),
+    "recipe": ("recipe", _recipe),
     "x_grad": ("x.requires_grad", _yes),
     "probs_grad": ("topk_weights.requires_grad", _yes),
     "weights_grad": ("requires_grad of the weights", _yes),

@@ -22,17 +22,9 @@ class Average:
     scale: float
     replicas: Any = None  # the process group whose ranks hold the same weights; None: one rank
 
-    @property
-    def replicated(self) -> bool:
-        return self.replicas is not None
-
     def sum_(self, grad: Tensor) -> None:
         """The sum of the replicas' gradients, in place. Collective."""
         dist.all_reduce(grad, group=self.replicas)
-
-    def shape_of(self, weight: Any) -> torch.Size:
-        """The shape of this rank's part of a weight."""
-        return held(weight).shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
         return self

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.ops.exchange import packed_fp8
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 
 
 def pack(
@@ -76,9 +76,7 @@ def viewed(saved: Any, hidden: int, slots: int, recipe: Fp8Recipe | None) -> Any
     if recipe is None:
         x, _, probs = _parts(packed, hidden, slots)
         return saved._replace(x=x, probs=probs)
-    data = packed[:, :hidden].view(torch.float8_e4m3fn)
-    scales = packed[:, hidden : hidden + 4 * cdiv(hidden, 128)].view(torch.float32)
-    return saved._replace(x=Fp8Tensor(data, scales, "row", recipe.scale == "pow2", "e4m3"))
+    return saved._replace(x=packed_fp8(packed, hidden, "e4m3", recipe.scale == "pow2"))
 
 
 def pack_grad(dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None) -> Tensor:
@@ -94,8 +92,7 @@ def unpack_grad(rows: Tensor, hidden: int, recipe: Fp8Recipe | None) -> Any:
     """The gradient that arrived, as a body takes it."""
     if recipe is None:
         return rows
-    pow2 = recipe.scale == "pow2"
-    return ops.unpack(rows, hidden, 0, fp8_dtype=recipe.grad_dtype, pow2=pow2)[0]
+    return packed_fp8(rows, hidden, recipe.grad_dtype, recipe.scale == "pow2")
 
 
 def _quantize_pack(

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass.autograd import (
-    Counters,
     Fp8Weights,
     Grouped,
     Local,
@@ -20,9 +19,8 @@ from fp8moe_cutlass.autograd import (
     quantize_weights,
 )
 from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
-from fp8moe_cutlass.autograd.weight_grad import Pending, WeightGrads, weight_grads
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.distributed.shards import Average, held, local
+from fp8moe_cutlass.distributed.shards import held, local
 from fp8moe_cutlass.nn._sharded import whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
 from fp8moe_cutlass.nn.fsdp import GatheredExperts, gathered_weights
@@ -38,11 +36,8 @@ class ExpertBlock(Owner):
 
     gate_up_proj: Any  # [E, 2I, H], a Parameter or computed
     down_proj: Any  # [E, H, I]
-    _average: Average | None = None  # of shard_experts: the two are DTensors over a group's ranks
     _options: Options
     _move: Move
-    _delayed: list[Pending] | None = None  # a list with delay_wgrad
-    _counters: Counters | None = None  # of telemetry
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
 
     @property
@@ -154,10 +149,6 @@ class ExpertBlock(Owner):
         weights = self._prepare(gate_up, down, weights)
         how = (self._options, move, weights, need, self)
         return run(x, topk_idx, probs, gate_up, down, *how)
-
-    def weight_grads(self) -> WeightGrads:
-        """The places where the gradients of a forward that runs now go."""
-        return weight_grads(self.gate_up_proj, self.down_proj, self._delayed, self._average)
 
     def quantize_weights(self) -> Fp8Weights:
         """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe_cutlass.autograd import router_logits, router_topk
 from fp8moe_cutlass.autograd.arguments import check_tensor
+from fp8moe_cutlass.autograd.router_logits import run as router_logits
+from fp8moe_cutlass.autograd.router_topk import run as router_topk
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
 from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import (
@@ -165,23 +166,17 @@ class Router(nn.Module):
         self._check(x, topk_idx, padding)
         check_size("Router", "sequences", sequences)
         logits = self._logits(x if padding is None else _finite(x, padding))
-        scores, idx, topk_weights, counts = router_topk(
-            logits,
-            self.top_k,
-            selection_bias=self.selection_bias,
-            padding=padding,
-            given_idx=topk_idx,
-            **self._rule.options(),
-        )
+        arrays = (logits, self.selection_bias, padding, topk_idx)
+        chosen = router_topk(arrays, self.top_k, 1, self._rule.options())
+        scores, idx, topk_weights, counts = chosen
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale.float()[idx]
         counts, replayed = self._summed(counts), topk_idx is not None
         routing = Routing(idx, topk_weights, logits, scores, counts, padding, replayed, {})
         losses = self._losses(routing, sequences)
-        if losses:
-            weighted = [loss * getattr(self._coefficients, name) for name, loss in losses.items()]
-            topk_weights = with_loss(topk_weights, torch.stack(weighted).sum())
-            losses = {name: loss.detach() for name, loss in losses.items()}
+        for name, loss in losses.items():
+            topk_weights = with_loss(topk_weights, loss * getattr(self._coefficients, name))
+            losses[name] = loss.detach()
         # Made anew: torch 2.11's dynamo cannot return what _replace makes.
         return Routing(idx, topk_weights, logits, scores, counts, padding, replayed, losses)
 
@@ -307,18 +302,14 @@ class Router(nn.Module):
         if of_batch and not unlike:
             return routing.tokens_per_expert
         own = {**self._rule.options(), "topk_groups": self._rule.num_groups}
-        counts: Tensor = router_topk(
-            routing.logits.detach(),
-            self.top_k,
-            padding=routing.padding,
-            sequences=sequences or 1,
-            **own,
-        ).tokens_per_expert
+        arrays = (routing.logits.detach(), None, routing.padding, None)
+        counts: Tensor = router_topk(arrays, self.top_k, sequences or 1, own).tokens_per_expert
         return self._summed(counts) if sequences is None else counts
 
     def _summed(self, counts: Tensor) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(counts, group=self.group)
+        group = self._group.group
+        if group is not None:
+            dist.all_reduce(counts, group=group)
         return counts
 
     def _logits(self, x: Tensor) -> Tensor:

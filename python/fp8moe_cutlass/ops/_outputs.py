@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -69,21 +68,3 @@ def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> A
 def contiguous(array: Array) -> Array:
     """The array, copied into row-major order where it is not."""
     return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
-
-
-def split_columns(rows: Array, *columns: int) -> Sequence[Array]:
-    """Views of so many columns of [R, C] each, and of the rest."""
-    if not is_torch(rows):
-        return np.split(rows, np.cumsum(columns), axis=1)
-    views: Sequence[Array] = rows.split_with_sizes((*columns, rows.shape[1] - sum(columns)), 1)
-    return views
-
-
-def codes_view(bytes: Array, format: str) -> Array:
-    """uint8 codes as torch's FP8 dtype; as they are in NumPy, which has none."""
-    return bytes.view(TORCH_DTYPES[format]) if is_torch(bytes) else bytes
-
-
-def words_view(bytes: Array) -> Array:
-    """uint8 [R, 4 n], rows at multiples of 4 bytes, as float32 [R, n]."""
-    return bytes.view(torch.float32 if is_torch(bytes) else np.float32)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._outputs import codes_view, split_columns, words_view
-from fp8moe_cutlass.ops._words import (
-    FORMATS,
-    count,
-    dtype_name,
-    flag,
-    parts,
-    require_out_plan,
-    shape_of,
-)
+from fp8moe_cutlass.ops._outputs import TORCH_DTYPES
+from fp8moe_cutlass.ops._words import FORMATS, count, dtype_name, flag, parts, require_out_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
@@ -77,8 +71,9 @@ def packed_row_bytes(hidden: int, slots: int) -> int:
 
     slots 0: a gradient, codes and scales alone. docs/reference/layouts.md has the picture.
     """
-    count("packed_row_bytes", "hidden", hidden)
-    count("packed_row_bytes", "slots", slots)
+    if type(hidden) is not int or type(slots) is not int:
+        count("packed_row_bytes", "hidden", hidden)
+        count("packed_row_bytes", "slots", slots)
     return cdiv(hidden + 4 * cdiv(hidden, 128) + 8 * slots, 16) * 16
 
 
@@ -136,20 +131,22 @@ def unpack(
     permute_pad, permute_transpose_fp8 and count_codes read them (others refuse it). fp8_dtype and
     pow2 are what quantize_pack was given; the wire does not carry them.
     """
-    count("unpack", "hidden", hidden)
-    count("unpack", "slots", slots)
-    flag("unpack", "pow2", pow2)
-    format = dtype_name("unpack", "fp8_dtype", fp8_dtype, "e4m3", "e5m2")
-    shape = tuple(shape_of("unpack", "packed", packed, 2))
-    if shape[1] != packed_row_bytes(hidden, slots):
-        raise ValueError(
-            f"[unpack] packed must be [R, {packed_row_bytes(hidden, slots)}] for hidden {hidden} "
-            f"and {slots} slots; got {list(shape)}"
-        )
-    codes, scales, _ = split_columns(packed, hidden, 4 * cdiv(hidden, 128))
-    x = Fp8Tensor(codes_view(codes, format), words_view(scales), pow2=pow2, fp8_dtype=format)
-    if slots == 0:
-        return Unpacked(x, None, None)
+    if type(pow2) is not bool:
+        flag("unpack", "pow2", pow2)
+    if not isinstance(fp8_dtype, str) or fp8_dtype not in FORMATS:
+        fp8_dtype = dtype_name("unpack", "fp8_dtype", fp8_dtype, *FORMATS)
     asked = (True, True) if out is None else parts("unpack", out, "topk_idx", "probs")
     made = _C.unpack(packed, hidden, slots, *asked)
-    return Unpacked(x, *made)
+    x = packed_fp8(packed, hidden, fp8_dtype, pow2)
+    return Unpacked(x, *made) if slots else Unpacked(x, None, None)
+
+
+def packed_fp8(packed: Array, hidden: int, fp8_dtype: str, pow2: bool) -> Fp8Tensor:
+    """The codes and scales of packed rows, a view."""
+    end = hidden + 4 * cdiv(hidden, 128)
+    codes, scales = packed[:, :hidden], packed[:, hidden:end]
+    if isinstance(packed, np.ndarray):
+        scales = scales.view(np.float32)
+    else:
+        codes, scales = codes.view(TORCH_DTYPES[fp8_dtype]), scales.view(TORCH_DTYPES["float32"])
+    return Fp8Tensor(codes, scales, "row", pow2, fp8_dtype, check=False)
