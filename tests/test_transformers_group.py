@@ -188,17 +188,20 @@ def prepared_by_accelerate(model: nn.Module, names: list[str], mixed: str) -> No
     fsdp2_prepare_model(stand_in, model)
 
 
-def step_of_fully_shard(by: str) -> tuple[float, dict[str, Tensor]]:
-    """A clipped SGD step of rate 1 on this rank's rows."""
+def step_of_fully_shard(by: str, shared: bool) -> tuple[float, dict[str, Tensor]]:
+    """A clipped SGD step of rate 1 on this rank's rows, the experts shared or gathered in FP8."""
     model = model_of("Qwen3Moe", num_hidden_layers=1)
-    names = fp8moe.swap(model, group=dist.group.WORLD)
-    experts = {p for name in names for p in model.get_submodule(name).parameters()}
+    names = fp8moe.swap(model, **({"group": dist.group.WORLD} if shared else {}))
+    layers = [model.get_submodule(name) for name in names]
+    ignored = {p for layer in layers for p in layer.parameters()} if shared else set()
     if by == "torch":
-        fully_shard(model, ignored_params=experts)
+        fully_shard(model, ignored_params=ignored)
     else:
-        prepared_by_accelerate(model, names, by.removeprefix("accelerate "))
+        prepared_by_accelerate(model, names if shared else [], by.removeprefix("accelerate "))
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert all(p.to_local().shape[0] == E // dist.get_world_size() for p in experts)
+    for p in (p for layer in layers for p in layer.parameters()):
+        assert p.to_local().shape[0] == E // dist.get_world_size()
+        assert (type(p._local_tensor) is Tensor) == shared
     ids = tokens(4).chunk(dist.get_world_size())[dist.get_rank()]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     norm = clip_grad_norm_(model.parameters(), 0.1)
@@ -206,8 +209,9 @@ def step_of_fully_shard(by: str) -> tuple[float, dict[str, Tensor]]:
     return float(whole(norm)), whole_weights(model)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("by", ["torch", "accelerate no", "accelerate bf16"])
-def test_swap_beside_fully_shard(pool: Pool, by: str) -> None:
+def test_swap_and_fully_shard(pool: Pool, by: str, shared: bool) -> None:
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     fp8moe.swap(model)
     start, ids = whole_weights(model), tokens(4)
@@ -215,7 +219,7 @@ def test_swap_beside_fully_shard(pool: Pool, by: str) -> None:
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     bound = 0.15 if "bf16" in by else BOUND  # the others compute in float32 outside the experts
-    for got, weights in run(pool, step_of_fully_shard, by):
+    for got, weights in run(pool, step_of_fully_shard, by, shared):
         assert abs(got - norm) < bound * norm
         for name, w in model.named_parameters():
             assert error(weights[name] - start[name], w.detach() - start[name]) < bound, name
