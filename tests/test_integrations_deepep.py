@@ -13,7 +13,7 @@ from torch import Tensor
 from deepep_stand_in import Buffer, ElasticBuffer, World
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.autograd import Options, fp8
-from fp8moe_cutlass.autograd.counters import NAMES
+from fp8moe_cutlass.autograd.body import COUNTED
 from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, problem
@@ -206,7 +206,7 @@ def test_expanded_rows_forward_and_backward() -> None:
     counted = sum(r[7] for r in results)
     assert counted.any(dim=1).all()
     for name in ("h", "dz"):  # rows of an expert there and here
-        row = NAMES.index(name)
+        row = COUNTED.index(name)
         assert torch.equal(counted[row], seen_whole.counters[""].counts[row])
     got = torch.empty_like(want.dprobs)
     got[came, slot] = dprobs[:, 0]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
-from fp8moe_cutlass.autograd.counters import NAMES
+from fp8moe_cutlass.autograd.body import COUNTED
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.quantize import COUNTS
@@ -38,7 +38,7 @@ from fp8moe_cutlass.routing import RoutingPlan
 
 __all__ = ["Watch", "disable", "enable", "snr", "watch"]
 
-OPERANDS, TRANSPOSES = NAMES[:4], NAMES[4:]
+OPERANDS, TRANSPOSES = COUNTED[:4], COUNTED[4:]
 EVERY = 8  # rows: one in so many is looked at
 
 Report = dict[str, Any]
@@ -54,7 +54,7 @@ class Watch:
         self.counters: dict[str, Counters] = {}
         for name, layer in layers.items():
             device = layer.gate_up_proj.device
-            counts = torch.zeros(len(NAMES), COUNTS, dtype=torch.int64, device=device)
+            counts = torch.zeros(len(COUNTED), COUNTS, dtype=torch.int64, device=device)
             self.counters[name] = Counters(counts, every)
 
     def report(self) -> dict[str, Report]:
@@ -68,7 +68,7 @@ class Watch:
 
 
 def _report(counters: Counters) -> Report:
-    words = dict(zip(NAMES, counters.counts.tolist(), strict=True))
+    words = dict(zip(COUNTED, counters.counts.tolist(), strict=True))
     transposes: Report = {}
     for name in TRANSPOSES:
         _, _, moved, flushed, *shifts = words[name]

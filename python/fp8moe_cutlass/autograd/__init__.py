@@ -5,8 +5,7 @@ None has a second derivative, and each raises where one is asked for.
 
 from fp8moe_cutlass.autograd import operator  # noqa: F401  (registers it)
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
-from fp8moe_cutlass.autograd.body import Need, Options
-from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.autograd.body import Counters, Need, Options
 from fp8moe_cutlass.autograd.movement import permute_pad, unpermute_unpad
 from fp8moe_cutlass.autograd.router_logits import router_logits
 from fp8moe_cutlass.autograd.router_topk import router_topk

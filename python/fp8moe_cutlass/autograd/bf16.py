@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.arguments import as_counts
-from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
+from fp8moe_cutlass.autograd.body import Counters, ForwardWeights, Gradients, Need, Options
 from fp8moe_cutlass.autograd.compiled import compiled
-from fp8moe_cutlass.autograd.counters import Counters
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.ops._words import shape_of
 from fp8moe_cutlass.routing import RoutingPlan

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import bf16, fp8
-from fp8moe_cutlass.autograd.body import Gradients, Need, Options
-from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.autograd.body import Counters, Gradients, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.routing import RoutingPlan

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fp8moe_cutlass.recipe import Fp8Recipe
 
+COUNTED = ("x", "h", "dout", "dz", "x columns", "dout columns")
+
 
 class Options(NamedTuple):
     """The options of a block; nn.MoEExperts describes them."""
@@ -28,6 +30,16 @@ class Need(NamedTuple):
     probs: bool = True
     gate_up: bool = True
     down: bool = True
+
+
+class Counters(NamedTuple):
+    """A layer's counters of what FP8 costs it; telemetry.py makes and reads them.
+
+    counts [len(COUNTED), ops.quantize.COUNTS] i64, over every `every`-th row.
+    """
+
+    counts: Tensor
+    every: int
 
 
 class ForwardWeights(NamedTuple):

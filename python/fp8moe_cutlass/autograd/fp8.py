@@ -17,8 +17,14 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.arguments import as_counts
-from fp8moe_cutlass.autograd.body import ForwardWeights, Gradients, Need, Options
-from fp8moe_cutlass.autograd.counters import Counters, count
+from fp8moe_cutlass.autograd.body import (
+    COUNTED,
+    Counters,
+    ForwardWeights,
+    Gradients,
+    Need,
+    Options,
+)
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import (
     Fp8Weights,
@@ -277,6 +283,20 @@ def backward(
         Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
     )
+
+
+def count(
+    counters: Counters,
+    name: str,
+    t: Fp8Tensor,
+    plan: RoutingPlan,
+    columns: Fp8Tensor | None = None,
+) -> None:
+    """Adds to the counters of `name`; nothing for columns with float32 scales, which have no
+    shifts."""
+    if columns is None or (t.pow2 and columns.pow2):
+        row = counters.counts[COUNTED.index(name)]
+        ops.count_codes(t, plan, row, columns=columns, stride=counters.every)
 
 
 def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:

@@ -36,17 +36,13 @@ def permute_pad(
     """
     refuse_transforms("permute_pad", x, probs)
     check_plan("permute_pad", plan)
-    if isinstance(x, Fp8Tensor):
-        if x.data.requires_grad or x.scale_inv.requires_grad:
-            raise ValueError("[permute_pad] an Fp8Tensor has no gradient; got requires_grad=True")
-        kind = (scale_layout, x.pow2, x.fp8_dtype)
-        data, scale_inv, row_probs = _PermutePadFp8.apply(  # type: ignore[no-untyped-call]
-            x, probs, plan.buffer, plan.sizes, scale_layout, zero_unweighted
-        )
-        return Fp8Tensor(data, scale_inv, *kind), row_probs
-    y, row_probs = _PermutePad.apply(  # type: ignore[no-untyped-call]
-        x, probs, plan.buffer, plan.sizes, zero_unweighted
+    if isinstance(x, Fp8Tensor) and (x.data.requires_grad or x.scale_inv.requires_grad):
+        raise ValueError("[permute_pad] an Fp8Tensor has no gradient; got requires_grad=True")
+    y, scale_inv, row_probs = _PermutePad.apply(  # type: ignore[no-untyped-call]
+        x, probs, plan.buffer, plan.sizes, scale_layout, zero_unweighted
     )
+    if isinstance(x, Fp8Tensor):
+        y = Fp8Tensor(y, scale_inv, scale_layout, x.pow2, x.fp8_dtype)
     return y, row_probs
 
 
@@ -69,34 +65,18 @@ def unpermute_unpad(
 
 
 class _PermutePad(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, probs: Tensor | None, buffer: Tensor, sizes: Sizes, zero: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(buffer)
-        ctx.sizes = sizes
-        return ops.permute_pad(x, RoutingPlan(buffer, *sizes), probs, zero_unweighted=zero)
+    """y, row_probs, and between them the scales of an FP8 y, which has no gradient."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, row_dprobs: Tensor | None) -> tuple[Any, ...]:
-        plan = RoutingPlan(*ctx.saved_tensors, *ctx.sizes)
-        dx, dprobs = _backward_of_permute(plan, dy, row_dprobs)
-        return dx, dprobs, None, None, None
-
-
-class _PermutePadFp8(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Fp8Tensor,
+        x: Any,
         probs: Tensor | None,
         buffer: Tensor,
         sizes: Sizes,
         scale_layout: ScaleLayout,
         zero: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(buffer)
         ctx.sizes = sizes
@@ -104,28 +84,26 @@ class _PermutePadFp8(torch.autograd.Function):
         y, row_probs = ops.permute_pad(
             x, plan, probs, scale_layout=scale_layout, zero_unweighted=zero
         )
+        if not isinstance(y, Fp8Tensor):
+            return y, None, row_probs
         ctx.mark_non_differentiable(y.data, y.scale_inv)
         return y.data, y.scale_inv, row_probs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _data: None, _scale: None, row_dprobs: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, _scales: None, row_dprobs: Tensor | None
+    ) -> tuple[Any, ...]:
         plan = RoutingPlan(*ctx.saved_tensors, *ctx.sizes)
-        _, dprobs = _backward_of_permute(plan, None, row_dprobs)
-        return None, dprobs, None, None, None, None
-
-
-def _backward_of_permute(
-    plan: RoutingPlan, dy: Tensor | None, row_dprobs: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    if dy is None and row_dprobs is None:
-        return None, None
-    if row_dprobs is not None:
-        row_dprobs = row_dprobs.contiguous()
-    if dy is None:  # rows of no width: the probs alone
-        nothing = torch.empty(plan.rows, 0, dtype=torch.float32, device=plan.device)
-        return None, ops.permute_pad_backward(nothing, plan, row_dprobs)[1]
-    return ops.permute_pad_backward(dy.contiguous(), plan, row_dprobs)
+        dx = dprobs = None
+        if row_dprobs is not None:
+            row_dprobs = row_dprobs.contiguous()
+        if dy is not None:
+            dx, dprobs = ops.permute_pad_backward(dy.contiguous(), plan, row_dprobs)
+        elif row_dprobs is not None:  # rows of no width: the probs alone
+            nothing = torch.empty(plan.rows, 0, dtype=torch.float32, device=plan.device)
+            dprobs = ops.permute_pad_backward(nothing, plan, row_dprobs)[1]
+        return dx, dprobs, None, None, None, None
 
 
 class _UnpermuteUnpad(torch.autograd.Function):

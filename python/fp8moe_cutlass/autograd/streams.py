@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 class Written:
@@ -22,8 +23,9 @@ class Written:
         self.captured = torch.cuda.is_current_stream_capturing()
         self.event.record(self.stream)
 
-    def wait(self, tensors: Iterable[Tensor]) -> None:
-        """The current stream waits before it reads `tensors`; their memory waits for its reads."""
+    def wait(self, tree: Any) -> None:
+        """The current stream waits before it reads a tree's tensors; their memory waits for its
+        reads."""
         here = torch.cuda.current_stream(self.device)
         if here == self.stream:
             return
@@ -31,8 +33,13 @@ class Written:
         # replay ends, in the order of its own stream.
         if self.captured == torch.cuda.is_current_stream_capturing():
             here.wait_event(self.event)
-        for t in tensors:
+        for t in tensors_of(tree):
             t.record_stream(here)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, those of FP8 tensors and plans among them."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def written(device: torch.device) -> Written | None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd import block
 from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
-from fp8moe_cutlass.autograd.body import Need, Options
-from fp8moe_cutlass.autograd.counters import Counters
+from fp8moe_cutlass.autograd.body import Counters, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
 from fp8moe_cutlass.slow_path import slow_path
 
@@ -103,7 +102,7 @@ class Pending:
         workspace of its own. All memory is allocated before main_grad is added to: a run that
         raises for lack of it has done nothing, and may run again."""
         if self.operands is not None:
-            self.operands.wait(tensors_of(self.wgrad))
+            self.operands.wait(self.wgrad)
         weight, to = self.to.weight, self.to
         megatron = to.main_grad is not None and hasattr(weight, "grad_added_to_main_grad")
         unread = placeholder(to) if megatron and weight.grad is None else None

@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.arguments import check_weights
-from fp8moe_cutlass.autograd.saved import tensors_of
 from fp8moe_cutlass.autograd.streams import Written, written
 from fp8moe_cutlass.ops._words import flag, refuse
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -37,7 +36,7 @@ class Fp8Weights:
     def wait(self) -> None:
         """The current stream waits until the codes are written."""
         if self.written is not None:
-            self.written.wait(tensors_of(self.parts))
+            self.written.wait(self.parts)
 
     @torch.no_grad()
     def update_(self, layer: Any) -> None:

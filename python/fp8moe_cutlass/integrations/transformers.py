@@ -21,6 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
+from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.integrations.transformers_check import (
     OWN_FORWARD,
     WEIGHTS,
@@ -39,7 +40,6 @@ from fp8moe_cutlass.integrations.transformers_group import (
 )
 from fp8moe_cutlass.integrations.transformers_reuse import ReuseCallback
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
-from fp8moe_cutlass.nn._sharded import is_sharded
 from fp8moe_cutlass.nn._validate import check_options
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, finders
 from fp8moe_cutlass.recipe import Fp8Recipe

@@ -20,8 +20,7 @@ from fp8moe_cutlass.autograd import (
 )
 from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.distributed.shards import held, local
-from fp8moe_cutlass.nn._sharded import whole
+from fp8moe_cutlass.distributed.shards import held, local, whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
 from fp8moe_cutlass.nn.fsdp import GatheredExperts, gathered_weights
 from fp8moe_cutlass.ops._torch import compiling, in_backward

@@ -14,8 +14,7 @@ from fp8moe_cutlass import build_info
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.distributed.shards import held
-from fp8moe_cutlass.nn._sharded import is_sharded, take_share, writable
+from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
     check_bool,

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
-from fp8moe_cutlass.autograd.saved import tensors_of
-from fp8moe_cutlass.autograd.streams import capturing
-from fp8moe_cutlass.distributed.shards import held
-from fp8moe_cutlass.nn._sharded import is_sharded
+from fp8moe_cutlass.autograd.streams import capturing, tensors_of
+from fp8moe_cutlass.distributed.shards import held, is_sharded
 from fp8moe_cutlass.nn._validate import check_bool
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops._torch import compiling

@@ -15,7 +15,7 @@ from fp8moe_cutlass.autograd.arguments import check_tensor
 from fp8moe_cutlass.autograd.router_logits import run as router_logits
 from fp8moe_cutlass.autograd.router_topk import run as router_topk
 from fp8moe_cutlass.distributed.exchange import Shared, check_group
-from fp8moe_cutlass.nn._sharded import is_sharded
+from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.nn._validate import (
     MOST_CHOSEN,
     MOST_EXPERTS,

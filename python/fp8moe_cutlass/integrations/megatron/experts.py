@@ -175,7 +175,7 @@ class Experts(MoEExperts):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._kept = None
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": None, "_wgrad_hooks": []}
