@@ -26,6 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thin", type=int, default=1, help="run every N-th case of each test")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if {"pool", "deep_pool"} & set(getattr(item, "fixturenames", ())):  # processes of several ranks
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = why_no_gpu()

@@ -91,6 +91,7 @@ def test_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (late["results"], len(late["left_out"])) == ([], len(gemm.QUICK))
 
 
+@pytest.mark.slow
 def test_ep(tmp_path: Path) -> None:
     """Two ranks over gloo, each row timed once."""
     out = tmp_path / "ep.json"

@@ -22,6 +22,7 @@ HIDDEN, INTERMEDIATE, EXPERTS = 128, 64, 6
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
 
 
+pytestmark = pytest.mark.slow
 pool = ranks.pool(4, {2: [1, 3], 3: [0, 2, 3]})
 
 

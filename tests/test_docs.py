@@ -56,7 +56,18 @@ def prose():
     return module
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p != MEGATRON])
+# They run transformers' models, or several ranks' code.
+SLOW = {"README.md", "docs/how-to/hugging-face.md", "docs/how-to/several-gpus.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else [])
+        for p in PAGES
+        if blocks(p, "python") and p != MEGATRON
+    ],
+)
 def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
     if page == "README.md":
         pytest.importorskip("transformers")
@@ -82,6 +93,7 @@ def run_python(page: str, tmp_path: Path, *before: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
     code = tmp_path / "page.py"
     code.write_text(program("docs/how-to/several-gpus.md"))

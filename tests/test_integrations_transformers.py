@@ -38,6 +38,8 @@ from transformers_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 # Of weights from N(0, 0.02) and Gaussian tokens: FP8 gives 0.04 to 0.07, bf16 0.01, and gate and up
 # exchanged at least 0.26.
 BOUND = 0.1

@@ -15,6 +15,8 @@ pytest.importorskip("megatron.core")
 import megatron_cpu as mc
 import ranks
 
+pytestmark = pytest.mark.slow
+
 # FP8's own error of a layer's gradients is 6 to 10%. One layer: in a second one tokens near a tie
 # go to other experts.
 FP8 = 0.11

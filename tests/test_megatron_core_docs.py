@@ -19,6 +19,8 @@ pytest.importorskip("megatron.core")
 from test_docs import MEGATRON, ROOT, run_python
 from test_megatron_core_flags import EXPERTS, LAYER
 
+pytestmark = pytest.mark.slow
+
 
 def test_page_runs_as_written(tmp_path: Path) -> None:
     stand_ins = f"""import sys

@@ -19,6 +19,8 @@ import megatron_cpu as mc
 import ranks
 from fp8moe_cutlass.integrations import megatron
 
+pytestmark = pytest.mark.slow
+
 pool = ranks.pool(2, preload=("megatron_cpu",))
 
 

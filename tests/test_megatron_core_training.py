@@ -16,6 +16,8 @@ import megatron_cpu as mc
 import megatron_train as mt
 import ranks
 
+pytestmark = pytest.mark.slow
+
 pool = ranks.pool(2, preload=("megatron_cpu",))
 
 

@@ -23,6 +23,8 @@ from test_benchmarks import script
 from test_model_types import PAGE
 from transformers_models import LATENT, SIZES, E, H, I
 
+pytestmark = pytest.mark.slow
+
 # What else a type's config.json has to say.
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {

@@ -24,6 +24,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_ty
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from transformers_models import experts_classes
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parent.parent / "docs/reference/model-types.md"
 
 

@@ -153,7 +153,7 @@ EVERY_WRITE = pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
     params=[
         *(("eager", name) for name in OPTIONS),
         *(("aot_eager", name) for name in OPTIONS),
-        ("inductor", "save"),
+        pytest.param(("inductor", "save"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )

@@ -21,6 +21,8 @@ from fp8moe_cutlass.nn import Router
 from fp8moe_cutlass.nn.published import _RULES
 from reference import relative_error
 
+pytestmark = pytest.mark.slow
+
 
 def dense(idx: Tensor, weights: Tensor, experts: int) -> Tensor:
     return weights.new_zeros(len(idx), experts).scatter(1, idx, weights)

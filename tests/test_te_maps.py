@@ -103,6 +103,7 @@ COMPILED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", COMPILED)
 def test_compiled(call: str, device: str) -> None:
     """torch.compile breaks its graph there; results and gradients are an eager call's."""

@@ -193,7 +193,7 @@ def test_refusals() -> None:
         assert seen.counters[""].counts.any()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{}, {"preactivation": "recompute"}], ids=["save", "recompute"])
 def test_compiled_steps_count_alike(options: dict[str, Any], backend: str) -> None:
     p = uneven()

@@ -72,6 +72,7 @@ def test_options(name: str) -> None:
         assert torch.equal(fast(p.x, p.topk_idx, p.probs), layer(p.x, p.topk_idx, p.probs))
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
     p = problem(96)
     assert_same(p.run(Compiled(p.experts(), "inductor")), p.run(p.experts()))

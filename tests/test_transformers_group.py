@@ -36,6 +36,8 @@ from fp8moe_cutlass.nn import clip_grad_norm_
 from ranks import Pool, results
 from transformers_models import E, error, experts_of, model_of, tokens
 
+pytestmark = pytest.mark.slow
+
 BOUND = 0.03  # of what training changed: roundings of partial sums, and FP8 codes next to them
 KINDS = ["Qwen3Moe", "Mixtral", "DeepseekV3", "GraniteMoe"]  # three layouts of experts in files
 

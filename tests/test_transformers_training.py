@@ -37,6 +37,8 @@ from transformers_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 # One layer, from N(0, 0.02): FP8 gives at most 0.11 to any experts' gradient, bf16 autocast 0.03,
 # and gate and up exchanged at least 0.26.
 BOUND = 0.15
