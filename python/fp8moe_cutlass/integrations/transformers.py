@@ -15,16 +15,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
-from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.integrations.transformers_check import (
-    OWN_FORWARD,
-    WEIGHTS,
     ExpertsFound,
     check,
     chosen,
@@ -39,7 +36,7 @@ from fp8moe_cutlass.integrations.transformers_group import (
     save_pretrained,
 )
 from fp8moe_cutlass.integrations.transformers_reuse import ReuseCallback
-from fp8moe_cutlass.nn import MoEExperts, shard_experts
+from fp8moe_cutlass.integrations.transformers_swap import swap
 from fp8moe_cutlass.nn._validate import check_options
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, finders
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -55,9 +52,6 @@ __all__ = [
     "save_pretrained",
     "swap",
 ]
-
-
-_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]  # a module's attributes for them
 
 
 def register(
@@ -90,95 +84,6 @@ def register(
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(name, forward)  # which it refuses by name
     registered[name] = options
-
-
-def swap(
-    model: nn.Module,
-    *,
-    group: Any = None,
-    rank_capacity: int | tuple[int, int] | None = None,
-    **options: Any,
-) -> list[str]:
-    """Replaces the experts modules of `model` by nn.MoEExperts over the same Parameters: nothing is
-    allocated, state_dict keys stay. Returns the modules' names.
-
-    options: MoEExperts', such as recipe. NotImplementedError if an experts module cannot run, or
-    none is there; then nothing is changed. Sharded experts (DTensor) are refused, and quantized
-    models: swap before parallelizing or quantizing, or use `register`. ValueError for options of a
-    model whose experts are swapped already. Hooks on the experts modules go on. Afterwards
-    `set_experts_implementation` has nothing to act on: the next forward raises RuntimeError.
-    group, rank_capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
-      parameters: swap before an optimizer or a Trainer is made.
-    """
-    names = _swap(model, **options)
-    if group is not None:
-        shard_experts(model, group, rank_capacity=rank_capacity)
-    return names
-
-
-def swap_on_meta(model: nn.Module, **options: Any) -> list[str]:
-    """The same for a model on the meta device, with new parameters; group: a process group, of
-    whose share alone there are parameters."""
-    return _swap(model, meta=True, **options)
-
-
-def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
-    found = check(model)
-    swappable = [e for e in found if e.runs not in ("MoEExperts", OWN_FORWARD)]
-    if not swappable and options and any(e.runs == "MoEExperts" for e in found):
-        raise ValueError(
-            "[transformers] swap: options must be those of the first swap; got "
-            f"{', '.join(options)} for experts that are MoEExperts already: load the model again"
-        )
-    bad = [e for e in found if e.reason is not None]
-    if swappable:
-        reasons = ((e, _unswappable(model, e, meta, **options)) for e in swappable)
-        bad = [e._replace(reason=reason) for e, reason in reasons if reason is not None]
-    if bad:
-        raise NotImplementedError(
-            "[transformers] swap: " + "; ".join(f"{e.name} ({e.kind}): {e.reason}" for e in bad)
-        )
-    if not found:
-        raise NotImplementedError(
-            f"[transformers] swap: model must have experts modules; got {type(model).__name__}"
-        )
-    places = list(model.named_modules(remove_duplicate=False))
-    for name in (e.name for e in swappable):
-        module: Any = model.get_submodule(name)
-        layer = SwappedExperts(module, **options)
-        if not meta:
-            for weight in WEIGHTS:
-                setattr(layer, weight, getattr(module, weight))
-        layer.train(module.training)
-        for place in (place for place, m in places if m is module):
-            model.set_submodule(place, layer)
-    return [e.name for e in swappable]
-
-
-class SwappedExperts(MoEExperts):
-    """The module that `swap` puts in the place of transformers' experts, on the meta device."""
-
-    def __init__(self, module: Any, **options: Any) -> None:
-        w = module.down_proj
-        super().__init__(*w.shape, dtype=w.dtype, device="meta", **options)
-        self.config = module.config
-        self._implementation = self.config._experts_implementation
-        vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs nn.MoEExperts'; raises RuntimeError after set_experts_implementation."""
-        now = self.config._experts_implementation
-        if now != self._implementation and (self._implementation, now) != _DECODING:
-            raise RuntimeError(
-                "[transformers] a swapped model runs nn.MoEExperts: to run another experts "
-                f"implementation, load the model again; got {now!r} instead of "
-                f"{self._implementation!r} after swap"
-            )
-        return super().forward(*args, **kwargs)
-
-
-# What generate() sets on a GPU, for the time of it.
-_DECODING = ("grouped_mm", "batched_mm")
 
 
 class _Registered(ExpertBlock):
@@ -233,28 +138,3 @@ def _find(module: Any) -> ExpertBlock | None:
 
 
 finders.append(_find)
-
-
-def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options: Any) -> str | None:
-    """Why MoEExperts cannot take the place of an experts module; None: it can."""
-    module: Any = model.get_submodule(experts.name)
-    reason = refused(module)
-    if reason is not None:
-        return reason
-    weights = module.gate_up_proj, module.down_proj
-    reason = unfit(weights, options.get("recipe", Fp8Recipe()))
-    if reason is not None or meta:
-        return reason
-    if any(getattr(m, "hf_quantizer", None) is not None for m in model.modules()):
-        return "the model is quantized"
-    if "forward" in vars(module):
-        return "its forward is replaced (by accelerate, for a device_map): swap before"
-    more = {name for name, _ in module.named_parameters()} - {*WEIGHTS}
-    if more:
-        return f"parameters of its own: {', '.join(sorted(more))}"
-    for name, w in zip(WEIGHTS, weights, strict=True):
-        if is_sharded(w):
-            return f"{name} is a DTensor (sharded): swap before parallelizing"
-        if w.is_meta:
-            return f"{name} is on the meta device (offloaded, or not loaded)"
-    return None

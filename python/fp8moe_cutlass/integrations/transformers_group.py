@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fp8moe_cutlass.integrations.transformers_swap import swap_on_meta
 from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_, shard_experts
 
 _OF_AN_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -40,8 +41,6 @@ def from_pretrained(
     """cls.from_pretrained(path, **given) with `swap(model, group=group, **options)`; of the experts
     a rank reads its own alone. cls: a model's class or an Auto class. path: a folder or a hub's
     name, of safetensors files."""
-    from fp8moe_cutlass.integrations.transformers import swap_on_meta
-
     folder = _folder(path)
     config = given.pop("config", None) or transformers.AutoConfig.from_pretrained(folder)
     of: Any = cls._model_mapping[type(config)] if hasattr(cls, "_model_mapping") else cls

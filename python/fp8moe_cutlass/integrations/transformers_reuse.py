@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from transformers import TrainerCallback
 
+from fp8moe_cutlass.integrations.transformers_check import check
 from fp8moe_cutlass.nn import reuse_fp8_weights
 from fp8moe_cutlass.nn.expert_block import blocks_of
 
@@ -67,8 +68,6 @@ class ReuseCallback(TrainerCallback):
 
 
 def _refuse(model: Any) -> NoReturn:
-    from fp8moe_cutlass.integrations.transformers import check
-
     runs = sorted({e.runs for e in check(model)}) or "no experts modules"
     raise ValueError(
         "[ReuseCallback] model must have experts in FP8: swap it, or register a name and give it "
