@@ -134,6 +134,14 @@ def quantize_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
     yield Work("for fprop", run, size_of(w, one))
 
 
+@case("weight")
+def turn_weight(shape: Shape, device: torch.device) -> Iterator[Work]:
+    w = normal(shape["E"], shape["N"], shape["K"], device=device)
+    q = ops.quantize_weight(w, transposed=False)
+    run, q_t = into(ops.turn_weight, q)
+    yield Work("block", run, size_of(q, q_t))
+
+
 @case("matrix")
 def dequantize(shape: Shape, device: torch.device) -> Iterator[Work]:
     q = ops.quantize(normal(shape["M"], shape["K"], device=device))

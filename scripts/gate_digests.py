@@ -478,6 +478,10 @@ def gemms(s: Shape, deal: Any, out: Digests) -> None:
         out.add(
             "grouped_gemm_wgrad", options, lambda: op("grouped_gemm_wgrad", dy, x, s.plan, **how)
         )
+    # Last: an operator that older builds lack, whose inputs shift no other's.
+    for (pow2,) in deal("turn_weight", 1, BOTH):
+        q = s.fp8(e, n, k, fp8="e4m3", layout="block", pow2=pow2)
+        out.add("turn_weight", ("pow2" if pow2 else "fp32",), lambda: all_of(op("turn_weight", q)))
 
 
 # ---- the layer ----------------------------------------------------------------------------------

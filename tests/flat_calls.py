@@ -112,6 +112,10 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **new("q_t", EXPERTS, width, width, layout="block"),
             **rule,
         },
+        "turn_weight": {
+            **fp8("q", p.w8),
+            **new("q_t", EXPERTS, width, width, layout="block"),
+        },
         "dequantize": {**fp8("q", p.x8), "x": torch.zeros(TOKENS, width)},
         "route": {
             "topk_idx": p.topk_idx,

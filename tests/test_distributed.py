@@ -61,7 +61,7 @@ def layer_of(p: Problem, group: Any, **options: Any) -> MoEExperts:
     """This rank's part of the layer with the problem's weights."""
     dtype = options.pop("dtype", p.gate_up.dtype)
     options = {"device": p.x.device, "dtype": dtype, "group": group, **options}
-    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, **options)
+    layer = MoEExperts(*p.down.shape, **options)
     mine = layer.local_experts
     with torch.no_grad():
         layer.gate_up_proj.copy_(p.gate_up[mine.start : mine.stop])
@@ -395,6 +395,33 @@ def test_ranks_draw_the_layer_of_one_process(pool: Pool) -> None:
     assert torch.equal(torch.cat(gate_up), want[0])
     assert torch.equal(torch.cat(down), want[1])
     assert all(torch.equal(state, want[2]) for state in after)
+
+
+def fp8_on_a_rank(group: Any, p: Problem, counts: list[int]) -> Any:
+    """Frozen FP8 experts of a whole checkpoint, beside the layer that quantizes: same bits, and the
+    rank's own experts come out under their numbers among all."""
+    layer = layer_of(p, group)
+    whole = dict(p.experts().fp8_tensors("mlp."))
+    frozen = MoEExperts.from_fp8(whole, "mlp.", num_experts=EXPERTS, group=group)
+    mine = share(p, shares(counts)[rank_of(group)])
+    want, got = mine.run(layer), mine.run(frozen)
+    for name in ("out", "dx", "dprobs"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    written = dict(frozen.fp8_tensors("mlp."))
+    for name, t in written.items():
+        assert torch.equal(t.view(torch.uint8), whole[name].view(torch.uint8)), name
+    fused = dict(p.experts().fp8_tensors(fused=True))
+    again = MoEExperts.from_fp8(fused, num_experts=EXPERTS, group=group)
+    assert torch.equal(again.down_proj.view(torch.uint8), frozen.down_proj.view(torch.uint8))
+    with pytest.raises(ValueError, match="fused must be False with a group"):
+        again.fp8_tensors(fused=True)
+    return list(written)
+
+
+def test_experts_of_an_fp8_checkpoint(pool: Pool) -> None:
+    p = problem(sum(COUNTS[2]), SLOTS, EXPERTS, HIDDEN, 128)
+    names = results(pool.run(2, fp8_on_a_rank, p, COUNTS[2]))
+    assert sorted(names[0] + names[1]) == sorted(dict(p.experts().fp8_tensors("mlp.")))
 
 
 def moe_on_a_rank(group: Any, x: Tensor, dout: Tensor, parts: list[slice]) -> list[Tensor]:

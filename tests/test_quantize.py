@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -178,6 +180,61 @@ def test_one_of_the_two_weights(scale):
         assert torch.equal(got.scale_inv, want.scale_inv)
     with pytest.raises(ValueError, match="transposed must be True, False or 'only'; got 'both'"):
         ops.quantize_weight(w, transposed="both")
+
+
+# ---- turn_weight --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 256, 384), (3, 144, 272), (1, 16, 16), (2, 400, 128)])
+def test_turned_weight(shape: tuple[int, ...]) -> None:
+    """All codes under any scales: zeros, subnormal, infinite and NaN ones among them."""
+    e, n, k = shape
+    codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(8))
+    scale = torch.rand(e, -(-n // 128), -(-k // 128), generator=torch.Generator().manual_seed(9))
+    scale.view(-1)[:4] = torch.tensor([0.0, 1e-40, torch.inf, torch.nan])[: scale.numel()]
+    q = Fp8Tensor(codes.view(torch.float8_e4m3fn), scale, "block", pow2=False)
+    given = Fp8Tensor(
+        torch.full((e, k, n), 0x55, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.zeros(e, scale.shape[2], scale.shape[1]),
+        "block",
+        pow2=False,
+    )
+    for got in (ops.turn_weight(q), ops.turn_weight(q, out=given)):
+        assert not got.pow2
+        assert torch.equal(got.data.view(torch.uint8), codes.mT)
+        assert torch.equal(got.scale_inv.view(torch.int32), scale.mT.view(torch.int32))
+        back = ops.turn_weight(got)
+        assert torch.equal(back.data.view(torch.uint8), codes)
+
+
+def test_turned_weight_is_the_transpose_of_quantize_weight() -> None:
+    for scale in SCALES:
+        q, q_t = ops.quantize_weight(torch.randn(3, 144, 272), scale=scale)
+        got = ops.turn_weight(q)
+        assert got.pow2 is q_t.pow2
+        assert torch.equal(got.data.view(torch.uint8), q_t.data.view(torch.uint8))
+        assert torch.equal(got.scale_inv, q_t.scale_inv)
+
+
+def test_turn_weight_of_no_experts() -> None:
+    q = ops.quantize_weight(torch.randn(0, 16, 144), transposed=False)
+    assert ops.turn_weight(q).shape == (0, 144, 16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype", "rule"),
+    [
+        ((144, 272), "block", torch.float8_e4m3fn, r"q must have 3 dimensions"),
+        ((2, 24, 272), "block", torch.float8_e4m3fn, r"q.shape\[1\] must be a multiple of 16"),
+        ((2, 272, 24), "block", torch.float8_e4m3fn, r"q.shape\[2\] must be a multiple of 16"),
+        ((2, 144, 272), "block", torch.float8_e5m2, r"q must be float8_e4m3fn"),
+    ],
+)
+def test_turn_weight_refuses(shape: Any, layout: str, dtype: torch.dtype, rule: str) -> None:
+    scale = torch.ones(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    q = Fp8Tensor(torch.zeros(shape).to(dtype), scale, layout)
+    with pytest.raises(ValueError, match=r"\[turn_weight\] " + rule):
+        ops.turn_weight(q)
 
 
 # ---- dequantize ---------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"x": P.x, "scale": "pow2", "eps": 0.0, "scale_layout": "row", "out": None},
     ),
     "quantize_weight": (ops.quantize_weight, {"w": P.gate_up, "transposed": True, "out": None}),
+    "turn_weight": (ops.turn_weight, {"q": WEIGHT.q, "out": None}),
     "dequantize": (ops.dequantize, {"q": FP8, "dtype": "float32", "out": None}),
     "route": (
         ops.route,

@@ -144,6 +144,13 @@ typedef struct fp8moe_quantize_weight_args {
 FP8MOE_C_API fp8moe_status fp8moe_quantize_weight(const fp8moe_quantize_weight_args* args,
                                                   void* stream);
 
+typedef struct fp8moe_turn_weight_args {
+  size_t size;
+  const fp8moe_fp8_tensor* q;
+  const fp8moe_fp8_tensor* q_t;
+} fp8moe_turn_weight_args;
+FP8MOE_C_API fp8moe_status fp8moe_turn_weight(const fp8moe_turn_weight_args* args, void* stream);
+
 typedef struct fp8moe_dequantize_args {
   size_t size;
   const fp8moe_fp8_tensor* q;

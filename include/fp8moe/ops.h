@@ -78,6 +78,21 @@ struct QuantizeWeight {
 FP8MOE_API void outputs(QuantizeWeight& p);
 FP8MOE_API void quantize_weight(const QuantizeWeight& p, Stream stream = {});
 
+// q_t [E, K, N] = q [E, N, K] transposed, e4m3 codes and their scales, in block layout. Exact, for
+// 128x128 tiles turn onto themselves: what quantize_weight writes as q_t, from q alone. Scales are
+// copied, whatever they are.
+struct TurnWeight {
+  static constexpr const char* op = "turn_weight";
+
+  Fp8Tensor q{};
+  Fp8Tensor q_t{};
+
+  static constexpr auto fields =
+      std::tuple{in("q", &TurnWeight::q), out("q_t", &TurnWeight::q_t)};
+};
+FP8MOE_API void outputs(TurnWeight& p);
+FP8MOE_API void turn_weight(const TurnWeight& p, Stream stream = {});
+
 // x = q * scale_inv. q [M, K] in any layout, or [E, M, K] in block. The product is rounded to f32
 // and that to x's dtype: a product with a power of two is exact unless it leaves f32's range, so
 // that one rounding is left; one with a float32 scale may round twice.
@@ -623,6 +638,7 @@ FP8MOE_API int64_t workspace_bytes(const GroupedGemmWgrad& p);  // of dw's devic
 // All of them: what bindings and tests fold over.
 inline constexpr auto operators = std::tuple{&quantize,
                                              &quantize_weight,
+                                             &turn_weight,
                                              &dequantize,
                                              &route,
                                              &plan_from_counts,

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
 from fp8moe_cutlass.autograd.body import COUNTED
+from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.quantize import COUNTS
@@ -135,6 +136,10 @@ def snr(
     recipe = layer.recipe
     if recipe is None:
         raise ValueError("[telemetry.snr] layer must have an FP8 recipe; got recipe=None")
+    if is_codes(layer.gate_up_proj):
+        raise ValueError(
+            "[telemetry.snr] layer must hold parameters before quantization; got one of from_fp8"
+        )
     if layer.group is not None:
         raise ValueError("[telemetry.snr] layer must hold all experts; got one with a group")
     probs = topk_weights.float().contiguous()

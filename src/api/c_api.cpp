@@ -148,6 +148,8 @@ QuantizeWeight params(const fp8moe_quantize_weight_args& c) {
   return {.w = tensor(c.w), .q = fp8(c.q), .q_t = fp8(c.q_t), .rule = rule(c.rule)};
 }
 
+TurnWeight params(const fp8moe_turn_weight_args& c) { return {.q = fp8(c.q), .q_t = fp8(c.q_t)}; }
+
 Dequantize params(const fp8moe_dequantize_args& c) { return {.q = fp8(c.q), .x = tensor(c.x)}; }
 
 Route params(const fp8moe_route_args& c) {
@@ -398,6 +400,9 @@ fp8moe_status fp8moe_quantize(const fp8moe_quantize_args* args, void* stream) {
 }
 fp8moe_status fp8moe_quantize_weight(const fp8moe_quantize_weight_args* args, void* stream) {
   return run(&quantize_weight, args, stream);
+}
+fp8moe_status fp8moe_turn_weight(const fp8moe_turn_weight_args* args, void* stream) {
+  return run(&turn_weight, args, stream);
 }
 fp8moe_status fp8moe_dequantize(const fp8moe_dequantize_args* args, void* stream) {
   return run(&dequantize, args, stream);

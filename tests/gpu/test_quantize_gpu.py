@@ -89,6 +89,13 @@ def test_quantize_weight(dtype, scale):
     check(ops.quantize_weight, each[:, None].repeat(1, 144, 1), scale=scale)
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 144, 272), (2, 512, 256), (130, 2880, 160)])
+def test_turn_weight(shape):
+    codes = torch.randint(256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    q = Fp8Tensor(codes, torch.rand(scale_shape(shape, "block")), "block", pow2=False)
+    check(ops.turn_weight, q)
+
+
 @pytest.mark.parametrize("layout", ["row", "gemm", "block"])
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,6 +47,11 @@ class Fp8Weights:
             refuse("Fp8Weights", "layer", "a MoEExperts", layer)
         gate_up, down = layer.local_weights()
         self.check(gate_up, down, layer.recipe)
+        if is_codes(gate_up):
+            raise ValueError(
+                "[Fp8Weights] layer must hold parameters to quantize; got one of from_fp8, whose "
+                "parameters are FP8 codes: make layer.quantize_weights() anew"
+            )
         for w, q, q_t in ((gate_up, self.gate_up, self.gate_up_t), (down, self.down, self.down_t)):
             both = q_t is not None
             _quantize(w, layer.recipe, both, (q, q_t) if both else q)
@@ -58,12 +63,11 @@ class Fp8Weights:
         if recipe is None:
             raise ValueError("[Fp8Weights] the layer must have an FP8 recipe; got recipe=None")
         for name, w, q in (("gate_up", gate_up, self.gate_up), ("down", down, self.down)):
-            asked = (tuple(w.shape), w.device, "e4m3", recipe.scale == "pow2")
-            got = (q.shape, q.device, q.fp8_dtype, q.pow2)
+            asked = (tuple(w.shape), w.device, "e4m3")
+            got = (q.shape, q.device, q.fp8_dtype)
             if asked != got:
                 raise ValueError(
-                    f"[Fp8Weights] {name} must have (shape, device, format, pow2) {asked}; "
-                    f"got {got}"
+                    f"[Fp8Weights] {name} must have (shape, device, format) {asked}; got {got}"
                 )
 
     @property
@@ -95,6 +99,32 @@ def quantize_weights(
     return replace(made, written=written(made.gate_up.device))
 
 
+def is_codes(w: Tensor) -> bool:
+    """Whether w holds FP8 codes, beside whose parameter there are scales."""
+    return w.dtype == torch.float8_e4m3fn
+
+
+def of_codes(
+    gate_up: Tensor,
+    gate_up_scale_inv: Tensor,
+    down: Tensor,
+    down_scale_inv: Tensor,
+    *,
+    transposed: bool = False,
+) -> Fp8Weights:
+    """FP8 weights over codes as they lie, gate_up [E, 2I, H] and down [E, H, I], with the scales of
+    their 128x128 blocks in float32, or in e8m0 or bfloat16, which are converted. transposed: with
+    what dgrad reads, a byte per parameter; else each backward makes it."""
+    parts: list[Any] = [
+        Fp8Tensor(w.detach(), s.detach().float(), "block", s.dtype == torch.float8_e8m0fnu)
+        for w, s in ((gate_up, gate_up_scale_inv), (down, down_scale_inv))
+    ]
+    if not transposed:
+        return Fp8Weights(*parts)
+    made = Fp8Weights(*parts, *(ops.turn_weight(part) for part in parts))
+    return replace(made, written=written(gate_up.device))
+
+
 def of_one_forward(
     gate_up: Tensor, down: Tensor, recipe: Fp8Recipe, gate_up_t: bool, down_t: bool
 ) -> Fp8Weights:
@@ -116,8 +146,7 @@ def quantize_weight(w: Tensor, recipe: Fp8Recipe, *, transposed: bool) -> tuple[
 def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
     """w [E, N, K], codes or a parameter, as dgrad reads it: the same either way."""
     if isinstance(w, Fp8Tensor):
-        data = w.data.view(torch.uint8).mT.contiguous().view(w.data.dtype)
-        return Fp8Tensor(data, w.scale_inv.mT.contiguous(), w.scale_layout, w.pow2)
+        return ops.turn_weight(w)
     made: Fp8Tensor = _quantize(w, recipe, "only")
     return made
 

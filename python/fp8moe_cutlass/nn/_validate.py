@@ -114,7 +114,8 @@ def check_options(
             "got 'save_fp8'"
         )
     check_word("MoEExperts", "transposed_weights", transposed_weights, "save", "recompute")
-    check_dtype("MoEExperts", dtype)
+    if dtype != torch.float8_e4m3fn:
+        check_dtype("MoEExperts", dtype)
 
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:

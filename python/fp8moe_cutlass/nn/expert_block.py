@@ -19,6 +19,7 @@ from fp8moe_cutlass.autograd import (
     quantize_weights,
 )
 from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
+from fp8moe_cutlass.autograd.weights import is_codes, of_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import held, local, whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
@@ -33,8 +34,10 @@ class ExpertBlock(Owner):
     """Runs experts over its parameters. An integration derives another one than MoEExperts, for
     parameters that a module of another library holds."""
 
-    gate_up_proj: Any  # [E, 2I, H], a Parameter or computed
+    gate_up_proj: Any  # [E, 2I, H], a Parameter or computed; or a Parameter of FP8 codes
     down_proj: Any  # [E, H, I]
+    gate_up_proj_scale_inv: Any  # of codes: [E, cdiv(2I, 128), cdiv(H, 128)]
+    down_proj_scale_inv: Any  # of codes: [E, cdiv(H, 128), cdiv(I, 128)]
     _options: Options
     _move: Move
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
@@ -87,7 +90,7 @@ class ExpertBlock(Owner):
         ascending order. It needs max_assignments, the most that it may hold; on a GPU those beyond
         are dropped. Not with a group.
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
-        parameters'. None: the parameters, quantized now.
+        parameters'. None: the parameters, quantized now, or, where they are FP8, as they lie.
         """
         gate_up = self._held_gate_up()
         check_inputs(gate_up, x, topk_idx, topk_weights)
@@ -151,12 +154,16 @@ class ExpertBlock(Owner):
 
     def quantize_weights(self) -> Fp8Weights:
         """The parameters in FP8, a value for forward's `weights=`. With what dgrad reads, unless
-        under no_grad or with transposed_weights="recompute". Collective where they are sharded."""
+        under no_grad or with transposed_weights="recompute". Collective where they are sharded.
+        Of FP8 weights: their codes as they lie, and what dgrad reads."""
         if self.recipe is None:
             raise ValueError("[quantize_weights] the layer must have an FP8 recipe; got None")
         transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
+        gate_up, down = self.local_weights()
+        if is_codes(gate_up):
+            return self._codes(transposed)
         with torch.no_grad():
-            gate_up, down = (whole(w.detach()) for w in self.local_weights())
+            gate_up, down = whole(gate_up.detach()), whole(down.detach())
         gathered = gathered_weights(gate_up, down)
         if gathered is not None:  # fully_shard frees them: a value has its own
             return pytree.tree_map_only(Tensor, Tensor.clone, gathered)  # type: ignore[no-any-return]
@@ -169,17 +176,40 @@ class ExpertBlock(Owner):
         them."""
         if self._delayed is not None and not compiling():
             self._check_delay(gate_up, down)
+        codes = is_codes(gate_up)
+        if codes:
+            self._check_codes(gate_up, down)
         if weights is not None:
             if not isinstance(weights, Fp8Weights):
                 raise ValueError(f"[MoEExperts] weights must be Fp8Weights; got {type(weights)}")
             weights.check(gate_up, down, self.recipe)
         elif self._reused is not None:
             weights = self._reused.weights_of(self)
+        elif codes:
+            weights = self._codes(False)
         elif type(gate_up) is GatheredExperts:  # not isinstance: a plain tensor asks its metaclass
             weights = gathered_weights(gate_up, down)
         elif not compiling() and self.gate_up_proj.is_leaf and self.gate_up_proj.grad is not None:
             _say_what_repeats(self.recipe)
         return weights
+
+    def _codes(self, transposed: bool) -> Fp8Weights:
+        gate_up, down = self.gate_up_proj, self.down_proj
+        scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
+        return of_codes(gate_up, scales[0], down, scales[1], transposed=transposed)
+
+    def _check_codes(self, gate_up: Tensor, down: Tensor) -> None:
+        """FP8 weights are frozen, and are what they are: a sum with codes is none with values."""
+        for name, w in (("gate_up_proj", gate_up), ("down_proj", down)):
+            got = None
+            if not isinstance(w, nn.Parameter):
+                got = "a computed one (parametrize, PEFT's target_parameters, functional_call)"
+            elif w.requires_grad and torch.is_grad_enabled():
+                got = "one that requires a gradient, which codes cannot have: requires_grad_(False)"
+            if got is not None:
+                raise RuntimeError(
+                    f"[MoEExperts] {name} holds FP8 codes and must be a frozen parameter; got {got}"
+                )
 
     def _held_gate_up(self) -> Any:
         return self.gate_up_proj if self._average is None else held(self.gate_up_proj)

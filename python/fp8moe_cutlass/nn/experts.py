@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -13,19 +14,26 @@ from torch import Tensor, nn
 from fp8moe_cutlass import build_info
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
+from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
+from fp8moe_cutlass.nn import fp8_checkpoint
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
     check_bool,
     check_device,
     check_options,
+    check_size,
     check_sizes,
 )
 from fp8moe_cutlass.nn.expert_block import ExpertBlock
 from fp8moe_cutlass.nn.fsdp import gathers_in_fp8, refuse_mixed
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
+from fp8moe_cutlass.tensor import scale_shape
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class MoEExperts(ExpertBlock, nn.Module):
@@ -33,7 +41,9 @@ class MoEExperts(ExpertBlock, nn.Module):
     e = topk_idx[t, s].
 
     Parameters: gate_up_proj [E, 2I, H] (gate first) and down_proj [E, H, I], of `dtype` (bfloat16,
-    float32 or float16). H and I are multiples of 16 with an FP8 recipe, of 8 without.
+    float32 or float16). H and I are multiples of 16 with an FP8 recipe, of 8 without. Of dtype
+    float8_e4m3fn: frozen codes, beside gate_up_proj_scale_inv and down_proj_scale_inv, to load a
+    state_dict into; `from_fp8` makes such a layer of a checkpoint's tensors.
 
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
@@ -96,6 +106,8 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.key = new_key(self)
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         check_options(recipe, preactivation, transposed_weights, dtype)
+        if dtype == torch.float8_e4m3fn and recipe is None:
+            raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
         check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
         _say_what_is_slow(recipe)
@@ -113,14 +125,61 @@ class MoEExperts(ExpertBlock, nn.Module):
                 f"[MoEExperts] num_experts must be at most {MOST_EXPERTS} per rank with an FP8 "
                 f"recipe; got {e}"
             )
-        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory))
-        self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory))
+        trained = dtype != torch.float8_e4m3fn
+        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory), trained)
+        self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory), trained)
+        if not trained:
+            for name, w in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
+                shape = scale_shape(tuple(w.shape), "block")
+                scale = torch.empty(shape, dtype=torch.float32, device=w.device)
+                setattr(self, f"{name}_scale_inv", nn.Parameter(scale, False))
         self.reset_parameters()
+
+    @classmethod
+    def from_fp8(
+        cls, tensors: Mapping[str, Tensor], prefix: str = "", *, num_experts: int, **options: Any
+    ) -> Self:
+        """The experts of an FP8 checkpoint, frozen: one byte per parameter, whose forward and
+        backward are those of a layer that quantizes to the same codes. x and topk_weights have
+        gradients.
+
+        tensors: E4M3 codes, and scales of 128x128 blocks in float32, bfloat16 or float8_e8m0fnu,
+          by the keys of one of two forms:
+            {prefix}{e}.gate_proj.weight [I, H], up_proj [I, H] and down_proj [H, I], each with
+            .weight_scale_inv; I must be a multiple of 128;
+            {prefix}gate_up_proj [E, 2I, H], gate_up_proj_scale_inv, down_proj [E, H, I] and
+            down_proj_scale_inv: transformers' own, and the layer's state_dict.
+        A tensor is read when its expert's turn comes, and copied. num_experts: of all ranks; with
+        group=, a rank reads its own alone. options: of the constructor, but for dtype.
+        ValueError that names the key for what is missing or does not fit.
+        """
+        check_size("from_fp8", "num_experts", num_experts)
+        hidden, inner, scales = fp8_checkpoint.sizes(tensors, prefix, num_experts)
+        given = {**options, "dtype": torch.float8_e4m3fn}
+        layer = cls(num_experts, hidden, inner, **given)
+        for name, dtype in zip(fp8_checkpoint.SCALES, scales, strict=True):
+            setattr(layer, name, nn.Parameter(getattr(layer, name).to(dtype), False))
+        fp8_checkpoint.read_into(layer, tensors, prefix)
+        return layer
+
+    def fp8_tensors(self, prefix: str = "", *, fused: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The weights in the form of an FP8 checkpoint, as (name, tensor): `from_fp8`'s names, per
+        expert or fused. FP8 weights are yielded as they lie, to the byte. Parameters are quantized
+        by the recipe's rule in 128x128 blocks, one expert at a time, and so is the memory.
+
+        With group= or shard_experts a rank yields its own experts, by their numbers among all.
+        """
+        return fp8_checkpoint.write(self, prefix, fused)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Uniform within 1/sqrt(fan in), as nn.Linear. With a group, ranks that start from the same
-        random state draw the experts of all ranks and keep theirs: the layer of one process."""
+        random state draw the experts of all ranks and keep theirs: the layer of one process. FP8
+        weights become zeros: they come from a checkpoint."""
+        if is_codes(self.gate_up_proj):
+            for p in self.parameters():
+                p.view(_BITS[p.element_size()]).zero_()
+            return
         for weight in (self.gate_up_proj, self.down_proj):
             bound = 1.0 / math.sqrt(weight.shape[-1])
             with writable(weight if self._average is None else held(weight)) as mine:
@@ -135,12 +194,6 @@ class MoEExperts(ExpertBlock, nn.Module):
             refuse_mixed(name, value, self.group)
             gathers_in_fp8(value, self.recipe)  # fully_shard looks right after
         super().__setattr__(name, value)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        for name, parameter in self._parameters.items():  # where torch has put new ones
-            setattr(self, name, parameter)
-        return self
 
     @property
     def local_experts(self) -> range:
@@ -178,7 +231,22 @@ class MoEExperts(ExpertBlock, nn.Module):
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Of .to(), .cuda() and their like: FP8 weights move, and keep their dtypes."""
+        apply: Any = super()._apply
+        if is_codes(self.gate_up_proj):
+            return apply(lambda t: fn(t.view(_BITS[t.element_size()])).view(t.dtype), recurse)
+        apply(fn, recurse)
+        for name, parameter in self._parameters.items():  # where torch has put new ones
+            setattr(self, name, parameter)
+        return self
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        errors: list[str] = args[-1]
+        bad = fp8_checkpoint.misfits(self, state_dict, prefix)
+        if bad:
+            errors += bad
+            return
         if self._average is not None:
             for name in ("gate_up_proj", "down_proj"):
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
@@ -202,6 +270,8 @@ class MoEExperts(ExpertBlock, nn.Module):
             said.append(f"local_experts={self.local_experts}")
         return ", ".join(said)
 
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # which no cast changes
 
 _layers: WeakSet[MoEExperts] = WeakSet()  # of this process
 

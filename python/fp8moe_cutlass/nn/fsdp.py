@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Fp8Weights
+from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.ops._torch import no_torch_function, plain_results, wrapper_tensor
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -182,8 +183,14 @@ def _fp8(codes: Tensor, scale_inv: Tensor, experts: int, pow2: bool) -> Fp8Tenso
 
 def refuse_mixed(name: str, sharded: Any, group: Any) -> None:
     """RuntimeError where fully_shard would put one parameter together from the experts of several
-    ranks of `group`."""
+    ranks of `group`, or cast FP8 codes."""
     ranks = set(sharded.device_mesh.mesh.flatten().tolist())
+    if is_codes(sharded):
+        raise RuntimeError(
+            "[MoEExperts] FP8 weights must be plain tensors: give fully_shard "
+            "ignored_params=set(experts.parameters()), or make the layer with group=; "
+            f"got {name} as a DTensor over ranks {sorted(ranks)}"
+        )
     if group is not None and len(ranks & set(torch.distributed.get_process_group_ranks(group))) > 1:
         raise RuntimeError(
             "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.streams import capturing, tensors_of
+from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed.shards import held, is_sharded
 from fp8moe_cutlass.nn._validate import check_bool
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops._torch import compiling
 
-_NAMES = ("gate_up_proj", "down_proj")
+_NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
 
 
 class Reused:
@@ -52,7 +53,7 @@ class Reused:
     def compare(self, layer: ExpertBlock) -> None:
         """RuntimeError if a parameter is not what it was."""
         for name, now, (then, alias, version) in zip(
-            _NAMES, _parameters(layer), self.seen, strict=True
+            _NAMES, _parameters(layer), self.seen, strict=False
         ):
             if now is not then:
                 changed = "is another tensor"
@@ -69,12 +70,12 @@ class Reused:
             self._compare_codes(layer)
 
     def _compare_codes(self, layer: ExpertBlock) -> None:
-        fresh = layer.quantize_weights()
+        both = self.weights, layer.quantize_weights()
         if self.weights is not None:
             self.weights.wait()  # the scope may have begun on another stream
         for name in ("gate_up", "down"):
-            pair = tensors_of(getattr(self.weights, name)), tensors_of(getattr(fresh, name))
-            if not all(_same(a, b) for a, b in zip(*pair, strict=True)):
+            pair = [tensors_of((getattr(w, name), getattr(w, f"{name}_t"))) for w in both]
+            if not all(_same(a, b) for a, b in zip(*pair, strict=False)):  # one may lack its _t
                 self._raise(f"{name}_proj", "quantizes to other codes")
 
     def _raise(self, parameter: str, changed: str) -> None:
@@ -152,8 +153,12 @@ def _computed(layer: ExpertBlock) -> bool:
     return not all(isinstance(p, nn.Parameter) for p in _parameters(layer))
 
 
-def _parameters(layer: ExpertBlock) -> tuple[Tensor, Tensor]:
-    return layer.gate_up_proj, layer.down_proj
+def _parameters(layer: ExpertBlock) -> tuple[Tensor, ...]:
+    """Those of _NAMES; scales only of FP8 weights."""
+    gate_up, down = layer.gate_up_proj, layer.down_proj
+    if not is_codes(gate_up):
+        return gate_up, down
+    return gate_up, down, layer.gate_up_proj_scale_inv, layer.down_proj_scale_inv
 
 
 def _version(p: Tensor) -> int | None:

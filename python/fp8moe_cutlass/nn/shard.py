@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import Average
 from fp8moe_cutlass.nn.experts import MoEExperts
@@ -89,6 +90,8 @@ def _refuse(name: str, layer: MoEExperts) -> None:
     got = None
     if layer._average is not None:
         got = "one that is shared already"
+    elif is_codes(layer.gate_up_proj):
+        got = "FP8 weights: make the layer with group="
     elif layer.delay_wgrad:
         got = "delay_wgrad=True"
     elif layer._reused is not None:

@@ -38,6 +38,7 @@ from fp8moe_cutlass.ops.quantize import (
     dequantize,
     quantize,
     quantize_weight,
+    turn_weight,
 )
 from fp8moe_cutlass.ops.route import plan_from_counts, plan_from_row_id_map, route
 from fp8moe_cutlass.ops.router import RouterTopk, router_topk, router_topk_backward
@@ -79,6 +80,7 @@ __all__ = [
     "router_topk",
     "router_topk_backward",
     "transpose_fp8",
+    "turn_weight",
     "unpack",
     "unpermute_unpad",
     "unpermute_unpad_backward",

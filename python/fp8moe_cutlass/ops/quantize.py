@@ -106,6 +106,21 @@ def quantize_weight(
     return q if q_t is None else q_t
 
 
+def turn_weight(q: Fp8Tensor, *, out: Fp8Tensor | None = None) -> Fp8Tensor:
+    """The codes and scales of q [E, N, K] (E4M3, block layout) transposed: [E, K, N].
+
+    Exact under any scales, because 128x128 tiles transpose onto themselves: what quantize_weight
+    writes as q_t, from q alone, for weights that come as FP8.
+    """
+    if not isinstance(q, Fp8Tensor):
+        refuse("turn_weight", "q", FP8_TENSOR, q)
+    q_t: Any = "block"
+    if out is not None:
+        q_t = given_fp8("turn_weight", out, "block", "e4m3", q.pow2)
+    made: Fp8Tensor = _C.turn_weight(q, q_t)
+    return made
+
+
 def dequantize(q: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = None) -> Array:
     """The values of q [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16."""
     if not isinstance(dtype, str) or dtype not in _FLOATS:

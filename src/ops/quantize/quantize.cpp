@@ -1,4 +1,4 @@
-// quantize, quantize_weight, dequantize, count_codes: what they take.
+// quantize, quantize_weight, turn_weight, dequantize, count_codes: what they take.
 #include "common/backends.h"
 #include "common/check.h"
 
@@ -48,6 +48,27 @@ void quantize_weight(const QuantizeWeight& given, Stream stream) {
   check.disjoint({{p.q, "q"}, {p.q_t, "q_t"}}, {{p.w, "w"}});
   if (p.w.numel() == 0) return;
   dispatch(p, p.w.device, stream);
+}
+
+void outputs(TurnWeight& p) {
+  const Checker check("turn_weight", p.q.data.device);
+  check.ndim(p.q.data, "q", 3);
+  const int64_t experts = p.q.data.shape[0];
+  const int64_t n = p.q.data.shape[1];
+  const int64_t k = p.q.data.shape[2];
+  check.fp8(p.q, "q", {experts, n, k}, {ScaleLayout::block});
+  check.e4m3(p.q, "q");
+  check.multiple(n, "q.shape[1]", 16);
+  check.multiple(k, "q.shape[2]", 16);
+  check.output(p.q_t, "q_t", {experts, k, n}, {ScaleLayout::block}, {DType::e4m3});
+}
+
+void turn_weight(const TurnWeight& given, Stream stream) {
+  const TurnWeight p = checked(given);
+  const Checker check("turn_weight", p.q.data.device);
+  check.disjoint({{p.q_t, "q_t"}}, {{p.q, "q"}});
+  if (p.q.data.numel() == 0) return;
+  dispatch(p, p.q.data.device, stream);
 }
 
 void outputs(Dequantize& p) {

@@ -1,4 +1,4 @@
-// quantize, quantize_weight, dequantize, count_codes on the CPU: their definition.
+// quantize, quantize_weight, turn_weight, dequantize, count_codes on the CPU: their definition.
 #include <algorithm>
 
 #include "common/backends.h"
@@ -100,6 +100,35 @@ void run(const QuantizeWeight& p, Stream) {
         finish_lines();
       }
   });
+}
+
+// ---- turn_weight --------------------------------------------------------------------------------
+// q_t [E, K, N] = q [E, N, K] transposed by 128x128 tiles, and so are its scales.
+
+template <>
+void run(const TurnWeight& p, Stream) {
+  const int64_t experts = p.q.data.shape[0];
+  const int64_t n = p.q.data.shape[1];
+  const int64_t k = p.q.data.shape[2];
+  const int64_t n_tiles = cdiv(n, kTile);
+  const int64_t k_tiles = cdiv(k, kTile);
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t e = 0; e < experts; ++e)
+    for (int64_t nt = 0; nt < n_tiles; ++nt) {
+      const int64_t row = nt * kTile;
+      const int rows = static_cast<int>(std::min(kTile, n - row));
+      for (int64_t kt = 0; kt < k_tiles; ++kt) {
+        const int64_t col = kt * kTile;
+        const int cols = static_cast<int>(std::min(kTile, k - col));
+        CodeTile tile{};
+        const uint8_t* in = p.q.data.as<const uint8_t>() + (e * n + row) * k + col;
+        for (int i = 0; i < rows; ++i) memcpy(tile.code[i], in + i * k, static_cast<size_t>(cols));
+        transpose(tile, rows, cols, p.q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
+        p.q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] =
+            p.q.scale_inv.as<const float>()[(e * n_tiles + nt) * k_tiles + kt];
+      }
+      finish_lines();
+    }
 }
 
 // ---- dequantize ---------------------------------------------------------------------------------

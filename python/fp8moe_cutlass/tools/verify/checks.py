@@ -64,6 +64,14 @@ def check_quantize_weight(given: Inputs) -> Iterator[Check]:
     yield bit_equal("quantize_weight", "and its transpose", pairs)
 
 
+def check_turn_weight(given: Inputs) -> Iterator[Check]:
+    q = ops.quantize_weight(given.normal(3, 400, 272), transposed=False, scale="amax")
+    q_t = ops.turn_weight(q)
+    pairs = [(array(q_t.data), array(q.data).transpose(0, 2, 1))]
+    pairs.append((array(q_t.scale_inv), array(q.scale_inv).transpose(0, 2, 1)))
+    yield bit_equal("turn_weight", "float32 scales", pairs)
+
+
 def check_dequantize(given: Inputs) -> Iterator[Check]:
     q = ops.quantize(given.normal(150, 272), scale_layout="gemm")
     mine = array(ops.dequantize(q, dtype="float32"))
@@ -267,6 +275,7 @@ def check_gemm(given: Inputs) -> Iterator[Check]:
 CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_quantize,
     check_quantize_weight,
+    check_turn_weight,
     check_dequantize,
     check_route,
     check_router_topk,
