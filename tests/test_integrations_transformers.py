@@ -17,8 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 pytest.importorskip("transformers")
 
 import transformers
-from transformers.integrations import finegrained_fp8
-from transformers.integrations.moe import use_experts_implementation
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
 from fp8moe_cutlass.integrations import transformers as fp8moe
@@ -230,19 +228,7 @@ def test_check_of_llama4_which_takes_the_name() -> None:
     assert (found.name, found.runs) == ("model.layers.0.feed_forward.experts", "its own forward")
 
 
-def test_fp8_codes_of_transformers_are_refused_by_name() -> None:
-    model = model_of("Qwen3Moe", num_hidden_layers=1)
-    of: Any = use_experts_implementation(
-        type("FP8Experts", (finegrained_fp8.FP8Experts,), {}),
-        experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS,
-    )
-    model.model.layers[0].mlp.experts = of(model.config, block_size=(128, 128))
-    model.set_experts_implementation("fp8moe")
-    [found] = fp8moe.check(model)
-    assert found.runs == "fp8moe"
-    assert "FP8 codes: load with FineGrainedFP8Config(dequantize=True)" in str(found.reason)
-    with pytest.raises(NotImplementedError, match="FP8Experts cannot run in FP8: its weights are"):
-        model(input_ids=tokens())
+def test_codes_without_scales_are_refused() -> None:
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     model.set_experts_implementation("fp8moe")
     module = model.model.layers[0].mlp.experts

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
@@ -25,9 +25,9 @@ from fp8moe_cutlass.integrations.transformers_check import (
     ExpertsFound,
     check,
     chosen,
+    misfit,
     refused,
     registered,
-    unfit,
 )
 from fp8moe_cutlass.integrations.transformers_group import (
     GroupMixin,
@@ -74,6 +74,13 @@ def register(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         _raise(self, refused(self))
+        needs = hidden_states.requires_grad or top_k_weights.requires_grad
+        if isinstance(self, FP8Experts) and torch.is_grad_enabled() and needs:
+            _raise(
+                self,
+                "to train, swap(model), which dequantizes its FP8 linear layers, through which "
+                "transformers passes no gradient",
+            )
         block = _kept(self, options) or _Registered(self, options)
         # Under expert parallelism num_experts, then the local number, is no expert.
         out: Tensor = block.forward(
@@ -82,7 +89,7 @@ def register(
         return out
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
-    ALL_FP8_EXPERTS_FUNCTIONS.register(name, forward)  # which it refuses by name
+    ALL_FP8_EXPERTS_FUNCTIONS.register(name, forward)  # without gradients
     registered[name] = options
 
 
@@ -101,9 +108,17 @@ class _Registered(ExpertBlock):
     def down_proj(self) -> Any:
         return self._module.down_proj
 
+    @property
+    def gate_up_proj_scale_inv(self) -> Any:
+        return self._module.gate_up_proj_scale_inv
+
+    @property
+    def down_proj_scale_inv(self) -> Any:
+        return self._module.down_proj_scale_inv
+
     def local_weights(self) -> tuple[Tensor, Tensor]:
         weights = super().local_weights()
-        _raise(self._module, unfit(weights, self.recipe))
+        _raise(self._module, misfit(self._module, weights, self.recipe))
         return weights
 
     def __reduce__(self) -> Any:  # a copy of the module makes its own

@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import use_experts_implementation
 
 from fp8moe_cutlass.autograd import Options
+from fp8moe_cutlass.integrations.transformers_fp8 import (
+    SILU,
+    WEIGHTS,
+    experts_refused,
+    experts_unfit,
+)
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.recipe import Fp8Recipe
 
@@ -27,8 +32,6 @@ class _Experts(nn.Module):
 _Plain: Any = use_experts_implementation(_Experts)
 
 
-_SILU = (nn.SiLU, type(ACT2FN["silu"]))
-WEIGHTS = ("gate_up_proj", "down_proj")
 OWN_FORWARD = "its own forward"
 registered: dict[str, Options] = {}  # by the names that `register` has given to transformers
 
@@ -58,7 +61,7 @@ def check(model: nn.Module) -> list[ExpertsFound]:
         elif chosen(m):
             runs = getattr(m.config, "_experts_implementation", None) or "eager"
             recipe = registered[runs].recipe if runs in registered else Fp8Recipe()
-            reason = refused(m) or unfit((m.gate_up_proj, m.down_proj), recipe)
+            reason = refused(m) or misfit(m, (m.gate_up_proj, m.down_proj), recipe)
             found.append(ExpertsFound(name, kind, runs, reason))
         elif _may_be_experts(name, m):
             reason = "its class takes no experts implementation of transformers"
@@ -86,7 +89,7 @@ def refused(module: Any) -> str | None:
     act = getattr(module, "act_fn", None)
     plain = type(module)._apply_gate is _Plain._apply_gate
     if isinstance(module, FP8Experts):
-        return "its weights are FP8 codes: load with FineGrainedFP8Config(dequantize=True)"
+        return experts_refused(module)
     reasons = {
         "no gate": not getattr(module, "has_gate", True),
         "biases": getattr(module, "has_bias", False),
@@ -95,13 +98,15 @@ def refused(module: Any) -> str | None:
         "a norm after each expert": getattr(module, "has_post_expert_norm", False),
         "a gate of its own": not plain,
         f"its activation is {getattr(act, '__name__', type(act).__name__)}, not SiLU": plain
-        and not (isinstance(act, _SILU) or act is F.silu),
+        and not (isinstance(act, SILU) or act is F.silu),
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds) or None
 
 
-def unfit(weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None) -> str | None:
-    """Why weights of this dtype and size cannot be multiplied; None: they can."""
+def misfit(module: Any, weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None) -> str | None:
+    """Why weights of this dtype and size, the module's, cannot be multiplied; None: they can."""
+    if isinstance(module, FP8Experts):
+        return experts_unfit(module, recipe)
     multiple = 8 if recipe is None else 16
     for name, w in zip(WEIGHTS, weights, strict=True):
         if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):

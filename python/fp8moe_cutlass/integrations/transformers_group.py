@@ -43,6 +43,11 @@ def from_pretrained(
     name, of safetensors files."""
     folder = _folder(path)
     config = given.pop("config", None) or transformers.AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotImplementedError(
+            "[from_pretrained] path must have no quantization_config with a group; "
+            "nn.MoEExperts.from_fp8 takes one"
+        )
     of: Any = cls._model_mapping[type(config)] if hasattr(cls, "_model_mapping") else cls
     how = {**(options or {}), "group": _process_group(group)}
 

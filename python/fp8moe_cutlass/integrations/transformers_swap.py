@@ -8,15 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.integrations.transformers_check import (
     OWN_FORWARD,
-    WEIGHTS,
     ExpertsFound,
     check,
+    misfit,
     refused,
-    unfit,
+)
+from fp8moe_cutlass.integrations.transformers_fp8 import (
+    SCALES,
+    WEIGHTS,
+    dequantize_linears,
+    linears_unfit,
+    quantized_otherwise,
 )
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -34,16 +41,23 @@ def swap(
     **options: Any,
 ) -> list[str]:
     """Replaces the experts modules of `model` by nn.MoEExperts over the same Parameters: nothing is
-    allocated, state_dict keys stay. Returns the modules' names.
+    allocated, state_dict keys stay. Returns the modules' names. Of a model of an FP8 checkpoint the
+    experts' codes are frozen, and its FP8 linear layers become plain ones.
 
     options: MoEExperts', such as recipe. NotImplementedError if an experts module cannot run, or
-    none is there; then nothing is changed. Sharded experts (DTensor) are refused, and quantized
-    models: swap before parallelizing or quantizing, or use `register`. ValueError for options of a
-    model whose experts are swapped already. Hooks on the experts modules go on. Afterwards
-    `set_experts_implementation` has nothing to act on: the next forward raises RuntimeError.
+    none is there; then nothing is changed. Sharded experts (DTensor) are refused, and models that
+    are quantized in another way: swap before parallelizing or quantizing, or use `register`.
+    ValueError for options of a model whose experts are swapped already. Hooks on the experts
+    modules go on. Afterwards `set_experts_implementation` has nothing to act on: the next forward
+    raises RuntimeError.
     group, rank_capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
       parameters: swap before an optimizer or a Trainer is made.
     """
+    if group is not None and any(isinstance(m, FP8Experts) for m in model.modules()):
+        raise NotImplementedError(
+            "[transformers] swap: group must be None for an FP8 checkpoint; nn.MoEExperts.from_fp8 "
+            "takes one"
+        )
     names = _swap(model, **options)
     if group is not None:
         shard_experts(model, group, rank_capacity=rank_capacity)
@@ -76,13 +90,21 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         raise NotImplementedError(
             f"[transformers] swap: model must have experts modules; got {type(model).__name__}"
         )
+    if any(isinstance(model.get_submodule(e.name), FP8Experts) for e in swappable):
+        reason = linears_unfit(model)
+        if reason is not None:
+            raise NotImplementedError(f"[transformers] swap: {reason}")
+        dequantize_linears(model, _HOOKS)
     places = list(model.named_modules(remove_duplicate=False))
     for name in (e.name for e in swappable):
         module: Any = model.get_submodule(name)
         layer = SwappedExperts(module, **options)
         if not meta:
-            for weight in WEIGHTS:
-                setattr(layer, weight, getattr(module, weight))
+            codes = isinstance(module, FP8Experts)
+            for key in WEIGHTS + SCALES if codes else WEIGHTS:
+                setattr(layer, key, getattr(module, key))
+            if codes:
+                layer.requires_grad_(False)
         layer.train(module.training)
         for place in (place for place, m in places if m is module):
             model.set_submodule(place, layer)
@@ -118,14 +140,14 @@ def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options:
     if reason is not None:
         return reason
     weights = module.gate_up_proj, module.down_proj
-    reason = unfit(weights, options.get("recipe", Fp8Recipe()))
+    reason = misfit(module, weights, options.get("recipe", Fp8Recipe()))
     if reason is not None or meta:
         return reason
-    if any(getattr(m, "hf_quantizer", None) is not None for m in model.modules()):
+    if quantized_otherwise(model):
         return "the model is quantized"
     if "forward" in vars(module):
         return "its forward is replaced (by accelerate, for a device_map): swap before"
-    more = {name for name, _ in module.named_parameters()} - {*WEIGHTS}
+    more = {name for name, _ in module.named_parameters()} - {*WEIGHTS, *SCALES}
     if more:
         return f"parameters of its own: {', '.join(sorted(more))}"
     for name, w in zip(WEIGHTS, weights, strict=True):
