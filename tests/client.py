@@ -62,6 +62,7 @@ def operators() -> Tensor:
     permuted: ops.Permuted = ops.permute_pad(q, plan, probs)
     weight: ops.QuantizedWeight = ops.quantize_weight(torch.randn(E, 2 * I, H).bfloat16())
     down: Fp8Tensor = ops.quantize_weight(torch.randn(E, H, I).bfloat16(), transposed=False)
+    down_t: Fp8Tensor = ops.turn_weight(down)
     z: Tensor = ops.grouped_gemm(permuted.y, weight.q, plan)
     h: Fp8Tensor = ops.act_quantize(z, plan, permuted.row_probs)
     saved: ops.ActQuantized = ops.act_quantize(z, plan, permuted.row_probs, save_z=True)
@@ -83,6 +84,7 @@ def operators() -> Tensor:
     zeros: Tensor | None = ops.zero_workspace(x)
     assert zeros is None or zeros.numel() > 0
     total: Tensor = dw.sum() + dx.dx.sum() + values.sum() + dy_t.float().sum() + counts.sum()
+    total = total + ops.grouped_gemm(rows, down_t, plan).sum()
     return total
 
 

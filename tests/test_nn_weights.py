@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.optim import optimizer as optimizers
 
-from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.autograd import Fp8Weights, Options, experts, quantize_weights
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse, reuse_fp8_weights
 from moe_problem import assert_same, problem
@@ -570,8 +569,7 @@ def test_weights_of_another_kind_are_refused() -> None:
     layer, weights = layer_of(), layer_of().quantize_weights()
     for other, message in (
         (layer_of(recipe=None), "must have an FP8 recipe; got recipe=None"),
-        (layer_of(recipe=Fp8Recipe(scale="fp32", columns="column")), r"False\); got .*True\)"),
-        (MoEExperts(E, H, 2 * I), r"gate_up must have \(shape, device, format, pow2\)"),
+        (MoEExperts(E, H, 2 * I), r"gate_up must have \(shape, device, format\)"),
     ):
         with pytest.raises(ValueError, match=message):
             other(*BATCH, weights=weights)
