@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backends import assert_same, awkward, on_both
 
+from backends import assert_same, awkward, on_both
 from fp8moe_cutlass import Fp8Tensor, ops
 from fp8moe_cutlass.tensor import scale_shape
 
