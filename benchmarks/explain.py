@@ -10,15 +10,11 @@ from collections.abc import Iterator
 
 from fp8moe_cutlass import _C
 
-H100_TB_S = 3.35  # of its memory
-
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("sizes", metavar="M,N,K,E")
-    made.add_argument(
-        "--sms", type=int, help="of a GPU with an H100's memory; default: of the GPU here"
-    )
+    made.add_argument("--sms", type=int, help="default: of the GPU here")
     made.add_argument("--wgrad-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     made.add_argument("--accumulate", action="store_true", help="wgrad adds to what is there")
     made.add_argument("--columns", default="block", choices=("block", "column"),
@@ -29,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
 def explain(given: argparse.Namespace) -> Iterator[str]:
     """A title, then a line per product: the choice of kernel, and how its tiles fit."""
     m, n, k, experts = (int(part) for part in given.sizes.split(","))
-    sms, tb_s = (given.sms, H100_TB_S) if given.sms else _C.gemm_board()
-    yield f"M {m}, weight [{experts}, {n}, {k}], {sms} SMs, memory of {tb_s:.2f} TB/s"
+    sms = given.sms or _C.sm_count()
+    yield f"M {m}, weight [{experts}, {n}, {k}], {sms} SMs"
     wgrad = {
         "out_dtype": given.wgrad_dtype,
         "accumulate": given.accumulate,
@@ -38,7 +34,7 @@ def explain(given: argparse.Namespace) -> Iterator[str]:
     }
     for name in ("fprop", "dgrad", "wgrad"):
         options = wgrad if name == "wgrad" else {}
-        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms, memory_tb_s=tb_s, **options)
+        c = _C.explain_grouped_gemm(name, m, n, k, experts, sms, **options)
         tile_m, tile_n = c["tile"]
         yield (
             f"{name}: tile {tile_m}x{tile_n}, {c['stages']} stages "

@@ -14,17 +14,11 @@ namespace fp8moe {
 // The three products of a linear layer with weight [E, N, K] over M rows of all experts.
 enum class GemmPass { fprop, dgrad, wgrad };
 
-// What the choice takes of a GPU; an H100's.
-struct GemmBoard {
-  int64_t sm_count = 132;
-  double memory_tb_s = 3.35;  // bandwidth of its memory, 1e12 bytes per second
-};
-
 struct GemmQuery {
   GemmPass pass = GemmPass::fprop;
   int64_t m = 0, n = 0, k = 0;  // the M rows are spread over the experts as evenly as they go
   int64_t experts = 1;
-  GemmBoard board{};
+  int64_t sm_count = 132;
   DType out = DType::bf16;                   // of D, of wgrad dW: bf16 or f32
   bool accumulate = false;                   // wgrad: added to dW
   ScaleLayout columns = ScaleLayout::block;  // of wgrad's operands: block or gemm
@@ -54,8 +48,8 @@ struct GemmChoice : GemmCandidate {
 // Throws InvalidArgument for sizes out of range, and for options that the pass does not have.
 FP8MOE_API GemmChoice explain_grouped_gemm(const GemmQuery& query);
 
-// Of a GPU that is here; throws as an operator with tensors on it would.
-FP8MOE_API GemmBoard gemm_board(int device = 0);
+// SMs of a GPU that is here; throws as an operator with tensors on it would.
+FP8MOE_API int64_t sm_count(int device = 0);
 
 // For measuring and tests: every candidate that is legal, and the one that this thread's launches
 // run from now on (null: the choice). A launch for which it is not legal throws InvalidArgument.

@@ -76,15 +76,15 @@ def attach_torch(module: Any) -> None:
     From then on torch's arrays are allocated, and their gradients, tangents and versions looked at.
     """
 
-def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block', memory_tb_s: float = 3.35) -> dict[str, Any]:
+def explain_grouped_gemm(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> dict[str, Any]:
     """
     The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.
     """
 
-def gemm_board(device: int = 0) -> tuple[int, float]:
-    """SMs of that GPU, and the bandwidth of its memory in TB/s."""
+def sm_count(device: int = 0) -> int:
+    """SMs of that GPU."""
 
-def grouped_gemm_candidates(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block', memory_tb_s: float = 3.35) -> list[dict[str, Any]]:
+def grouped_gemm_candidates(gemm: str, m: int, n: int, k: int, experts: int, sm_count: int, out_dtype: str = 'bfloat16', accumulate: bool = False, columns: str = 'block') -> list[dict[str, Any]]:
     """For measuring and tests: every way to run it. All give the same bits."""
 
 def force_grouped_gemm(candidate: dict[str, Any] | None) -> None:

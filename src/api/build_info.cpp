@@ -22,9 +22,9 @@ void cuda::require_device(Device, const char* op) {
                           "FP8MOE_CUDA=ON");
 }
 
-GemmBoard cuda::gemm_board(Device device) {
-  require_device(device, "gemm_board");
-  return {};
+int64_t cuda::sm_count(Device device) {
+  require_device(device, "sm_count");
+  return 0;
 }
 #endif
 

@@ -20,8 +20,7 @@ using nb::literals::operator""_a;
 
 // Sizes and options of a grouped GEMM, as words.
 GemmQuery query(const char* gemm, int64_t m, int64_t n, int64_t k, int64_t experts,
-                int64_t sm_count, const char* out_dtype, bool accumulate, const char* columns,
-                double memory_tb_s) {
+                int64_t sm_count, const char* out_dtype, bool accumulate, const char* columns) {
   // The place of `given` among the words.
   const auto word = [](const char* what, std::string_view given,
                        std::initializer_list<std::string_view> words) {
@@ -36,7 +35,7 @@ GemmQuery query(const char* gemm, int64_t m, int64_t n, int64_t k, int64_t exper
           .n = n,
           .k = k,
           .experts = experts,
-          .board = {.sm_count = sm_count, .memory_tb_s = memory_tb_s},
+          .sm_count = sm_count,
           .out = word("out_dtype", out_dtype, {"bfloat16", "float32"}) ? DType::f32 : DType::bf16,
           .accumulate = accumulate,
           .columns = word("columns", columns, {"block", "column"}) ? ScaleLayout::gemm
@@ -58,16 +57,15 @@ Words words(const GemmCandidate& c) {
 }  // namespace
 
 void bind_gemm_choice(nb::module_& m) {
-#define QUERY_NAMES                                                              \
-  "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a,                      \
-      "out_dtype"_a = "bfloat16", "accumulate"_a = false, "columns"_a = "block", \
-      "memory_tb_s"_a = GemmBoard{}.memory_tb_s
+#define QUERY_NAMES                                         \
+  "gemm"_a, "m"_a, "n"_a, "k"_a, "experts"_a, "sm_count"_a, \
+      "out_dtype"_a = "bfloat16", "accumulate"_a = false, "columns"_a = "block"
   m.def(
       "explain_grouped_gemm",
       [](const char* gemm, int64_t rows, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
-         const char* out_dtype, bool accumulate, const char* columns, double memory_tb_s) {
-        const GemmChoice c = explain_grouped_gemm(query(
-            gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns, memory_tb_s));
+         const char* out_dtype, bool accumulate, const char* columns) {
+        const GemmChoice c = explain_grouped_gemm(
+            query(gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns));
         Words d = words(c);
         d["stages"] = c.stages;
         d["shared_bytes"] = c.shared_bytes;
@@ -80,19 +78,14 @@ void bind_gemm_choice(nb::module_& m) {
       QUERY_NAMES,
       "The kernel that a grouped GEMM of these sizes runs on CUDA, and how its tiles fit.");
   m.def(
-      "gemm_board",
-      [](int device) {
-        const GemmBoard board = gemm_board(device);
-        return std::pair(board.sm_count, board.memory_tb_s);
-      },
-      "device"_a = 0, "SMs of that GPU, and the bandwidth of its memory in TB/s.");
+      "sm_count", [](int device) { return sm_count(device); }, "device"_a = 0, "SMs of that GPU.");
   m.def(
       "grouped_gemm_candidates",
       [](const char* gemm, int64_t rows, int64_t n, int64_t k, int64_t experts, int64_t sm_count,
-         const char* out_dtype, bool accumulate, const char* columns, double memory_tb_s) {
+         const char* out_dtype, bool accumulate, const char* columns) {
         nb::typed<nb::list, Words> all;
-        for (const GemmCandidate& c : grouped_gemm_candidates(query(
-                 gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns, memory_tb_s)))
+        for (const GemmCandidate& c : grouped_gemm_candidates(
+                 query(gemm, rows, n, k, experts, sm_count, out_dtype, accumulate, columns)))
           all.append(words(c));
         return all;
       },

@@ -4,7 +4,7 @@
 
 namespace fp8moe {
 
-// What a grouped GEMM runs on CUDA: explain_grouped_gemm, gemm_board and, for measuring and tests,
+// What a grouped GEMM runs on CUDA: explain_grouped_gemm, sm_count and, for measuring and tests,
 // grouped_gemm_candidates and force_grouped_gemm.
 void bind_gemm_choice(nanobind::module_& m);
 

@@ -24,7 +24,7 @@ int64_t workspace_bytes(const P& p);
 void require_device(Device device, const char* op);
 
 // What the choice of a grouped GEMM's tiles takes of a GPU; refuses as require_device.
-GemmBoard gemm_board(Device device);
+int64_t sm_count(Device device);
 }  // namespace cuda
 
 // Runs the checked operator on the backend of `device`: the last statement of an operator.

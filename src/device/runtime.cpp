@@ -55,10 +55,7 @@ DeviceInfo read_info(int device) {
                         attribute(cudaDevAttrComputeCapabilityMinor, device),
           .sm_count = attribute(cudaDevAttrMultiProcessorCount, device),
           .l2_bytes = attribute(cudaDevAttrL2CacheSize, device),
-          .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          // kHz, at both edges, by bits
-          .memory_tb_s = 2e3 * attribute(cudaDevAttrMemoryClockRate, device) *
-                         attribute(cudaDevAttrGlobalMemoryBusWidth, device) / 8e12};
+          .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
 }
 
 }  // namespace
@@ -156,9 +153,9 @@ void require_device(Device device, const char* op) {
   });
 }
 
-GemmBoard gemm_board(Device device) {
-  require_device(device, "gemm_board");
-  return device_info(device).board();
+int64_t sm_count(Device device) {
+  require_device(device, "sm_count");
+  return device_info(device).sm_count;
 }
 
 }  // namespace fp8moe::cuda

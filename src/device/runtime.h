@@ -39,9 +39,6 @@ struct DeviceInfo {
   int sm_count = 0;
   int64_t l2_bytes = 0;
   int shared_per_block = 0;  // bytes, after opting in
-  double memory_tb_s = 0;    // bandwidth of its memory, 1e12 bytes per second
-
-  GemmBoard board() const { return {.sm_count = sm_count, .memory_tb_s = memory_tb_s}; }
 };
 
 // Read once per device and kept.

@@ -19,11 +19,9 @@ using namespace cuda::gemm;
 
 void check(const GemmQuery& q) {
   constexpr const char* kOp = "explain_grouped_gemm";
-  FP8MOE_CHECK(q.m >= 0 && q.n >= 0 && q.k >= 0 && q.experts > 0 && q.board.sm_count > 0 &&
-                   q.board.memory_tb_s > 0,
-               "[", kOp, "] sizes must not be negative, experts, SMs and TB/s positive; got M ",
-               q.m, ", N ", q.n, ", K ", q.k, ", ", q.experts, " experts, ", q.board.sm_count,
-               " SMs, ", q.board.memory_tb_s, " TB/s");
+  FP8MOE_CHECK(q.m >= 0 && q.n >= 0 && q.k >= 0 && q.experts > 0 && q.sm_count > 0, "[", kOp,
+               "] sizes must not be negative, experts and SMs positive; got M ", q.m, ", N ", q.n,
+               ", K ", q.k, ", ", q.experts, " experts, ", q.sm_count, " SMs");
   constexpr int64_t kMost = 1 << 30;  // of what a kernel counts in 32 bits
   FP8MOE_CHECK(std::max({q.m, q.n, q.k, q.experts}) <= kMost, "[", kOp, "] sizes must be at most ",
                kMost, "; got M ", q.m, ", N ", q.n, ", K ", q.k, ", ", q.experts, " experts");
@@ -106,7 +104,7 @@ Problem problem_of(const GemmQuery& q) {
 GemmChoice explain_grouped_gemm(const GemmQuery& q) {
   check(q);
   const Problem problem = problem_of(q);
-  const Candidate candidate = choose(problem, q.board);
+  const Candidate candidate = choose(problem, q.sm_count);
   const bool swap = q.pass == GemmPass::dgrad;
   const int64_t n = swap ? q.k : q.n, k = swap ? q.n : q.k;
   GemmChoice choice = with_tile(shape_of(candidate), [&]<int TileM, int TileN>() {
@@ -116,7 +114,7 @@ GemmChoice explain_grouped_gemm(const GemmQuery& q) {
       return walk<Kind::wgrad_128x128, TileM, TileN>(candidate, q.m, n, k, q.experts);
     return walk<Kind::wgrad_1x128, TileM, TileN>(candidate, q.m, n, k, q.experts);
   });
-  choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(q.board.sm_count);
+  choice.waves = static_cast<double>(choice.tiles) / static_cast<double>(q.sm_count);
   const double waves = std::ceil(choice.waves);
   choice.idle = waves > 0 ? 1 - choice.waves / waves : 0;
   return choice;
@@ -124,10 +122,10 @@ GemmChoice explain_grouped_gemm(const GemmQuery& q) {
 
 std::vector<GemmCandidate> grouped_gemm_candidates(const GemmQuery& q) {
   check(q);
-  return candidates(problem_of(q), q.board);
+  return candidates(problem_of(q), q.sm_count);
 }
 
-GemmBoard gemm_board(int device) { return cuda::gemm_board({DeviceType::cuda, device}); }
+int64_t sm_count(int device) { return cuda::sm_count({DeviceType::cuda, device}); }
 
 void force_grouped_gemm(const GemmCandidate* candidate) { force(candidate); }
 

@@ -17,7 +17,7 @@ void run(const GroupedGemm& p, Stream stream) {
                                                   .k_blocks = cdiv(p.w.data.shape[2], kTile),
                                                   .experts = p.plan.experts,
                                                   .bf16 = p.d.dtype == DType::bf16},
-                                                 device.board());
+                                                 device.sm_count);
   const gemm::Params params = gemm::fprop_problem(p.a, p.w, p.plan, p.d, candidate);
   gemm::launch<gemm::Kind::fprop>(p.a.data.dtype, params, candidate, device, stream_of(stream));
 }

@@ -23,7 +23,7 @@ void run(const GroupedGemmWgrad& p, Stream stream) {
                     .experts = p.plan.experts,
                     .bf16 = p.dw.dtype == DType::bf16,
                     .add = p.accumulate},
-                   device.board());
+                   device.sm_count);
   gemm::Params params = gemm::wgrad_problem(p.dy_t, p.x_t, p.plan, p.dw, p.accumulate, candidate);
   if (candidate.dynamic) params.queue = p.workspace.as<unsigned>();
   const auto run = [&]<gemm::Kind kKind>() {

@@ -13,9 +13,11 @@ namespace fp8moe::cuda::gemm {
 namespace {
 
 // Fitted to the record docs/benchmarks/gemm-candidates-h100.json, as TileShape::k_block_ns is.
-constexpr double kTileNs = 330;        // a tile's start and end, beside its K-blocks
-constexpr double kSpread = 0.5;        // of fprop's rows per expert, in standard deviations
-constexpr double kMemoryShare = 0.84;  // of the board's bandwidth that a GEMM gets
+constexpr double kTileNs = 330;  // a tile's start and end, beside its K-blocks
+constexpr double kSpread = 0.5;  // of fprop's rows per expert, in standard deviations
+// What a GEMM gets of an H100's memory. Not the board's own bandwidth: by an H200's the choice took
+// up to 1.10 of the time (docs/notes).
+constexpr double kBytesPerNs = 2814;
 // A static schedule: fast CTAs run ahead, and slow ones read again what has left L2.
 constexpr double kStaticBytes = 1.013;  // times the bytes
 constexpr double kClaimNs = 1800;       // of a launch whose CTAs claim their tiles
@@ -64,28 +66,28 @@ Tiles tiles_of(const Problem& p, const TileShape& shape) {
   return {experts * row_tiles(shape, static_cast<int>(p.n), rows).all(), k_blocks};
 }
 
-int launches(const Problem& p, const TileShape& shape, const Board& board) {
+int launches(const Problem& p, const TileShape& shape, int64_t sm_count) {
   const Tiles tiles = tiles_of(p, shape);
-  const double k_blocks = tiles.count * tiles.depth / static_cast<double>(board.sm_count);
+  const double k_blocks = tiles.count * tiles.depth / static_cast<double>(sm_count);
   return static_cast<int>(
       std::clamp(ceil_div(k_blocks, kLaunchKBlocks), 1.0, static_cast<double>(p.experts)));
 }
 
 }  // namespace
 
-std::vector<Candidate> candidates(const Problem& p, const Board& board) {
+std::vector<Candidate> candidates(const Problem& p, int64_t sm_count) {
   std::vector<Candidate> legal;
   for (const TileShape& shape : kTiles)
     for (const bool dynamic : {false, true})
       for (const bool load_d : {false, true}) {
         const Candidate c{shape.m, shape.n, raster_group(p.kind, dynamic),
-                          dynamic, load_d,  launches(p, shape, board)};
+                          dynamic, load_d,  launches(p, shape, sm_count)};
         if (is_legal(p, c)) legal.push_back(c);
       }
   return legal;
 }
 
-double nanoseconds(const Problem& p, const Candidate& c, const Board& board) {
+double nanoseconds(const Problem& p, const Candidate& c, int64_t sm_count) {
   const TileShape& shape = shape_of(c);
   const auto m = static_cast<double>(p.m), n = static_cast<double>(p.n),
              experts = static_cast<double>(p.experts), k_blocks = static_cast<double>(p.k_blocks);
@@ -95,18 +97,18 @@ double nanoseconds(const Problem& p, const Candidate& c, const Board& board) {
   if (p.add) d *= 1 + (p.bf16 || c.load_d ? 1 : kReducedBytes);
   const Tiles tiles = tiles_of(p, shape);
   // SMs that the last wave leaves idle leave the others their power: half of it counts as whole.
-  const double full = tiles.count / static_cast<double>(board.sm_count),
+  const double full = tiles.count / static_cast<double>(sm_count),
                waves = (std::ceil(full) + std::max(full, 1.0)) / 2;
   const double arithmetic =
       waves * (kTileNs + tiles.depth * shape.k_block_ns + (c.load_d ? kLoadNs : 0));
   const double bytes = (operands + d) * (c.dynamic ? 1 : kStaticBytes);
-  const double memory = bytes / (1e3 * kMemoryShare * board.memory_tb_s);
+  const double memory = bytes / kBytesPerNs;
   // Near the larger of the two, as they overlap.
   const double both = std::sqrt(std::hypot(arithmetic * arithmetic, memory * memory));
   return both + (c.dynamic ? kClaimNs : 0);
 }
 
-Candidate choose(const Problem& p, const Board& board) {
+Candidate choose(const Problem& p, int64_t sm_count) {
   if (const std::optional<Candidate>& given = forced()) {
     if (is_legal(p, *given)) return *given;
     throw InvalidArgument("the forced candidate is not legal for this grouped GEMM; got tile " +
@@ -114,8 +116,8 @@ Candidate choose(const Problem& p, const Board& board) {
   }
   Candidate cheapest;
   double least = std::numeric_limits<double>::infinity();
-  for (const Candidate& c : candidates(p, board)) {
-    const double cost = nanoseconds(p, c, board);
+  for (const Candidate& c : candidates(p, sm_count)) {
+    const double cost = nanoseconds(p, c, sm_count);
     if (cost < least) {
       cheapest = c;
       least = cost;

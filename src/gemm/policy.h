@@ -22,21 +22,20 @@ struct Problem {
 };
 
 using Candidate = GemmCandidate;
-using Board = GemmBoard;
 
 constexpr const TileShape& shape_of(const Candidate& candidate) {
   return tile_shape(candidate.tile_m, candidate.tile_n);
 }
 
 // Every way to run it.
-std::vector<Candidate> candidates(const Problem& problem, const Board& board);
+std::vector<Candidate> candidates(const Problem& problem, int64_t sm_count);
 
-// What it takes on the board, as far as candidates differ; the experts' rows are taken to be as a
+// What it takes, as far as candidates differ; the experts' rows are taken to be as a
 // random routing spreads them.
-double nanoseconds(const Problem& problem, const Candidate& candidate, const Board& board);
+double nanoseconds(const Problem& problem, const Candidate& candidate, int64_t sm_count);
 
 // The cheapest candidate; or the forced one, which must be legal (else InvalidArgument).
-Candidate choose(const Problem& problem, const Board& board);
+Candidate choose(const Problem& problem, int64_t sm_count);
 
 // For measuring and tests: the candidate of this thread's launches from now on; null: the choice.
 void force(const Candidate* candidate);

@@ -143,12 +143,12 @@ def cuda_tensors(info: dict[str, object], cards: list[Gpu]) -> Finding:
         )
         return Finding("CUDA tensors", text, False)
     try:
-        sms, tb_s = _C.gemm_board()
+        sms = _C.sm_count()
     except (_C.DeviceUnavailable, _C.UnsupportedDevice, _C.CudaError) as error:
-        reason = str(error).removeprefix("[gemm_board] ")
+        reason = str(error).removeprefix("[sm_count] ")
         return Finding("CUDA tensors", f"do not run: {reason}", False if cards else None)
     name = hopper[0].name if hopper else "cuda:0"
-    return Finding("CUDA tensors", f"run on {name}, {sms} SMs, memory of {tb_s:.2f} TB/s", True)
+    return Finding("CUDA tensors", f"run on {name}, {sms} SMs", True)
 
 
 def advice(info: dict[str, object], cards: list[Gpu], torch: str | None) -> list[Finding]:
