@@ -35,7 +35,6 @@ from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.quantize import COUNTS
-from fp8moe_cutlass.routing import RoutingPlan
 
 __all__ = ["Watch", "disable", "enable", "snr", "watch"]
 
@@ -161,8 +160,9 @@ def snr(
     d_gate_up = fp8.Wgrad("x", x_q, dz_columns, plan, recipe).run(None, False, "float32")
     d_down = fp8.Wgrad("dout", dout_q, h_columns, plan, recipe).run(None, False, "float32")
 
-    defined = _defined_rows(plan)[:, None]
-    token = _tokens(plan)
+    at: Any = torch.arange(plan.rows, device=plan.device)
+    defined = ((at < plan.row_offsets[-1]) & (plan.token_of_row >= 0))[:, None]
+    token = plan.token_of_row.long().clamp(0, max(plan.tokens - 1, 0))  # any, where undefined
     gate_up, down = layer.gate_up_proj.bfloat16(), layer.down_proj.bfloat16()
     # Rows past the last expert's hold anything, NaN as well: a masked copy, not a product with 0.
     z, dh = (t.masked_fill(~defined, 0.0) for t in (z, dh))
@@ -186,16 +186,3 @@ def snr(
         noise = (got.double() - want.double()).square().sum()
         found[name] = 10.0 * torch.log10(want.double().square().sum() / noise)
     return {name: float(value) for name, value in found.items()}
-
-
-def _defined_rows(plan: RoutingPlan) -> Tensor:
-    """[R] bool: rows that carry an assignment."""
-    rows = torch.arange(plan.rows, device=plan.device)
-    defined: Tensor = (rows < plan.row_offsets[-1]) & (plan.token_of_row >= 0)
-    return defined
-
-
-def _tokens(plan: RoutingPlan) -> Tensor:
-    """[R] i64: the token of each row; any token where the row is undefined."""
-    tokens: Tensor = plan.token_of_row.long().clamp(0, max(plan.tokens - 1, 0))
-    return tokens

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.arguments import as_counts
-from fp8moe_cutlass.autograd.body import Counters, ForwardWeights, Gradients, Need, Options
+from fp8moe_cutlass.autograd.body import Counters, ForwardWeights, Gradients, Need, Options, by_slot
 from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.ops._words import shape_of
@@ -173,9 +173,9 @@ def forward(
     `need`. Grouped: x [R, H], probs [R] or None -> out [R, H]."""
     gate_up, down = weights.multiplied
     x, probs = plan.without_padding(x), None if probs is None else plan.without_padding(probs)
-    z = rows_times(plan.rows_of(x), gate_up.mT, plan)
+    z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
     h = swiglu(z, _row_probs(probs, z, plan))
-    out = plan.sums_of(rows_times(h, down.mT, plan))
+    out = plan.sums_of(grouped_mm(h, down.mT, plan.offsets))
     if need is None:
         return out, None
     kept = None if options.preactivation == "recompute" else z
@@ -191,15 +191,15 @@ def backward(
     gate_up, down = enter(gate_up, None), enter(down, None)
     dout = plan.without_padding(dout)
     if z is None:
-        z = rows_times(plan.rows_of(x), gate_up.mT, plan)
+        z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
     dy = plan.rows_of(dout)
-    dh = rows_times(dy, down, plan)
+    dh = grouped_mm(dy, down, plan.offsets)
     dz, row_dprobs, h = swiglu_backward(dh, z, _row_probs(probs, z, plan))
     dprobs = None
     if need.probs:
-        dprobs = row_dprobs if plan.row_of is None else _by_slot(row_dprobs, plan.row_of)
+        dprobs = row_dprobs if plan.row_of is None else by_slot(row_dprobs, plan.row_of)
     return Gradients(
-        plan.sums_of(rows_times(dz, gate_up, plan)) if need.x else None,
+        plan.sums_of(grouped_mm(dz, gate_up, plan.offsets)) if need.x else None,
         dprobs,
         Wgrad(dz, x, plan, gather=True) if need.gate_up else None,
         Wgrad(dy, h, plan) if need.down else None,
@@ -212,17 +212,9 @@ def _row_probs(probs: Tensor | None, z: Tensor, plan: Plan) -> Tensor:
     return probs if plan.order is None else probs.flatten()[plan.order]
 
 
-def _by_slot(row_dprobs: Tensor, row_of: Tensor) -> Tensor:
-    return row_dprobs[row_of.clamp(min=0)].masked_fill(row_of < 0, 0.0)
-
-
-def rows_times(rows: Tensor, w: Tensor, plan: Plan) -> Tensor:
-    """rows of expert e times w[e]; rows past the last expert's are unspecified."""
-    return grouped_mm(rows, w, plan.offsets)
-
-
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """F.grouped_mm, summed in float32 and rounded once."""
+    """F.grouped_mm: rows of expert e times b[e], summed in float32 and rounded once. Rows past the
+    last expert's are unspecified."""
     if a.device.type == "cpu":  # without AVX-512 torch takes 13 times as long for bfloat16
         return F.grouped_mm(a.float(), b.float(), offs=offsets).to(a.dtype)
     return F.grouped_mm(_aligned(a), _aligned(b), offs=offsets)

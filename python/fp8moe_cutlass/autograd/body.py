@@ -57,3 +57,10 @@ class Gradients(NamedTuple):
     gate_up: Any  # fp8.Wgrad or bf16.Wgrad, still to be run
     down: Any
     workspace: Tensor | None = None  # that both may share, in the order of the backward's stream
+
+
+def by_slot(row_dprobs: Tensor, row_of: Tensor) -> Tensor:
+    """dprobs[t, s] = row_dprobs[row_of[t, s]], 0 where the slot was dropped."""
+    if row_dprobs.numel() == 0:
+        return row_dprobs.new_zeros(row_of.shape)
+    return row_dprobs[row_of.clamp(min=0)].masked_fill(row_of < 0, 0.0)

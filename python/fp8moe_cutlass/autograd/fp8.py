@@ -24,6 +24,7 @@ from fp8moe_cutlass.autograd.body import (
     Gradients,
     Need,
     Options,
+    by_slot,
 )
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import (
@@ -275,7 +276,7 @@ def backward(
         if not grouped:
             dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs)
     elif need.probs and not grouped:
-        dprobs = _gather_dprobs(row_dprobs, plan)
+        dprobs = by_slot(row_dprobs, plan.row_of.long())
     return Gradients(
         dx,
         dprobs,
@@ -314,11 +315,3 @@ def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
         scale=recipe.scale,
         eps=recipe.eps,
     )
-
-
-def _gather_dprobs(row_dprobs: Tensor, plan: RoutingPlan) -> Tensor:
-    """dprobs[t, s] = row_dprobs[row_of[t, s]], 0 where the slot was dropped."""
-    row_of = plan.row_of.long()
-    if row_dprobs.numel() == 0:
-        return row_dprobs.new_zeros(row_of.shape)
-    return row_dprobs[row_of.clamp(min=0)].masked_fill(row_of < 0, 0.0)

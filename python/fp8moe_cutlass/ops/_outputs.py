@@ -30,13 +30,9 @@ if torch is not None:
     }
 
 
-def is_torch(array: Any) -> bool:
-    return torch is not None and isinstance(array, torch.Tensor)
-
-
 def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
     """An uninitialized array of the framework and device of `like`; dtype None: its own too."""
-    if not is_torch(like):
+    if torch is None or not isinstance(like, torch.Tensor):
         return _numpy(op, like, shape, dtype)
     torch_dtype = like.dtype if dtype is None else TORCH_DTYPES[dtype]
     # Sizes as arguments: torch reads them in two thirds of a tuple's time.
