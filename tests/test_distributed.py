@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 from fp8moe_cutlass import Fp8Recipe, ops, telemetry
-from fp8moe_cutlass.nn import MoE, MoEExperts, Router, RoutingRule, SharedExpert, reuse_fp8_weights
+from fp8moe_cutlass.nn import (
+    MoE,
+    MoEExperts,
+    Router,
+    RoutingRule,
+    SharedExpert,
+    reuse_fp8_weights,
+    shard_experts,
+)
 from moe_problem import Problem, assert_same, problem, run_unaligned
 from ranks import MEMBERS, Pool, results
 from reference import Result, relative_error
@@ -415,6 +423,11 @@ def fp8_on_a_rank(group: Any, p: Problem, counts: list[int]) -> Any:
     assert torch.equal(again.down_proj.view(torch.uint8), frozen.down_proj.view(torch.uint8))
     with pytest.raises(ValueError, match="fused must be False with a group"):
         again.fp8_tensors(fused=True)
+    sharded = p.experts()
+    shard_experts(sharded, group)
+    assert list(dict(sharded.fp8_tensors("mlp."))) == list(written)
+    for name, t in sharded.fp8_tensors("mlp."):
+        assert torch.equal(t.view(torch.uint8), whole[name].view(torch.uint8)), name
     return list(written)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,43 @@ def test_one_byte_per_parameter() -> None:
         if t.untyped_storage().data_ptr() not in own
     }
     assert sum(rest.values()) < 64 * 2 * (4 * I + 64)  # z, probs and the plan
+
+
+def test_one_expert_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, layer = trained()
+    tensors, read, quantized = tensors_of(layer), [], []
+
+    class Lazy(Mapping[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            read.append(name)
+            return tensors[name]
+
+        def __contains__(self, name: object) -> bool:
+            return name in tensors
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(tensors)
+
+        def __len__(self) -> int:
+            return len(tensors)
+
+    MoEExperts.from_fp8(Lazy(), PREFIX, num_experts=E)
+    experts = [int(name.removeprefix(PREFIX)[0]) for name in read]
+    assert experts == sorted(experts)
+    assert len(read) == len(tensors) + 3  # sizes first
+    quantize = ops.quantize_weight
+
+    def spy(w: Tensor, **how: Any) -> Any:
+        quantized.append(len(w))
+        return quantize(w, **how)
+
+    monkeypatch.setattr(fp8_weights.ops, "quantize_weight", spy)
+    written = layer.fp8_tensors(PREFIX)
+    assert not quantized
+    next(written)
+    assert quantized == [1]
+    assert len(list(written)) == E * 6 - 1
+    assert quantized == [1] * E * 3
 
 
 # ---- dgrad's copy -------------------------------------------------------------------------------

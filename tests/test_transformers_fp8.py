@@ -23,6 +23,8 @@ from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
 
 E, H, I = 4, 256, 256
 NAME = "model.layers.1.mlp.experts"
+pytestmark = pytest.mark.slow
+
 CONFIG = transformers.DeepseekV3Config(
     vocab_size=256, hidden_size=H, intermediate_size=I, moe_intermediate_size=I,
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=E,

@@ -116,9 +116,10 @@ def _codes(
 
 
 def _get(tensors: Mapping[str, Tensor], key: str) -> Tensor:
-    if key not in tensors:
-        raise ValueError(f"[from_fp8] tensors must have {key}; got {_some(tensors)}")
-    return tensors[key]
+    try:
+        return tensors[key]
+    except KeyError:
+        raise ValueError(f"[from_fp8] tensors must have {key}; got {_some(tensors)}") from None
 
 
 def _some(tensors: Mapping[str, Tensor]) -> str:
