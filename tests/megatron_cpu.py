@@ -119,7 +119,7 @@ def on_two(pool: ranks.Pool, function: Any, *args: Any) -> list[Any]:
 
 def called(group: Any, function: Any, args: Any) -> Any:
     """function(*args) on this rank."""
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     on_cpu()
     parallel(2)
