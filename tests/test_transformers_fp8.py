@@ -150,6 +150,28 @@ def test_peft_on_attention(path: Path) -> None:
     assert all(p.grad is not None for p in trained)
 
 
+def test_trainer_with_adapters(path: Path, tmp_path: Path) -> None:
+    """It refuses quantized models, but for the attribute that docs/how-to names."""
+    peft = pytest.importorskip("peft")
+    model: Any = read(path)
+    fp8moe.swap(model)
+    layer = model.get_submodule(NAME)
+    codes = {name: t.clone() for name, t in layer.fp8_tensors()}
+    model._hf_peft_config_loaded = True
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["o_proj"], r=4))
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2,
+        save_steps=2, gradient_checkpointing=True, use_cpu=True, report_to="none",
+    )  # fmt: skip
+    transformers.Trainer(model, arguments, train_dataset=data).train()
+    now = dict(model.named_parameters())
+    assert not any(torch.equal(now[name], p) for name, p in trained.items())
+    for name, t in layer.fp8_tensors():
+        assert torch.equal(t.view(torch.uint8), codes[name].view(torch.uint8)), name
+
+
 def test_peft_on_codes_is_refused(path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = read(path)

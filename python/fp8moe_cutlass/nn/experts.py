@@ -158,7 +158,8 @@ class MoEExperts(ExpertBlock, nn.Module):
         given = {**options, "dtype": torch.float8_e4m3fn}
         layer = cls(num_experts, hidden, inner, **given)
         for name, dtype in zip(fp8_checkpoint.SCALES, scales, strict=True):
-            setattr(layer, name, nn.Parameter(getattr(layer, name).to(dtype), False))
+            scale = torch.empty_like(getattr(layer, name), dtype=dtype)
+            setattr(layer, name, nn.Parameter(scale, False))
         fp8_checkpoint.read_into(layer, tensors, prefix)
         return layer
 
