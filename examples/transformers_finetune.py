@@ -2,10 +2,14 @@
 
     python examples/transformers_finetune.py --data *.txt --model PATH --out runs/finetune
     python examples/transformers_finetune.py --data *.md --out runs/tiny      # from scratch, small
+    python examples/transformers_finetune.py --data *.txt --model Qwen/Qwen3-30B-A3B-FP8 --fp8 ...
     torchrun --nproc-per-node 8 examples/transformers_finetune.py --share-experts --data *.txt ...
 
 On several GPUs --share-experts leaves each expert on one of them, and shards the rest by FSDP2.
 Without the flag every rank has the whole model (DistributedDataParallel, as on CPUs).
+
+--fp8 takes an FP8 checkpoint. The experts' codes stay as they lie, frozen, and LoRA adapts the
+attention. The run in bf16 beside it dequantizes the same codes. It needs peft and one GPU.
 
 Writes a checkpoint every --save-every steps to OUT/fp8moe/checkpoint-N, the losses of both runs to
 OUT/loss.json, and a plot to OUT/loss.png. `--resume` goes on from each run's last checkpoint.
@@ -28,6 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    FineGrainedFP8Config,
     Qwen3MoeConfig,
     Trainer,
     TrainerCallback,
@@ -68,6 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fp8-only", action="store_true", help="no run in bf16 beside it")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--share-experts", action="store_true", help="among torchrun's processes")
+    parser.add_argument("--fp8", action="store_true", help="--model is an FP8 checkpoint")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     return parser.parse_args(arguments)
 
@@ -100,11 +106,30 @@ def load(given: argparse.Namespace, implementation: str, checkpoint: str | None)
         model = AutoModelForCausalLM.from_config(BYTES, dtype=torch.bfloat16)
         fp8moe.swap(model, group=dist.group.WORLD)
         return model
+    if given.fp8:
+        return adapted(given, implementation)
     options: Any = {"experts_implementation": implementation, "dtype": torch.bfloat16}
     if checkpoint or given.model:
         return AutoModelForCausalLM.from_pretrained(checkpoint or given.model, **options)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(BYTES, **options)
+
+
+def adapted(given: argparse.Namespace, implementation: str) -> Any:
+    """An FP8 checkpoint with LoRA on its attention. Its adapters are Trainer's to load again."""
+    import peft
+
+    options: Any = {"dtype": torch.bfloat16, "device_map": "cpu" if given.cpu else "cuda"}
+    if implementation == BF16:
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+        options["experts_implementation"] = BF16
+    model = AutoModelForCausalLM.from_pretrained(given.model, **options)
+    if implementation != BF16:
+        fp8moe.swap(model)
+        model._hf_peft_config_loaded = True  # or Trainer refuses a quantized model
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules=r".*self_attn\.\w*proj\w*")
+    return peft.get_peft_model(model, lora)
 
 
 def shared(given: argparse.Namespace, implementation: str) -> bool:
@@ -199,6 +224,8 @@ def plot(losses: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
+    if given.fp8 and (not given.model or given.share_experts or "RANK" in os.environ):
+        raise SystemExit("--fp8: give --model, an FP8 checkpoint, and one process")
     if given.share_experts:
         if "RANK" not in os.environ:
             raise SystemExit("--share-experts: start the script by torchrun")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,26 @@ def test_trainer_with_adapters(path: Path, tmp_path: Path) -> None:
     assert not any(torch.equal(now[name], p) for name, p in trained.items())
     for name, t in layer.fp8_tensors():
         assert torch.equal(t.view(torch.uint8), codes[name].view(torch.uint8)), name
+
+
+def test_the_example(path: Path, tmp_path: Path) -> None:
+    """Losses of LoRA beside those over the same codes dequantized; and the run goes on."""
+    pytest.importorskip("peft")
+    root = Path(__file__).parent.parent / "examples/transformers_finetune.py"
+    spec: Any = importlib.util.spec_from_file_location("example", root)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    given = example.parse(
+        f"--data - --model {path} --fp8 --cpu --out {tmp_path} --steps 4 --batch 1 --accumulate 2 "
+        "--save-every 2".split()
+    )
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
+    losses = {name: dict(example.train(given, name, data)) for name in ("fp8moe", "grouped_mm")}
+    assert list(losses["fp8moe"]) == [1, 2, 3, 4]
+    assert losses["fp8moe"] == pytest.approx(losses["grouped_mm"], abs=0.03)
+    shutil.rmtree(tmp_path / "fp8moe/checkpoint-4")
+    given.resume = True
+    assert dict(example.train(given, "fp8moe", data)) == losses["fp8moe"]
 
 
 def test_peft_on_codes_is_refused(path: Path) -> None:
