@@ -423,6 +423,19 @@ def fp8_on_a_rank(group: Any, p: Problem, counts: list[int]) -> Any:
     assert torch.equal(again.down_proj.view(torch.uint8), frozen.down_proj.view(torch.uint8))
     with pytest.raises(ValueError, match="fused must be False with a group"):
         again.fp8_tensors(fused=True)
+    from_whole = MoEExperts.from_fp8(whole, "mlp.", num_experts=EXPERTS)
+    model = torch.nn.Sequential(from_whole, torch.nn.Linear(8, 8))
+    ours = shard_experts(model, group)
+    assert ours == set(from_whole.parameters())
+    assert from_whole.down_proj.shape == frozen.down_proj.shape
+    assert torch.equal(mine.run(from_whole).out, want.out)
+    assert list(dict(from_whole.fp8_tensors("mlp."))) == list(written)
+    # Neither copies a rank's codes to another, as it does with parameters:
+    torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh, ignored_params=ours)
+    for name, t in from_whole.fp8_tensors("mlp."):
+        assert torch.equal(t.view(torch.uint8), whole[name].view(torch.uint8)), name
     sharded = p.experts()
     shard_experts(sharded, group)
     assert list(dict(sharded.fp8_tensors("mlp."))) == list(written)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, ops, telemetry
 from fp8moe_cutlass.autograd import weights as fp8_weights
-from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights, shard_experts
+from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights
 from moe_problem import Problem, problem
 
 E, H, I = 3, 256, 128
@@ -443,8 +443,6 @@ def test_sharding_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         _, layer, _ = small()
-        with pytest.raises(RuntimeError, match="got FP8 weights: make the layer with group="):
-            shard_experts(layer, dist.group.WORLD)
         with pytest.raises(RuntimeError, match="FP8 weights must be plain tensors: give fully_sha"):
             dist.fsdp.fully_shard(layer)
         _, layer, _ = small()

@@ -238,7 +238,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no recipe": (lambda model: None, {"recipe": None}, "FP8 codes, which need an FP8 recipe"),
     "another kind": (grouped, {}, "o_proj is FP8GroupedLinear, through which transformers"),
     "a linear": (whole_tensors, {}, "o_proj: scales of whole tensors, not of blocks of 128x128"),
-    "a group": (lambda model: None, {"group": object()}, "group must be None for an FP8 check"),
 }
 
 
@@ -258,6 +257,28 @@ def test_grids_that_transformers_squeezes_are_refused(tmp_path: Path) -> None:
     model = read(written(tmp_path, moe_intermediate_size=128))
     with pytest.raises(NotImplementedError, match=r"scale_inv is \(4, 4\), not \(4, 2, 2\)"):
         fp8moe.swap(model)
+
+
+def test_a_group_shares_the_experts(path: Path, tmp_path: Path) -> None:
+    dist = torch.distributed
+    model, alone = read(path), read(path)
+    fp8moe.swap(alone)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert fp8moe.swap(model, group=dist.group.WORLD) == [NAME]
+        got, want = (m(input_ids=IDS, labels=IDS) for m in (model, alone))
+        assert torch.equal(got.logits, want.logits)
+        got.loss.backward()
+        assert f"{NAME}.down_proj_scale_inv" in model._ddp_params_and_buffers_to_ignore
+        for refused in (
+            lambda: fp8moe.save_pretrained(model, tmp_path),
+            lambda: fp8moe.GroupTrainer(model, transformers.TrainingArguments(str(tmp_path))),
+        ):
+            with pytest.raises((NotImplementedError, ValueError), match=r"FP8|quantized"):
+                refused()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_from_pretrained_of_a_group_is_refused(path: Path) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.integrations.transformers_swap import swap_on_meta
 from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_, shard_experts
 
@@ -45,8 +46,8 @@ def from_pretrained(
     config = given.pop("config", None) or transformers.AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise NotImplementedError(
-            "[from_pretrained] path must have no quantization_config with a group; "
-            "nn.MoEExperts.from_fp8 takes one"
+            "[from_pretrained] path must have no quantization_config; read the model on each rank "
+            "and swap(model, group=)"
         )
     of: Any = cls._model_mapping[type(config)] if hasattr(cls, "_model_mapping") else cls
     how = {**(options or {}), "group": _process_group(group)}
@@ -71,6 +72,7 @@ def from_pretrained(
 def save_pretrained(model: Any, path: str | Path, **given: Any) -> None:
     """model.save_pretrained(path, **given) with whole weights, the files of one process. Every rank
     calls it; the first of all gathers and writes."""
+    _refuse_codes("save_pretrained", model)
     state = _whole(model)
     if dist.get_rank() == 0:
         model.save_pretrained(path, state_dict=state, **given)
@@ -103,6 +105,7 @@ class GroupMixin:
         shared = [m for m in self.model.modules() if isinstance(m, MoEExperts) and m.group]
         if not shared:
             raise ValueError("[GroupMixin] model must have experts with a group; got none: swap")
+        _refuse_codes("GroupMixin", self.model)
         if self.args.save_only_model and self.args.load_best_model_at_end:
             raise ValueError(
                 "[GroupMixin] save_only_model must be False with load_best_model_at_end, which "
@@ -218,6 +221,15 @@ class GroupMixin:
 
 class GroupTrainer(GroupMixin, transformers.Trainer):
     """transformers' Trainer for a model with swap(group=)."""
+
+
+def _refuse_codes(op: str, model: nn.Module) -> None:
+    """Of FP8 weights each rank has plain parameters of its own, which no state dict gathers."""
+    if any(isinstance(m, MoEExperts) and is_codes(m.gate_up_proj) for m in model.modules()):
+        raise NotImplementedError(
+            f"[{op}] model must not have FP8 weights; save adapters, and write the experts of each "
+            "rank by fp8_tensors()"
+        )
 
 
 def _is_share(p: Tensor) -> bool:

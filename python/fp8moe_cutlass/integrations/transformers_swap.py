@@ -53,11 +53,6 @@ def swap(
     group, rank_capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
       parameters: swap before an optimizer or a Trainer is made.
     """
-    if group is not None and any(isinstance(m, FP8Experts) for m in model.modules()):
-        raise NotImplementedError(
-            "[transformers] swap: group must be None for an FP8 checkpoint; nn.MoEExperts.from_fp8 "
-            "takes one"
-        )
     names = _swap(model, **options)
     if group is not None:
         shard_experts(model, group, rank_capacity=rank_capacity)

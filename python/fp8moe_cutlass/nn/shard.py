@@ -43,6 +43,9 @@ def shard_experts(
     makes of the other parameters', for a loss that is a mean over the rank's tokens.
     DistributedDataParallel ignores the parameters by itself. An optimizer takes them in a parameter
     group apart from plain tensors.
+
+    FP8 weights, which are frozen, become plain parameters: this rank's part [E / W, ...], which the
+    layer's state dict then holds.
     """
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     layers = [(name, m) for name, m in modules if isinstance(m, MoEExperts)]
@@ -90,8 +93,6 @@ def _refuse(name: str, layer: MoEExperts) -> None:
     got = None
     if layer._average is not None:
         got = "one that is shared already"
-    elif is_codes(layer.gate_up_proj):
-        got = "FP8 weights: make the layer with group="
     elif layer.delay_wgrad:
         got = "delay_wgrad=True"
     elif layer._reused is not None:
@@ -123,9 +124,15 @@ def _shard(
 ) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     mine, whole = exchange.local_experts, layer.group is None
     layer._move = GroupMove(exchange)
+    if is_codes(layer.gate_up_proj):
+        for w in layer.parameters(recurse=False):
+            if w not in made:
+                part = w.detach()[mine.start : mine.stop].clone() if whole else w.detach()
+                made[w] = nn.Parameter(part, requires_grad=False)
+        return
+    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     layer._average = Average(1 / mesh.size(), mesh.get_group(0) if mesh.ndim == 2 else None)
     for w in (layer.gate_up_proj, layer.down_proj):
         if w in made:
