@@ -75,6 +75,21 @@ def trace(run: Callable[[], object], device: torch.device) -> list[dict[str, Any
     return sorted(complete, key=lambda event: float(event["ts"]))
 
 
+def durations(run: Callable[[], object]) -> Iterator[tuple[str, float]]:
+    """Name and microseconds of each kernel of `run` on a GPU, whoever launched it."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
+            yield event["name"], float(event["dur"])
+
+
 def kernels_of(events: list[dict[str, Any]], cuda: bool) -> list[Kernel]:
     """A kernel belongs to the operator whose call, on the thread of the launch, spans the launch;
     launch and kernel share a correlation id."""

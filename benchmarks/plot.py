@@ -12,6 +12,7 @@ import numpy as np
 
 import layer_plot
 import plot_style as style
+import recipe_plot
 from common import Record
 from ep import ALL_TO_ALL, SAME_EXCHANGE, STEP
 from ep_trace import EXCHANGE, boxes_of, overlapped
@@ -209,6 +210,8 @@ def draw(record: Record, path: Path, kernels: bool = False) -> None:
         return (layer_plot.plot_kernels if kernels else layer_plot.plot)(record, path)
     if op == "sweep":
         return plot_sweep(record, path)
+    if op == "step" and "kernels" in record["results"][0]:
+        return recipe_plot.plot(record, path)
     return (plot_ep if "ranks" in record["environment"] else plot_ops)(record, path)
 
 

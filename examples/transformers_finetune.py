@@ -3,6 +3,7 @@
     python examples/transformers_finetune.py --data *.txt --model PATH --out runs/finetune
     python examples/transformers_finetune.py --data *.md --out runs/tiny      # from scratch, small
     python examples/transformers_finetune.py --data *.txt --model Qwen/Qwen3-30B-A3B-FP8 --fp8 ...
+    python examples/transformers_finetune.py --fast --data *.txt ...          # compiled
     torchrun --nproc-per-node 8 examples/transformers_finetune.py --share-experts --data *.txt ...
 
 On several GPUs --share-experts leaves each expert on one of them, and shards the rest by FSDP2.
@@ -74,8 +75,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--share-experts", action="store_true", help="among torchrun's processes")
     parser.add_argument("--fp8", action="store_true", help="--model is an FP8 checkpoint")
+    parser.add_argument("--fast", action="store_true", help="compile layers, loss and optimizer")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.fast and (given.share_experts or given.fp8):
+        parser.error("--fast has not been tried with --share-experts or --fp8")
+    return given
 
 
 def blocks(given: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
@@ -134,6 +139,22 @@ def adapted(given: argparse.Namespace, implementation: str) -> Any:
 
 def shared(given: argparse.Namespace, implementation: str) -> bool:
     return bool(given.share_experts) and implementation != BF16
+
+
+class CompiledAdamW(torch.optim.AdamW):
+    """torch's AdamW in one graph. lr is a tensor, so that a new value compiles nothing."""
+
+    @torch.compile
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def compile_parts(model: Any) -> None:
+    """The layers, which share one graph, and the loss. The mask is made outside of both, where
+    transformers sees that a batch needs none."""
+    for layer in model.model.layers:
+        layer.compile()
+    model.loss_function = torch.compile(model.loss_function)
 
 
 class Bar(TrainerCallback):
@@ -199,8 +220,14 @@ def train(given: argparse.Namespace, implementation: str, data: Any) -> list[tup
     if implementation != BF16:
         reuse = fp8moe.ReuseCallback()  # quantizes once per step, not per microbatch
         callbacks.append(reuse)
+    more: dict[str, Any] = {}
+    if given.fast:
+        compile_parts(model)
+        lr = torch.tensor(given.lr, device=arguments.device)
+        optimizer = {"lr": lr, "capturable": arguments.device.type == "cuda"}
+        more["optimizer_cls_and_kwargs"] = CompiledAdamW, optimizer
     of = fp8moe.GroupTrainer if shared(given, implementation) else Trainer
-    trainer: Any = of(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer: Any = of(model, arguments, train_dataset=data, callbacks=callbacks, **more)
     for printing in [c for c in trainer.callback_handler.callbacks if "Printer" in str(type(c))]:
         trainer.remove_callback(printing)
     with reuse:

@@ -143,7 +143,15 @@ def test_every_committed_record_is_a_table(path: Path) -> None:
         assert all(len(row) == len(head) for row in rows)
 
 
-DRAWN = ["memory-bound-h200", "layer-h200", "sweep-h200", "ep-2-h200", "ep-trace-h200", "train-cpu"]
+DRAWN = [
+    "memory-bound-h200",
+    "layer-h200",
+    "sweep-h200",
+    "ep-2-h200",
+    "ep-trace-h200",
+    "train-cpu",
+    "transformers-recipe-h200",
+]
 
 
 @pytest.mark.parametrize("name", DRAWN)

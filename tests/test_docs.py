@@ -244,6 +244,32 @@ def test_transformers_table_equals_its_record(record: str) -> None:
     assert table("docs/how-to/hugging-face.md", record) == want
 
 
+def test_recipe_tables_equal_their_record() -> None:
+    """The how-to has what is advised, the notes every piece for the first model."""
+    name = "transformers-recipe-h200.json"
+    rows: dict[tuple[str, str], list[dict]] = {}  # grouped_mm's, then ours
+    for r in results(name):
+        pieces = r["variant"].partition(": ")[2]
+        rows.setdefault((r["model"], pieces), []).append(r)
+    advised, tried = [], []
+    for (model, pieces), of in rows.items():
+        base = rows[model, "default"][0]["ms"]
+        figures = [
+            (
+                *(f"{r['ms']:.1f}", f"{base / r['ms']:.2f}", f"{r['peak_gib']:.1f}"),
+                *(f"{r['tokens_per_s'] / 1e3:.1f}", f"{100 * r['limit_ms'] / r['ms']:.0f}%"),
+            )
+            for r in of
+        ]
+        cells = [", ".join(two) for two in zip(*figures, strict=True)]
+        if "FP8" not in pieces:
+            advised.append([model, pieces, *cells])
+        if model == results(name)[0]["model"]:
+            tried.append([pieces, *cells[:3]])
+    assert table("docs/how-to/hugging-face.md", name) == advised
+    assert table("docs/notes/transformers-step.md", name) == tried
+
+
 def test_router_table_equals_its_record() -> None:
     rows: dict[tuple[str, int], dict[str, dict]] = {}
     for r in results("router-h100.json"):

@@ -8,12 +8,14 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 pytest.importorskip("trl", reason="no trl is installed")
 
@@ -38,6 +40,8 @@ from transformers_models import (
 )
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
 
 # One layer, from N(0, 0.02): FP8 gives at most 0.11 to any experts' gradient, bf16 autocast 0.03,
 # and gate and up exchanged at least 0.26.
@@ -465,17 +469,21 @@ def test_an_infinity_saturates_and_telemetry_shows_it() -> None:
     assert shifted == [0, 3]  # the other rows' tiles
 
 
-def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
-    """Weights and losses of a run that stopped are those of one that did not."""
-    root = Path(__file__).parent.parent
+def example_script() -> Any:
     spec = importlib.util.spec_from_file_location(
-        "example", root / "examples/transformers_finetune.py"
+        "example", ROOT / "examples/transformers_finetune.py"
     )
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    data = ["--data", str(root / "CHANGELOG.md"), "--cpu", "--batch", "1", "--length", "32"]
+    return example
+
+
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    """Weights and losses of a run that stopped are those of one that did not."""
+    example = example_script()
+    data = ["--data", str(ROOT / "CHANGELOG.md"), "--cpu", "--batch", "1", "--length", "32"]
 
     def run(name: str, *more: str) -> tuple[Any, dict[str, Any]]:
         example.main([*data, "--save-every", "2", "--out", str(tmp_path / name), *more])
@@ -496,3 +504,32 @@ def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
     assert again["fp8moe"] == losses["fp8moe"]
     for name, w in model.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], w)
+
+
+def test_the_fast_example_trains_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers, loss and optimizer are compiled, each in one graph, and the losses are those of the
+    eager run. Inductor's C++ is left out, for its time."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    example = example_script()
+    counters.clear()
+    data = ["--data", str(ROOT / "CHANGELOG.md"), "--cpu", "--batch", "1", "--length", "32"]
+    data += ["--steps", "4", "--save-every", "2"]
+
+    def run(name: str, *more: str) -> dict[str, list[tuple[int, float]]]:
+        example.main([*data, "--out", str(tmp_path / name), *more])
+        found: dict[str, Any] = json.loads((tmp_path / name / "loss.json").read_text())
+        return {name: [loss for _, loss in losses] for name, losses in found.items()}
+
+    eager, fast = run("eager"), run("fast", "--fast")
+    # Two implementations' layers, two losses, two optimizers; layers share a graph.
+    assert counters["stats"]["unique_graphs"] <= 6
+    for name, losses in eager.items():
+        assert fast[name] == pytest.approx(losses, abs=0.01), name
+    shutil.copytree(tmp_path / "fast", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped/fp8moe/checkpoint-4")
+    assert run("stopped", "--fast", "--fp8-only", "--resume")["fp8moe"] == fast["fp8moe"]
+    with pytest.raises(SystemExit):
+        example.main([*data, "--fast", "--share-experts"])
