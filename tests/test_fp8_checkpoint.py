@@ -293,6 +293,9 @@ def test_moves_and_keeps_its_dtypes() -> None:
         cast()
         assert same_bytes(tensors_of(layer), tensors)
     assert model[1].weight.dtype == torch.float16
+    with pytest.raises(RuntimeError, match=r"FP8 weights cannot be cast; got torch\.float16"):
+        layer.type(torch.float16)
+    assert same_bytes(tensors_of(layer), tensors)
     assert layer.to("meta").gate_up_proj.dtype == E4M3
     layer.to_empty(device="cpu")
     layer.load_state_dict(frozen(tensors).state_dict())

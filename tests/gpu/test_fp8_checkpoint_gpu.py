@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
 
-pytestmark = pytest.mark.gpu
 E, H, I, T, S = 8, 512, 384, 300, 3
 
 

@@ -179,7 +179,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         weights become zeros: they come from a checkpoint."""
         if is_codes(self.gate_up_proj):
             for p in self.parameters():
-                p.view(_BITS[p.element_size()]).zero_()
+                fp8_checkpoint.as_bits(Tensor.zero_)(p)
             return
         for weight in (self.gate_up_proj, self.down_proj):
             bound = 1.0 / math.sqrt(weight.shape[-1])
@@ -236,7 +236,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         """Of .to(), .cuda() and their like: FP8 weights move, and keep their dtypes."""
         apply: Any = super()._apply
         if is_codes(self.gate_up_proj):
-            return apply(lambda t: fn(t.view(_BITS[t.element_size()])).view(t.dtype), recurse)
+            return apply(fp8_checkpoint.as_bits(fn), recurse)
         apply(fn, recurse)
         for name, parameter in self._parameters.items():  # where torch has put new ones
             setattr(self, name, parameter)
@@ -271,8 +271,6 @@ class MoEExperts(ExpertBlock, nn.Module):
             said.append(f"local_experts={self.local_experts}")
         return ", ".join(said)
 
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # which no cast changes
 
 _layers: WeakSet[MoEExperts] = WeakSet()  # of this process
 

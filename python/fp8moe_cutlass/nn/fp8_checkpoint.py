@@ -5,7 +5,7 @@ MoEExperts.from_fp8 and fp8_tensors describe the two forms, per expert and fused
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 SCALES = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
 NAMES = WEIGHTS + SCALES
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _OF_AN_EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -138,6 +139,21 @@ def misfits(layer: MoEExperts, state: Mapping[str, Any], prefix: str) -> list[st
         if is_codes(layer.gate_up_proj) or is_codes(new):
             found.append(f"[MoEExperts] {key} must be {p.dtype}, as the layer's; got {new.dtype}")
     return found
+
+
+def as_bits(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """fn, of Module._apply, on the bits of a tensor: what moves it, but casts floats alone."""
+
+    def applied(t: Tensor) -> Tensor:
+        bits = _BITS[t.element_size()]
+        made = fn(t.view(bits))
+        if made.dtype != bits:
+            raise RuntimeError(
+                f"[MoEExperts] FP8 weights cannot be cast; got {made.dtype}: dequantize them"
+            )
+        return made.view(t.dtype)
+
+    return applied
 
 
 def write(layer: MoEExperts, prefix: str, fused: bool) -> Iterator[tuple[str, Tensor]]:
