@@ -98,11 +98,12 @@ def run(
 ) -> Tensor:
     """`experts`, for a caller that has checked its arguments."""
     refuse_transforms("experts", x, probs, gate_up, down)
-    needs = [t is not None and t.requires_grad for t in (x, probs, gate_up, down)]
-    if not (torch.is_grad_enabled() and any(needs)):
+    of_probs = probs is not None and probs.requires_grad
+    required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad)
+    if not (torch.is_grad_enabled() and any(required)):
         need = None
     elif need is None:
-        need = Need(*needs)
+        need = required
     if watched():
         return _through_torch(
             x, topk_idx, probs, gate_up, down, options, move, weights, need, owner

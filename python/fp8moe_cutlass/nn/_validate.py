@@ -26,7 +26,8 @@ def check_int(op: str, name: str, value: Any) -> None:
 
 def check_size(op: str, name: str, value: Any) -> None:
     """ValueError unless value is a whole number of at least 1."""
-    check_int(op, name, value)
+    if type(value) is not int:
+        check_int(op, name, value)
     if value < 1:
         raise ValueError(f"[{op}] {name} must be at least 1; got {value}")
 

@@ -21,7 +21,7 @@ from fp8moe_cutlass.autograd import (
 from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
 from fp8moe_cutlass.autograd.weights import is_codes, of_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.distributed.shards import held, local, whole
+from fp8moe_cutlass.distributed.shards import local, whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
 from fp8moe_cutlass.nn.fsdp import GatheredExperts, gathered_weights
 from fp8moe_cutlass.ops._torch import compiling, in_backward
@@ -92,7 +92,8 @@ class ExpertBlock(Owner):
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
         parameters'. None: the parameters, quantized now, or, where they are FP8, as they lie.
         """
-        gate_up = self._held_gate_up()
+        held = self.local_weights()  # once: a look-up takes a microsecond
+        gate_up = held[0]
         check_inputs(gate_up, x, topk_idx, topk_weights)
         if type(no_expert) is not int:
             check_int("MoEExperts", "no_expert", no_expert)
@@ -108,7 +109,7 @@ class ExpertBlock(Owner):
         move = self._move
         if masked:
             topk_idx, move = _ids(topk_idx), Local(topk_idx.shape[1], max_assignments)
-        out = self.run(move, x, topk_idx, probs, weights)
+        out = self.run(move, x, topk_idx, probs, weights, held=held)
         return in_shape(out, shape)
 
     def forward_rows(
@@ -130,12 +131,13 @@ class ExpertBlock(Owner):
         probs [R]: multiply the activation, before it is quantized. None: the caller weights.
         weights: as of forward.
         """
-        check_rows(self._held_gate_up(), rows, counts, probs)
+        held = self.local_weights()
+        check_rows(held[0], rows, counts, probs)
         if torch.is_autocast_enabled(rows.device.type):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         probs = None if probs is None else probs.float().contiguous()
-        move = Grouped(counts)
-        return self.run(move, rows.contiguous(), None, probs, weights)
+        rows = rows.contiguous()
+        return self.run(Grouped(counts), rows, None, probs, weights, held=held)
 
     def run(
         self,
@@ -145,9 +147,11 @@ class ExpertBlock(Owner):
         probs: Tensor | None,
         weights: Fp8Weights | None = None,
         need: Need | None = None,
+        held: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """autograd.experts over these parameters, by any `move`."""
-        gate_up, down = self.local_weights()  # once: a look-up takes a microsecond
+        """autograd.experts over these parameters, by any `move`. held: what local_weights() has
+        given; None: it is called."""
+        gate_up, down = held or self.local_weights()
         weights = self._prepare(gate_up, down, weights)
         how = (self._options, move, weights, need, self)
         return run(x, topk_idx, probs, gate_up, down, *how)
@@ -210,9 +214,6 @@ class ExpertBlock(Owner):
                 raise RuntimeError(
                     f"[MoEExperts] {name} holds FP8 codes and must be a frozen parameter; got {got}"
                 )
-
-    def _held_gate_up(self) -> Any:
-        return self.gate_up_proj if self._average is None else held(self.gate_up_proj)
 
     def backward_dw(self) -> None:
         """Run the weight gradients that `delay_wgrad` left behind, oldest first. One that raises
