@@ -115,7 +115,7 @@ def check_options(
             "got 'save_fp8'"
         )
     check_word("MoEExperts", "transposed_weights", transposed_weights, "save", "recompute")
-    if dtype != torch.float8_e4m3fn:
+    if dtype is not torch.float8_e4m3fn:
         check_dtype("MoEExperts", dtype)
 
 

@@ -106,7 +106,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.key = new_key(self)
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         check_options(recipe, preactivation, transposed_weights, dtype)
-        if dtype == torch.float8_e4m3fn and recipe is None:
+        if dtype is torch.float8_e4m3fn and recipe is None:
             raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
         check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
