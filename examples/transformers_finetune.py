@@ -78,8 +78,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fast", action="store_true", help="compile layers, loss and optimizer")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     given = parser.parse_args(arguments)
-    if given.fast and (given.share_experts or given.fp8):
-        parser.error("--fast has not been tried with --share-experts or --fp8")
+    if given.fast and given.share_experts:
+        parser.error("--fast has not been tried with --share-experts")
     return given
 
 
@@ -152,9 +152,10 @@ class CompiledAdamW(torch.optim.AdamW):
 def compile_parts(model: Any) -> None:
     """The layers, which share one graph, and the loss. The mask is made outside of both, where
     transformers sees that a batch needs none."""
-    for layer in model.model.layers:
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    for layer in causal.model.layers:
         layer.compile()
-    model.loss_function = torch.compile(model.loss_function)
+    causal.loss_function = torch.compile(causal.loss_function)
 
 
 class Bar(TrainerCallback):

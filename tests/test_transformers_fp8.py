@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,15 @@ def test_trainer_with_adapters(path: Path, tmp_path: Path) -> None:
         assert torch.equal(t.view(torch.uint8), codes[name].view(torch.uint8)), name
 
 
-def test_the_example(path: Path, tmp_path: Path) -> None:
-    """Losses of LoRA beside those over the same codes dequantized; and the run goes on."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_example(
+    path: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of LoRA beside those over the same codes dequantized; and the run goes on. The same
+    with --fast, without inductor's C++."""
     pytest.importorskip("peft")
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     root = Path(__file__).parent.parent / "examples/transformers_finetune.py"
     spec: Any = importlib.util.spec_from_file_location("example", root)
     example = importlib.util.module_from_spec(spec)
@@ -184,6 +191,7 @@ def test_the_example(path: Path, tmp_path: Path) -> None:
     given = example.parse(
         f"--data - --model {path} --fp8 --cpu --out {tmp_path} --steps 4 --batch 1 --accumulate 2 "
         "--save-every 2".split()
+        + ["--fast"] * fast
     )
     data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
     losses = {name: dict(example.train(given, name, data)) for name in ("fp8moe", "grouped_mm")}
