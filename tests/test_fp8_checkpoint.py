@@ -438,18 +438,3 @@ def test_other_arguments() -> None:
         MoEExperts.from_fp8(list(tensors), num_experts=E)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[from_fp8\] num_experts must be at least 1; got 0"):
         MoEExperts.from_fp8(tensors, PREFIX, num_experts=0)
-
-
-def test_sharding_is_refused(tmp_path: Path) -> None:
-    dist = torch.distributed
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        _, layer, _ = small()
-        with pytest.raises(RuntimeError, match="FP8 weights must be plain tensors: give fully_sha"):
-            dist.fsdp.fully_shard(layer)
-        _, layer, _ = small()
-        model = nn.Sequential(*[layer, nn.Linear(8, 8)])
-        dist.fsdp.fully_shard(model, ignored_params=set(layer.parameters()))
-    finally:
-        dist.destroy_process_group()

@@ -33,14 +33,18 @@ HIDDEN, INTERMEDIATE = 256, 128
 pool = ranks.pool(4, {1: [0], 2: [0, 1], 4: [0, 1, 2, 3]})
 
 
+def layer(experts: int, seed: int, options: Any) -> MoEExperts:
+    if options.get("dtype") == torch.float8_e4m3fn:
+        return MoEExperts(experts, HIDDEN, INTERMEDIATE, **options)
+    return problem(1, 1, experts, seed=seed).experts(**options)
+
+
 class Net(nn.Module):
     """Two layers of experts, one after the other."""
 
     def __init__(self, experts: int = 4, **options: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            problem(1, 1, experts, seed=s).experts(**options) for s in range(2)
-        )
+        self.layers = nn.ModuleList(layer(experts, s, options) for s in range(2))
 
     def forward(self, p: Problem, through: Callable[..., Any] | None = None) -> torch.Tensor:
         x = p.x
@@ -298,6 +302,66 @@ def low_precision(group: Any) -> None:
 
 def test_a_mixed_precision_policy(pool: Pool) -> None:
     results(pool.run(2, low_precision))
+
+
+def of_fp8(scale_dtype: torch.dtype) -> Net:
+    """Two layers of FP8 weights."""
+    net = Net(5)
+    for n, layer in enumerate(net.layers):
+        tensors = dict(layer.fp8_tensors(fused=True))
+        for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+            tensors[name] = tensors[name].to(scale_dtype)
+        net.layers[n] = MoEExperts.from_fp8(tensors, num_experts=5)
+    return net
+
+
+def as_they_lie(group: Any, scale_dtype: torch.dtype, policy: Any) -> None:
+    """FP8 weights, whatever the policy casts to; twice, since a gather fills the same memory."""
+    alone, net = of_fp8(scale_dtype), of_fp8(scale_dtype)
+    sharded(net, DeviceMesh.from_group(group, "cpu"), **policy)
+    for step in range(2):
+        found = []
+        for one in (alone, net):
+            p = tokens(step, 5)
+            p.x.requires_grad_()
+            out = one(p)
+            out.backward(p.dout)
+            found.append((out, p.x.grad))
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+    for name, t in net.named_parameters():
+        held = alone.get_parameter(name).chunk(group.size())[group.rank()]
+        shard = t._local_tensor.as_subclass(torch.Tensor)
+        assert torch.equal(shard.view(torch.uint8), held.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)}],
+    ids=["as they are", "bf16"],
+)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fp8_weights_travel_as_they_lie(
+    ranks: int, scale_dtype: torch.dtype, policy: dict[str, Any], pool: Pool
+) -> None:
+    results(pool.run(ranks, as_they_lie, scale_dtype, policy))
+
+
+def as_they_lie_from_meta(group: Any) -> None:
+    mesh, whole = DeviceMesh.from_group(group, "cpu"), of_fp8(torch.float32)
+    with torch.device("meta"):
+        net = Net(5, dtype=torch.float8_e4m3fn)
+    sharded(net, mesh)
+    net.to_empty(device="cpu")
+    net.load_state_dict(sharded(of_fp8(torch.float32), mesh).state_dict())
+    net.to(torch.float16)  # moves codes and scales, and casts neither
+    with torch.no_grad():
+        assert torch.equal(net(tokens(0, 5)), whole(tokens(0, 5)))
+
+
+def test_fp8_weights_from_the_meta_device(pool: Pool) -> None:
+    results(pool.run(2, as_they_lie_from_meta))
 
 
 def other_dimension(group: Any) -> None:

@@ -193,7 +193,8 @@ class MoEExperts(ExpertBlock, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
-            gathers_in_fp8(value, self.recipe)  # fully_shard looks right after
+            frozen = is_codes(value) or name in fp8_checkpoint.SCALES
+            gathers_in_fp8(value, self.recipe, frozen)  # fully_shard looks right after
         super().__setattr__(name, value)
 
     @property
@@ -235,9 +236,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Of .to(), .cuda() and their like: FP8 weights move, and keep their dtypes."""
         apply: Any = super()._apply
-        if is_codes(self.gate_up_proj):
-            return apply(fp8_checkpoint.as_bits(fn), recurse)
-        apply(fn, recurse)
+        apply(fp8_checkpoint.as_bits(fn) if is_codes(self.gate_up_proj) else fn, recurse)
         for name, parameter in self._parameters.items():  # where torch has put new ones
             setattr(self, name, parameter)
         return self

@@ -1,4 +1,5 @@
 """Experts under fully_shard: the shards stay what they are, and travel as FP8 codes and scales.
+FP8 weights travel as they lie, whatever dtype a policy casts other parameters to.
 
 fully_shard asks a parameter's local tensor how it is gathered (`fsdp_pre_all_gather` and
 `fsdp_post_all_gather`, torch's extension points). Each gather quantizes the shard, so there is
@@ -15,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Fp8Weights
-from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.ops._torch import no_torch_function, plain_results, wrapper_tensor
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -24,9 +24,12 @@ from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 aten = torch.ops.aten
 
 
-def gathers_in_fp8(weight: Any, recipe: Fp8Recipe | None) -> None:
+def gathers_in_fp8(weight: Any, recipe: Fp8Recipe | None, frozen: bool) -> None:
     """Makes fully_shard gather `weight`, a DTensor [E, N, K] that it has made, in FP8. Weights
-    that are split along another dimension than E, or by no recipe, it gathers as they are."""
+    that are split along another dimension than E, or by no recipe, it gathers as they are.
+
+    frozen: `weight` holds codes or scales.
+    """
     local = weight._local_tensor
     if recipe is None or type(local) is not Tensor:
         return
@@ -37,7 +40,9 @@ def gathers_in_fp8(weight: Any, recipe: Fp8Recipe | None) -> None:
             f"0; along another it gathers them in {weight.dtype}; got {weight.placements}",
         )
         return
-    weight._local_tensor = ExpertShard.of(local, weight.shape[0], recipe)
+    shard = local.as_subclass(FrozenShard if frozen else ExpertShard)
+    shard.experts, shard.recipe = weight.shape[0], recipe
+    weight._local_tensor = shard
 
 
 def gathered_weights(gate_up: Tensor, down: Tensor) -> Fp8Weights | None:
@@ -53,19 +58,14 @@ class ExpertShard(Tensor):
     experts: int
     recipe: Fp8Recipe
 
-    @staticmethod
-    def of(local: Tensor, experts: int, recipe: Fp8Recipe) -> ExpertShard:
-        shard = local.as_subclass(ExpertShard)
-        shard.experts, shard.recipe = experts, recipe
-        return shard
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with plain_results():
             out = func(*args, **kwargs or {})
         # What fully_shard makes of a shard that was replaced or moved, and with CPU offload.
         if func in (Tensor.new_zeros, Tensor.narrow, Tensor.to, Tensor.pin_memory):
-            return cls.of(out.as_subclass(Tensor), args[0].experts, args[0].recipe)
+            out = out.as_subclass(cls)
+            out.experts, out.recipe = args[0].experts, args[0].recipe
         return out
 
     # With one argument. Given torch's five, fully_shard asks that every input have the padded
@@ -98,6 +98,21 @@ class ExpertShard(Tensor):
         if metadata is not None:
             out.scale_inv = scale_inv
         return None
+
+
+class FrozenShard(ExpertShard):
+    """A shard of codes or of scales."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """Its bytes."""
+        held = self.as_subclass(Tensor).contiguous().view(torch.uint8)
+        padding = -(-self.experts // mesh.size()) - len(held)
+        return (torch.cat([held, held.new_zeros(padding, *held.shape[1:])]),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return None if out is not None else (outputs[0].view(self.dtype), outputs)
 
 
 class GatheredExperts(Tensor):
@@ -183,14 +198,8 @@ def _fp8(codes: Tensor, scale_inv: Tensor, experts: int, pow2: bool) -> Fp8Tenso
 
 def refuse_mixed(name: str, sharded: Any, group: Any) -> None:
     """RuntimeError where fully_shard would put one parameter together from the experts of several
-    ranks of `group`, or cast FP8 codes."""
+    ranks of `group`."""
     ranks = set(sharded.device_mesh.mesh.flatten().tolist())
-    if is_codes(sharded):
-        raise RuntimeError(
-            "[MoEExperts] FP8 weights must be plain tensors: give fully_shard "
-            "ignored_params=set(experts.parameters()), or make the layer with group=; "
-            f"got {name} as a DTensor over ranks {sorted(ranks)}"
-        )
     if group is not None and len(ranks & set(torch.distributed.get_process_group_ranks(group))) > 1:
         raise RuntimeError(
             "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "
