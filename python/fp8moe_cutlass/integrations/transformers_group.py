@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fp8moe_cutlass.autograd.weights import is_codes
+from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.integrations.transformers_swap import swap_on_meta
 from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_, shard_experts
 
@@ -138,7 +139,7 @@ class GroupMixin:
         made = self.accelerator.prepare_model(made, device_placement=False, evaluation_mode=True)
         # shard_experts has said so to the model that it was given, which PEFT or compile wraps.
         made._ddp_params_and_buffers_to_ignore = [
-            name for name, p in made.named_parameters() if _is_share(p)
+            name for name, p in made.named_parameters() if is_sharded(p)
         ]
         device, handler = self.accelerator.device, self.accelerator.ddp_handler
         wrapped = nn.parallel.DistributedDataParallel(
@@ -151,7 +152,7 @@ class GroupMixin:
         made: Any = super().create_optimizer(*given, **named)  # type: ignore[misc]
         for group in list(made.param_groups):
             kinds = [
-                [p for p in group["params"] if _is_share(p) is share] for share in (False, True)
+                [p for p in group["params"] if is_sharded(p) is share] for share in (False, True)
             ]
             if all(kinds):
                 group["params"] = kinds[0]
@@ -230,10 +231,6 @@ def _refuse_codes(op: str, model: nn.Module) -> None:
             f"[{op}] model must not have FP8 weights; save adapters, and write the experts of each "
             "rank by fp8_tensors()"
         )
-
-
-def _is_share(p: Tensor) -> bool:
-    return hasattr(p, "full_tensor")
 
 
 def _states(checkpoint: str | Path) -> Path:

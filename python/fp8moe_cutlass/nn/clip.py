@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8moe_cutlass.distributed.shards import whole
 from fp8moe_cutlass.nn.experts import groups_of_shares
 
 
@@ -43,7 +44,7 @@ def clip_grad_norm_(
     for (_, group, _), of_a_kind in kinds.items():
         grads: Any = [p.grad for p in of_a_kind]
         norm: Any = nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = whole(norm)
         norms.append(norm if group is None else _over(group, norm, norm_type))
     total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite, foreach)
     for of_a_kind in kinds.values():
@@ -55,5 +56,5 @@ def _over(group: dist.ProcessGroup, norm: Tensor, norm_type: float) -> Tensor:
     """The norm of what the ranks of a group hold, of which each one's norm is given."""
     each = norm.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(each, norm.view(1), group=group)
-    whole: Tensor = torch.linalg.vector_norm(each, norm_type)
-    return whole
+    of_all: Tensor = torch.linalg.vector_norm(each, norm_type)
+    return of_all

@@ -249,9 +249,8 @@ class Router(nn.Module):
 
     def _check(self, x: Tensor, topk_idx: Tensor | None, padding: Tensor | None) -> None:
         refuse_transforms("Router", x, self.weight)
-        parallel = hasattr(
-            self.weight, "full_tensor"
-        )  # by tensor parallelism: x may be a DTensor, too
+        # By tensor parallelism: x may be a DTensor, too.
+        parallel = hasattr(self.weight, "full_tensor")
         check_tensor("Router", "x", x, distributed=parallel)
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")

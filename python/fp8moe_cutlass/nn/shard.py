@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.distributed.shards import Average
+from fp8moe_cutlass.distributed.shards import Average, is_sharded
 from fp8moe_cutlass.nn.experts import MoEExperts
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -97,7 +97,7 @@ def _refuse(name: str, layer: MoEExperts) -> None:
         got = "delay_wgrad=True"
     elif layer._reused is not None:
         got = "one inside reuse_fp8_weights"
-    elif any(hasattr(getattr(layer, w), "full_tensor") for w in _WEIGHTS):
+    elif any(is_sharded(getattr(layer, w)) for w in _WEIGHTS):
         got = "a DTensor (fully_shard): shard the experts first"
     if got is not None:
         raise RuntimeError(

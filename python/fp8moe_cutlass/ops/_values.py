@@ -1,16 +1,13 @@
-"""Fp8Tensor and RoutingPlan as torch's values: pytrees, and what torch.load takes."""
+"""Fp8Tensor and RoutingPlan as pytrees of torch's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
-
-torch.serialization.add_safe_globals([Fp8Tensor, RoutingPlan])
 
 
 def _kind(t: Fp8Tensor) -> tuple[Any, ...]:
