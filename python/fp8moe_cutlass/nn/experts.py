@@ -125,7 +125,7 @@ class MoEExperts(ExpertBlock, nn.Module):
                 f"[MoEExperts] num_experts must be at most {MOST_EXPERTS} per rank with an FP8 "
                 f"recipe; got {e}"
             )
-        trained = dtype != torch.float8_e4m3fn
+        trained = dtype is not torch.float8_e4m3fn
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory), trained)
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory), trained)
         if not trained:
