@@ -1,4 +1,5 @@
-"""The CPU backend is the oracle: the same call on both devices, outputs poisoned, bits compared.
+"""The CPU backend is the oracle: the same call on the device under test, outputs poisoned, bits
+compared.
 
 Equality is over defined content: rows below row_offsets[E], columns below col_offsets[E], scales of
 those; the rest is cut off by `defined`.
@@ -6,7 +7,6 @@ those; the rest is cut off by `defined`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
 from on_device import moved
+from on_device import ops as tested
 
 POISON = 0xA5
 
@@ -30,18 +31,26 @@ def poison(thing: Any) -> Any:
     return thing
 
 
-def on_both(
-    op: Callable[..., Any], *args: Any, device: Any = "cuda", **kwargs: Any
-) -> tuple[Any, tuple[Any, Any]]:
-    """The CPU result, and two CUDA results (moved to the CPU) that were written over poison."""
+def on_both(name: str, *args: Any, device: Any = None, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """The CPU backend's result, and two of the device under test, which were written over poison
+    and are moved to the CPU."""
+    op, device = getattr(ops, name), device or tested.device
     expected = op(*args, **kwargs)
     args = tuple(moved(a, device) for a in args)
-    kwargs = {name: moved(value, device) for name, value in kwargs.items()}
+    kwargs = {key: moved(value, device) for key, value in kwargs.items()}
     first = op(*args, **kwargs, out=poison(op(*args, **kwargs)))
     again = op(*args, **kwargs, out=poison(op(*args, **kwargs)))
-    torch.cuda.synchronize()
-    first, again = moved(first, "cpu"), moved(again, "cpu")
-    return expected, (first, again)
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return expected, moved(first, "cpu"), moved(again, "cpu")
+
+
+def check(name: str, *args: Any, **kwargs: Any) -> None:
+    """The operator's bits on the device under test are the CPU backend's, twice."""
+    plan = next((a for a in (*args, *kwargs.values()) if isinstance(a, RoutingPlan)), None)
+    expected, first, again = on_both(name, *args, **kwargs)
+    assert_same(expected, first, plan, name)
+    assert_same(first, again, plan, f"{name}, second run")
 
 
 def bits(t: Tensor) -> Tensor:
@@ -98,6 +107,16 @@ def defined(q: Fp8Tensor, plan: RoutingPlan | None) -> tuple[Tensor, Tensor]:
     columns = int(plan.col_offsets[-1])
     blocks = columns // 128
     return data[:, :columns], scale[:, :blocks] if q.scale_layout == "block" else scale[:blocks]
+
+
+def assert_same_plan(expected: RoutingPlan, got: RoutingPlan) -> None:
+    """All of the buffer that is defined."""
+    got, rows = got.to("cpu"), int(expected.row_offsets[-1])
+    sections = ("status", "tokens_per_expert", "row_offsets", "col_offsets", "row_of", "col_blocks")
+    for name in sections:
+        assert torch.equal(getattr(expected, name), getattr(got, name)), name
+    for name in ("token_of_row", "slot_of_row"):
+        assert torch.equal(getattr(expected, name)[:rows], getattr(got, name)[:rows]), name
 
 
 # ---- random routings ----------------------------------------------------------------------------

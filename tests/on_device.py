@@ -20,6 +20,12 @@ from fp8moe_cutlass import Fp8Tensor, RoutingPlan
 
 # Values that only the CPU looks at, arrays that are not torch's, addresses.
 CPU_ONLY = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+# Sizes and sweeps that a GPU needs; for the CPU they are slow ones.
+LARGE = pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
+    indirect=True,
+)
 
 
 def moved(thing: Any, device: Any) -> Any:

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import backends
 import reference_columns as columns_of
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan
 from fp8moe_cutlass.tools.verify import reference as ref
-from on_device import ops
+from on_device import LARGE, ops
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -291,18 +292,6 @@ def test_any_shape(data: st.DataObject) -> None:
         assert_quantized(dz, want.dz)
 
 
-def test_two_runs_give_the_same_bits() -> None:
-    plan = plan_of([3, 0, 200, 128])
-    z, dh, probs = awkward(plan.rows, 512), awkward(plan.rows, 256), torch.rand(plan.rows)
-    runs = [ops.act_quantize_backward(dh, z, plan, probs, columns="block") for _ in range(2)]
-    n, used = int(plan.row_offsets[-1]), int(plan.col_offsets[-1])
-    assert torch.equal(runs[0][0].data.view(torch.uint8)[:n], runs[1][0].data.view(torch.uint8)[:n])
-    for i in (1, 2):
-        first, again = (run[i].data.view(torch.uint8)[:, :used] for run in runs)
-        assert torch.equal(first, again)
-    assert torch.equal(runs[0][3][:n], runs[1][3][:n])
-
-
 def test_bad_input_is_an_error_and_writes_nothing() -> None:
     plan = plan_of([3, 20])
     z, dh = torch.randn(plan.rows, 64), torch.randn(plan.rows, 32)
@@ -329,3 +318,143 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         with pytest.raises((ValueError, TypeError), match=message):
             call()
     assert torch.equal(out.data.view(torch.uint8), before)
+
+
+# ---- beside the CPU backend: over poison, twice, bit for bit ------------------------------------
+
+
+def inputs(plan, intermediate, dtype=torch.bfloat16):
+    z = backends.awkward(plan.rows, 2 * intermediate, dtype=dtype)
+    dh = backends.awkward(plan.rows, intermediate, dtype=dtype)
+    return z, dh, torch.rand(plan.rows)
+
+
+@LARGE
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "intermediate"), [(1, 16), (7, 128), (300, 256), (129, 720), (64, 2048)]
+)
+def test_without_plan(rows, intermediate, dtype, scale, fp8_dtype):
+    z = backends.awkward(rows, 2 * intermediate, dtype=dtype)
+    dh = backends.awkward(rows, intermediate, dtype=dtype)
+    probs = torch.rand(rows)
+    backends.check("act_quantize", z, scale=scale)
+    backends.check("act_quantize", z, probs=probs, limit=1.5, scale=scale)
+    options = {"scale": scale, "fp8_dtype": fp8_dtype}
+    backends.check("act_quantize_backward", dh, z, **options)
+    backends.check("act_quantize_backward", dh, z, probs=probs, limit=1.5, **options)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("kind", backends.ROUTINGS)
+def test_with_plan(kind, align, columns):
+    """Padding rows are written data 0, scale 0; columns hold each expert's tokens, tail zero."""
+    _, plan = backends.plan_of(kind, tokens=150, experts=5, slots=3, align=align)
+    for intermediate in (128, 208, 384):
+        z, dh, probs = inputs(plan, intermediate)
+        backends.check("act_quantize", z, probs=probs, plan=plan)
+        options = {"probs": probs, "columns": columns, "plan": plan}
+        backends.check("act_quantize_backward", dh, z, **options)
+
+
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+def test_scale_layouts_and_saved_z(fp8_dtype, columns):
+    """Row and gemm layouts of h; the backward from the FP8 pre-activation the forward saved."""
+    _, plan = backends.plan_of("random", tokens=97, experts=4, slots=2, align=16)
+    for intermediate in (256, 336):
+        z, dh, probs = inputs(plan, intermediate)
+        for layout in ("row", "gemm"):
+            options = {"save_z": True, "scale_layout": layout}
+            backends.check("act_quantize", z, probs=probs, plan=plan, **options)
+        options = {"probs": probs, "columns": columns, "plan": plan, "fp8_dtype": fp8_dtype}
+        backends.check("act_quantize_backward", dh, ops.dequantize(ops.quantize(z)), **options)
+
+
+@LARGE
+def test_every_bf16_sigmoid():
+    """dprob of a one-hot dh is silu(gate): over all 65,536 gates the CPU's bits."""
+    rows, intermediate = 65536, 16
+    gates = torch.arange(rows, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    z = torch.ones(rows, 2 * intermediate, dtype=torch.bfloat16)
+    z[:, 3] = gates
+    dh = torch.zeros(rows, intermediate, dtype=torch.bfloat16)
+    dh[:, 3] = 1.0
+    backends.check("act_quantize_backward", dh, z, probs=torch.ones(rows))
+    backends.check("act_quantize", z)
+
+
+@LARGE
+@pytest.mark.parametrize("limit", [None, 1.3])
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+def test_every_gate_of_whole_tiles(columns, limit):
+    """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
+    plan = RoutingPlan.from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
+    dh = torch.ones(512, 128, dtype=torch.bfloat16)
+    backends.check("act_quantize", z, plan=plan, limit=limit)
+    options = {"plan": plan, "limit": limit, "columns": columns}
+    backends.check("act_quantize_backward", dh, z, probs=torch.rand(512), **options)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", ["block", "column"])
+@pytest.mark.parametrize("intermediate", [128, 1152])
+def test_many_tiles(intermediate, columns):
+    """More tiles than teams of blocks, across experts. Backward, I 1152: SMs with a few tiles of
+    blocks of tokens of nine, whose sums of dprob go on to the next."""
+    counts = torch.tensor([2500, 0, 3100, 1, 1903], dtype=torch.int32)
+    plan = RoutingPlan.from_counts(counts, capacity=7600, align=16)
+    z, dh, probs = inputs(plan, intermediate)
+    backends.check("act_quantize", z, probs=probs, plan=plan)
+    backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", ["block", "column"])
+def test_shares_of_several_blocks_of_tokens(columns):
+    """Backward: an SM's tiles are the end of a block of tokens, whole ones and the start of one."""
+    counts = torch.tensor([4100, 0, 13000, 77, 15000], dtype=torch.int32)
+    plan = RoutingPlan.from_counts(counts, capacity=32300, align=16)
+    z, dh, probs = inputs(plan, 896)
+    backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)
+
+
+@LARGE
+@pytest.mark.parametrize("limit", [None, 1.3])
+@pytest.mark.parametrize("columns", ["block", "column"])
+@pytest.mark.parametrize("intermediate", [6144, 48256])
+def test_large_intermediate(intermediate, columns, limit):
+    """Backward: sums of dprob apart, and sums that go through many SMs."""
+    counts = torch.tensor([3, 0, 17], dtype=torch.int32)
+    plan = RoutingPlan.from_counts(counts, capacity=32, align=1)
+    z, dh, probs = inputs(plan, intermediate)
+    options = {"probs": probs, "columns": columns, "plan": plan, "limit": limit}
+    backends.check("act_quantize_backward", dh, z, **options)
+
+
+def test_infinities_and_nans():
+    z = backends.awkward(200, 512)
+    values = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 1e-40])
+    z[torch.rand(z.shape) < 0.01] = values[0]
+    for i, value in enumerate(values):
+        z[10 + i, :: 7 + i] = value.to(torch.bfloat16)
+    dh = backends.awkward(200, 256)
+    dh[5, 5] = float("nan")
+    backends.check("act_quantize", z)
+    backends.check("act_quantize_backward", dh, z, probs=torch.rand(200))
+
+
+@pytest.mark.parametrize("columns", [None, "block"])
+def test_empty(columns):
+    for tokens in (0, 3):
+        idx = torch.full((tokens, 2), -1)
+        plan = ops.route(4, topk_idx=idx)
+        z, dh, probs = inputs(plan, 128)
+        backends.check("act_quantize", z, probs=probs, plan=plan)
+        backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)

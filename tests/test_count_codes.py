@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import fp8moe_cutlass.ops
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan
 from fp8moe_cutlass.ops.quantize import COUNTS
 from on_device import ops
@@ -136,3 +137,40 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="power-of-two scales"):
         ops.count_codes(x, plan, counts, columns=turned)
     assert not counts.any()
+
+
+# ---- beside the CPU backend: over poison, twice, bit for bit ------------------------------------
+
+
+def counts(op: Any, *args: Any, **options: Any) -> list[int]:
+    """Of two calls."""
+    found = torch.zeros(COUNTS, dtype=torch.int64)
+    for _ in range(2):
+        op.count_codes(*args, found, **options)
+    return found.tolist()
+
+
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "c"), [(515, 2, 4, 208), (300, 8, 33, 2880), (64, 40, 40, 128)]
+)
+@pytest.mark.parametrize("stride", [1, 8])
+def test_tokens(tokens, slots, experts, c, stride, fp8, columns):
+    t = tokens_of(tokens, c, fp8, 9)
+    plan = routed(tokens, slots, experts, align=16)
+    options = {"stride": stride}
+    if columns is not None:
+        options["columns"] = ops.permute_transpose_fp8(t, plan, columns=columns)
+    want = counts(fp8moe_cutlass.ops, t, plan, **options)
+    assert counts(ops, t, plan, **options) == want
+    assert want[1] > 0
+    assert (want[3] > 0) == (columns is not None)
+
+
+@pytest.mark.parametrize("capacity", [200, 700])
+def test_rows_of_plans(capacity):
+    plan = routed(300, 2, 5, align=16, capacity=capacity)
+    rows, _ = ops.permute_pad(tokens_of(300, 272, "e4m3", 3), plan)
+    rows.data.view(torch.uint8)[int(plan.row_offsets[-1]) :] = 0x55
+    assert counts(ops, rows, plan) == counts(fp8moe_cutlass.ops, rows, plan)

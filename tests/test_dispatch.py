@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+import backends
+import fp8moe_cutlass.ops
 from fp8moe_cutlass import _C, RoutingPlan
 from fp8moe_cutlass.tools.verify import reference as ref
-from on_device import CPU_ONLY, ops
+from on_device import CPU_ONLY, LARGE, moved, ops
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -65,13 +68,14 @@ def assert_plan(plan: RoutingPlan, counts: Tensor, d: ref.Dispatch, segment: int
 def planned(
     ids: Tensor, experts: int, ranks: int, segment: int = 0, spare: int = 0
 ) -> tuple[RoutingPlan, Tensor, ref.Dispatch]:
-    """The plan, written over poison, compared with the reference."""
+    """The plan, written over poison twice, compared with the reference."""
     tokens, slots = ids.shape
     capacity = (segment + spare) * ranks if segment else tokens * min(slots, ranks)
-    out = poisoned_plan(tokens, ranks, capacity), torch.full((ranks, 2), -7, dtype=torch.int32)
-    plan, counts = ops.dispatch_plan(ids, experts, ranks, segment=segment, spare=spare, out=out)
     d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, segment, spare)
-    assert_plan(plan, counts, d, segment and segment + spare)
+    for _ in range(2):
+        out = poisoned_plan(tokens, ranks, capacity), torch.full((ranks, 2), -7, dtype=torch.int32)
+        plan, counts = ops.dispatch_plan(ids, experts, ranks, segment=segment, spare=spare, out=out)
+        assert_plan(plan, counts, d, segment and segment + spare)
     return plan, counts, d
 
 
@@ -153,18 +157,56 @@ def test_plans(kind: str, ranks: int) -> None:
         planned(ids, ranks * each, ranks, segment=tokens + 5, spare=1)
 
 
-def test_overflow_of_the_exact_plan() -> None:
+@pytest.mark.parametrize("kind", backends.ROUTINGS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+def test_plans_of_routings(kind: str, ranks: int) -> None:
+    for tokens, each, slots in ((1, 1, 1), (129, 3, 2), (700, 4, 8)):
+        ids = backends.routing(kind, tokens, ranks * each, slots)
+        planned(ids, ranks * each, ranks)
+        planned(ids.int(), ranks * each, ranks, 40, spare=3)
+        planned(ids, ranks * each, ranks, tokens + 3, spare=3)
+        overflowing(ids, ranks * each, ranks, tokens // 2)
+
+
+@LARGE
+def test_random_sizes() -> None:
+    draw = random.Random(5)
+    for _ in range(60):
+        ranks, each = draw.choice((1, 2, 7, 31, 33, 100, 1023, 1024)), draw.randrange(1, 6)
+        tokens, slots = draw.randrange(0, 500), draw.randrange(1, 12)
+        ids = torch.randint(-1, ranks * each, (tokens, slots))
+        segment = draw.choice((0, 0, 1, draw.randrange(1, 200)))
+        planned(ids, ranks * each, ranks, segment, spare=3 if segment else 0)
+
+
+@LARGE
+@pytest.mark.parametrize("ranks", [2, 1024])
+def test_many_tokens(ranks: int) -> None:
+    """Chunks of several steps, of which the last is cut."""
+    ids = torch.randint(-1, 2 * ranks, (128 * 128 + 517 if ranks > 2 else 100_003, 2))
+    planned(ids, 2 * ranks, ranks)
+    planned(ids, 2 * ranks, ranks, 900, spare=3)
+    ids[:] = 2 * ranks - 1
+    planned(ids, 2 * ranks, ranks)
+
+
+def overflowing(ids: Tensor, experts: int, ranks: int, capacity: int) -> None:
     """A capacity below what comes: the last ranks lose rows, counted."""
-    ids = routing("random", 40, 3, 6)
-    for capacity in (0, 1, 30, 55):
-        plan = poisoned_plan(40, 3, capacity)
-        counts = torch.zeros(3, 2, dtype=torch.int32)
-        _C.dispatch_plan(ids, 6, 0, plan, counts, None)
-        d = ref.dispatch(ids.numpy(), 6, 3, capacity=capacity)
-        assert_plan(plan, counts, d, 0)
-        assert d.overflow > 0
+    plan = poisoned_plan(len(ids), ranks, capacity)
+    counts = torch.zeros(ranks, 2, dtype=torch.int32)
+    there = moved((ids, plan, counts), ops.device)
+    _C.dispatch_plan(there[0], experts, 0, *there[1:], None)
+    plan, counts = moved(there[1:], "cpu")
+    d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, capacity=capacity)
+    assert_plan(plan, counts, d, 0)
+    if d.overflow:
         with pytest.raises(ValueError, match=rf"{d.overflow} assignments dropped"):
             plan.check()
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 30, 55])
+def test_overflow_of_the_exact_plan(capacity: int) -> None:
+    overflowing(routing("random", 40, 3, 6), 6, 3, capacity)
 
 
 @pytest.mark.parametrize("slots", range(1, 9))
@@ -183,6 +225,29 @@ def test_wire(hidden: int, slots: int) -> None:
         assert_wire(gradient, wire(d, *args), plan, hidden, 0)
 
 
+@LARGE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [16, 128, 272, 2880, 7168, 16400])
+def test_wide_wire(hidden: int, dtype: str) -> None:
+    draw = random.Random(hidden)
+    for tokens, ranks, slots in ((1, 1, 1), (37, 3, 2), (50, 8, 8), (20, 40, 5)):
+        ids = backends.routing("twice", tokens, ranks * 4, slots)
+        ids[torch.rand(ids.shape) < 0.1] = -1
+        x = backends.awkward(tokens, hidden, dtype=DTYPES[dtype])
+        probs = torch.rand(tokens, slots)
+        for segment in (0, 7):
+            plan, _, d = planned(ids, ranks * 4, ranks, segment)
+            fp8, scale = draw.choice(("e4m3", "e5m2")), draw.choice(("pow2", "fp32", "amax"))
+            kwargs = {"num_experts": ranks * 4, "fp8_dtype": fp8, "scale": scale}
+            packed = packed_of(x, (ids, ids.int())[segment > 0], probs, plan, **kwargs)
+            of = (d, x.float().numpy(), dtype)
+            rows = wire(*of, ids.numpy(), probs.numpy(), ranks * 4, fp8, scale)
+            assert_wire(packed, rows, plan, hidden, slots)
+            gradient = packed_of(x, None, None, plan, **kwargs)
+            rows = wire(*of, None, None, ranks * 4, fp8, scale)
+            assert_wire(gradient, rows, plan, hidden, 0)
+
+
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
@@ -190,6 +255,7 @@ def test_wire(hidden: int, slots: int) -> None:
 def test_formats(dtype: str, fp8: str, scale: Any, ids_dtype: torch.dtype) -> None:
     x = torch.randn(21, 272) * torch.exp2(torch.arange(21.0) - 10)[:, None]
     x[3], x[4, 5], x[5, 130], x[6] = 0.0, torch.nan, torch.inf, -0.0
+    x[7], x[8], x[9] = x[7] * 1e-41, x[8] * 1e30, torch.nan
     x = x.to(DTYPES[dtype])
     ids, probs = routing("twice", 21, 4, 8).to(ids_dtype), torch.rand(21, 4)
     probs[2, 1], probs[7, 0] = torch.nan, -0.0
@@ -269,6 +335,32 @@ def test_the_plan_serves_other_operators() -> None:
     assert torch.equal(ops.unpermute_unpad(y, plan), want)
 
 
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_unpack(slots: int) -> None:
+    packed = torch.randint(0, 256, (301, ops.packed_row_bytes(272, slots)), dtype=torch.uint8)
+    _, ids, probs = fp8moe_cutlass.ops.unpack(packed, 272, slots)
+    out = backends.poison((torch.empty_like(ids), torch.empty_like(probs)))
+    _, got_ids, got_probs = ops.unpack(packed, 272, slots, out=out)
+    assert torch.equal(ids, got_ids)
+    assert torch.equal(probs.view(torch.int32), got_probs.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", backends.ROUTINGS)
+def test_movement_by_segments(kind: str) -> None:
+    """Rows of a segment without a token are padding to permute_pad; sums skip dropped ranks."""
+    ids, x = backends.routing(kind, 90, 12, 3), backends.awkward(90, 272)
+    for segment in (20, 95):
+        plan, _ = ops.dispatch_plan(ids, 12, 4, segment=segment)
+        for op, rows in (
+            ("permute_pad", x),
+            ("permute_pad", ops.quantize(x)),
+            ("unpermute_unpad", backends.awkward(plan.rows, 272)),
+            ("unpermute_unpad_backward", x),
+            ("permute_pad_backward", backends.awkward(plan.rows, 272)),
+        ):
+            backends.check(op, rows, plan)
+
+
 @CPU_ONLY
 def test_numpy() -> None:
     ids, x, probs = routing("random", 20, 2, 4), torch.randn(20, 144), torch.rand(20, 2)
@@ -299,6 +391,8 @@ def test_nothing() -> None:
     plan, _ = ops.dispatch_plan(ids, 4, 2, segment=3)
     packed = ops.quantize_pack(torch.zeros(0, 128), plan, ids, torch.zeros(0, 2), num_experts=4)
     assert ops.unpack(packed, 128, 2)[1].tolist() == [[-1, -1]] * 6  # type: ignore[union-attr]
+    for given_x in (torch.zeros(0, 128), ops.quantize(torch.zeros(0, 128))):  # rows are padding
+        backends.check("permute_pad", given_x, plan, torch.zeros(0, 2))
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backends import ROUTINGS, awkward, check, plan_of
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan, autograd
 from fp8moe_cutlass.tools.verify import reference
-from on_device import CPU_ONLY, ops
+from on_device import CPU_ONLY, LARGE, ops
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -387,3 +389,112 @@ def test_outputs_are_aligned_and_apart() -> None:
     with pytest.raises(ValueError, match="not share memory"):
         ops.unpermute_unpad(y, plan, out=y.view(-1)[: 57 * 32].view(57, 32))
     assert (y == 7).all()
+
+
+# ---- beside the CPU backend: over poison, twice, bit for bit ------------------------------------
+
+
+def check_all(plan: RoutingPlan, width: int, dtype: torch.dtype) -> None:
+    x, y = awkward(plan.tokens, width, dtype=dtype), awkward(plan.rows, width, dtype=dtype)
+    probs, row_grad = torch.rand(plan.tokens, plan.slots), torch.randn(plan.rows)
+    check("permute_pad", x, plan)
+    check("permute_pad", x, plan, probs)
+    check("permute_pad_backward", y, plan)
+    check("permute_pad_backward", y, plan, row_grad)
+    check("unpermute_unpad", y, plan)
+    check("unpermute_unpad", y, plan, probs)
+    check("unpermute_unpad_backward", x, plan)
+    check("unpermute_unpad_backward", x, plan, y, probs)
+
+
+@LARGE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("align", [1, 16, 32, 128])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_routings(kind: str, align: int, dtype: torch.dtype) -> None:
+    _, plan = plan_of(kind, tokens=150, experts=7, slots=3, align=align)
+    for width in (16, 720, 1024):
+        check_all(plan, width, dtype)
+
+
+@LARGE
+@pytest.mark.parametrize("out_layout", ["row", "gemm"])
+@pytest.mark.parametrize("in_layout", ["row", "gemm"])
+@pytest.mark.parametrize("fp8_dtype", ["e4m3", "e5m2"])
+def test_fp8_with_scales(fp8_dtype: str, in_layout: str, out_layout: str) -> None:
+    """More than 64 scale tiles, a partial last tile, rows off the tile of 32."""
+    for kind, align in (("random", 1), ("dropped", 16), ("empty experts", 128)):
+        _, plan = plan_of(kind, tokens=333, experts=6, slots=2, align=align)
+        for width in (16, 2880, 8448):
+            x = awkward(plan.tokens, width)
+            q = ops.quantize(x, fp8_dtype=fp8_dtype, scale_layout=in_layout)
+            check("permute_pad", q, plan, scale_layout=out_layout)
+            probs = torch.rand(plan.tokens, plan.slots)
+            check("permute_pad", q, plan, probs, scale_layout=out_layout)
+            probs[torch.rand(probs.shape) < 0.5] = 0.0
+            check("permute_pad", q, plan, probs, scale_layout=out_layout, zero_unweighted=True)
+            check("permute_pad", x, plan, probs, zero_unweighted=True)
+
+
+@LARGE
+def test_random_cases() -> None:
+    """Two hundred plans and widths, masks and capacities among them."""
+    draw = random.Random(11)
+    for i in range(200):
+        experts, tokens, slots = draw.randrange(1, 90), draw.randrange(0, 120), draw.randrange(1, 9)
+        align = draw.choice((1, 16, 32, 128))
+        if i % 3 == 0:
+            mask = torch.rand(tokens, experts) < draw.random()
+            capacity = draw.randrange(0, int(mask.sum()) + 20)
+            plan = ops.route(experts, routing_map=mask, capacity=capacity, align=align)
+        else:
+            idx = torch.randint(-1, experts, (tokens, slots))
+            plan = ops.route(experts, topk_idx=idx, align=align)
+        width = 16 * draw.randrange(1, 40)
+        check_all(plan, width, draw.choice(DTYPES))
+        q = ops.quantize(awkward(tokens, width), fp8_dtype=draw.choice(("e4m3", "e5m2")))
+        check("permute_pad", q, plan, scale_layout=draw.choice(("row", "gemm")))
+
+
+@LARGE
+@pytest.mark.parametrize("align", [1, 128])
+def test_model_sizes(align: int) -> None:
+    _, plan = plan_of("random", tokens=512, experts=256, slots=8, align=align)
+    check_all(plan, 7168, torch.bfloat16)
+    check("permute_pad", ops.quantize(awkward(512, 7168)), plan, torch.rand(512, 8))
+
+
+@LARGE
+@pytest.mark.parametrize("align", [1, 16, 128])
+def test_blocks_of_many_warps(align: int) -> None:
+    """FP8 rows that all fit in the shared memory of 132 SMs at once, 32 a block; align 128 pads too
+    much for that."""
+    _, plan = plan_of("random", tokens=4090, experts=32, slots=2, align=align)
+    q = ops.quantize(awkward(4090, 7168))
+    check("permute_pad", q, plan, torch.rand(4090, 2))
+    check("permute_pad", q, plan, scale_layout="row")
+
+
+@LARGE
+def test_rows_in_pieces() -> None:
+    """Rows of more than 32 KiB, and their padding, move a piece at a time."""
+    for align in (1, 16):
+        _, plan = plan_of("dropped", tokens=37, experts=3, slots=2, align=align)
+        for width in (8208, 20000):
+            check("permute_pad", awkward(37, width, dtype=torch.float32), plan, torch.rand(37, 2))
+            q = ops.quantize(awkward(37, 4 * width))
+            check("permute_pad", q, plan, scale_layout="row")
+
+
+def test_infinities_and_nans() -> None:
+    _, plan = plan_of("random", tokens=100, experts=4, slots=2, align=16)
+    for dtype in DTYPES:
+        x, y = awkward(100, 256, dtype=dtype), awkward(plan.rows, 256, dtype=dtype)
+        for t in (x, y):
+            at = torch.rand(t.shape)
+            t[at < 0.01] = float("inf")
+            t[at > 0.99] = float("nan")
+        probs = torch.rand(100, 2)
+        check("unpermute_unpad", y, plan, probs)
+        check("unpermute_unpad_backward", x, plan, y, probs)
+        check("permute_pad_backward", y, plan)

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from backends import awkward, check
 from fp8moe_cutlass import Fp8Tensor
+from fp8moe_cutlass.tensor import scale_shape
 from fp8moe_cutlass.tools.verify import reference as ref
-from on_device import ops
+from on_device import LARGE, ops
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -298,3 +300,88 @@ def test_refusals_write_nothing() -> None:
     ):
         with pytest.raises(ValueError, match=r"\[quantize\]"):
             ops.quantize(x, **arguments)
+
+
+# ---- beside the CPU backend: over poison, twice, bit for bit ------------------------------------
+
+
+def with_specials(x):
+    """NaN, Inf, zeros, denormals and tiles of each alone among the rows of x [>= 8, K]."""
+    x[0] = 0
+    x[1, ::3] = torch.nan
+    x[2] = torch.nan
+    x[3, 5] = torch.inf
+    x[4, 7] = -torch.inf
+    x[5] *= 1e-41
+    x[6] = torch.finfo(x.dtype).max
+    x[7] *= 1e-11
+    return x
+
+
+@LARGE
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_sizes_and_specials(dtype, fp8_dtype, scale, layout):
+    options = {"fp8_dtype": fp8_dtype, "scale": scale, "scale_layout": layout}
+    for m, k in [(1, 16), (8, 128), (131, 272), (257, 2880), (64, 1024), (5, 7168)]:
+        x = awkward(m, k, dtype=dtype)
+        check("quantize", x, **options)
+        if m >= 8:
+            check("quantize", with_specials(x), **options, eps=0.0)
+
+
+@LARGE
+@pytest.mark.parametrize("seed", range(40))
+def test_random_cases(seed):
+    g = torch.Generator().manual_seed(seed)
+
+    def pick(things):
+        return things[int(torch.randint(len(things), (1,), generator=g))]
+
+    m, k = (
+        int(torch.randint(1, 400, (1,), generator=g)),
+        16 * int(torch.randint(1, 90, (1,), generator=g)),
+    )
+    bits = torch.randint(-(2**31), 2**31, (m, k), generator=g, dtype=torch.int64).to(torch.int32)
+    dtype = pick([*DTYPES.values()])
+    x = bits.view(torch.float32) if dtype == torch.float32 else bits.to(torch.int16).view(dtype)
+    check(
+        "quantize",
+        x,
+        fp8_dtype=pick(FORMATS),
+        scale=pick(SCALES),
+        eps=pick([0.0, 1e-10]),
+        scale_layout=pick(["row", "gemm"]),
+    )
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_weight_sizes(dtype, scale):
+    for shape in [(1, 16, 16), (3, 144, 272), (2, 512, 256), (2, 2880, 160)]:
+        check("quantize_weight", awkward(*shape, dtype=dtype), scale=scale)
+    each = with_specials(awkward(16, 272, dtype=dtype))  # an expert of one kind of row each
+    check("quantize_weight", each[:, None].repeat(1, 144, 1), scale=scale)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 144, 272), (2, 512, 256), (130, 2880, 160)])
+def test_turn_weight_sizes(shape):
+    codes = torch.randint(256, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    q = Fp8Tensor(codes, torch.rand(scale_shape(shape, "block")), "block", pow2=False)
+    check("turn_weight", q)
+
+
+@pytest.mark.parametrize("layout", ["row", "gemm", "block"])
+@pytest.mark.parametrize("fp8_dtype", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_dequantize_sizes(dtype, fp8_dtype, layout):
+    for m, k in [(1, 16), (131, 272), (64, 2880)]:
+        codes = torch.arange(m * k).to(torch.uint8).view(m, k)
+        scale = torch.rand(scale_shape((m, k), layout)) * 8
+        data = codes.view(torch.float8_e4m3fn if fp8_dtype == "e4m3" else torch.float8_e5m2)
+        t = Fp8Tensor(data, scale, layout, pow2=False)
+        check("dequantize", t, dtype=dtype)
+    q, _ = ops.quantize_weight(awkward(3, 144, 272))
+    check("dequantize", q, dtype=dtype)

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference_columns as ref
+from backends import ROUTINGS, awkward, check, plan_of
 from fp8moe_cutlass import Fp8Tensor, RoutingPlan
 from fp8moe_cutlass.tools.verify.reference import FORMATS
-from on_device import CPU_ONLY, ops
+from on_device import CPU_ONLY, LARGE, ops
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -279,3 +280,92 @@ def test_a_plan_that_is_not_filled() -> None:
     unfilled = RoutingPlan(torch.full_like(plan.buffer, 1 << 20), *plan.sizes)
     with pytest.raises(ValueError, match="plan must be filled"):
         ops.transpose_fp8(q, unfilled)
+
+
+# ---- beside the CPU backend: over poison, twice, bit for bit ------------------------------------
+
+
+def any_rows(rows, c, fp8_dtype, layout, spread):
+    """Random codes (zero rows, NaNs and -0 among them) with scales 2^+-spread, some of them 0."""
+    codes = torch.randint(0, 256, (rows, c), dtype=torch.uint8)
+    scale_inv = torch.exp2(torch.randint(-spread, spread + 1, (rows, -(-c // 128))).float())
+    kind = torch.randint(0, 8, (rows,))
+    codes[kind == 0] = 0
+    scale_inv[kind == 0] = 1.0
+    codes[kind == 1] &= 0x80
+    scale_inv[kind == 2] = 0.0
+    codes[kind == 3] &= 0x3F  # no specials
+    return Fp8Tensor(codes.view(FP8[fp8_dtype]), scale_inv).to_layout(layout)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("fp8_dtype", FP8)
+@pytest.mark.parametrize("align", [1, 16, 32, 128])
+def test_transpose(align, fp8_dtype, layout, columns):
+    counts = torch.tensor([0, 1, 15, 16, 127, 128, 129, 300])
+    plan = RoutingPlan.from_counts(counts, int(counts.sum()) + 9, align)
+    for c in (16, 128, 272, 2880):
+        for spread in (0, 3, 12, 120):
+            t = any_rows(plan.rows, c, fp8_dtype, layout, spread)
+            check("transpose_fp8", t, plan, columns=columns)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_permute_transpose(kind, align, columns):
+    for tokens, experts, slots in [(150, 5, 3), (300, 40, 8)]:
+        _, plan = plan_of(kind, tokens=tokens, experts=experts, slots=slots, align=align)
+        for c, fp8_dtype, layout in [(272, "e4m3", "row"), (128, "e5m2", "gemm")]:
+            t = any_rows(tokens, c, fp8_dtype, layout, spread=4)
+            check("permute_transpose_fp8", t, plan, columns=columns)
+            rows = any_rows(plan.rows, c, fp8_dtype, layout, spread=4)
+            check("transpose_fp8", rows, plan, columns=columns)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_permute_transpose_of_many_tokens(kind, columns):
+    """More than 32,768 tokens come in windows: of 33,000 in four, of 150,000 in sixteen."""
+    for tokens, experts, slots in [(33_000, 3, 2), (33_000, 70, 2), (150_000, 40, 1)]:
+        _, plan = plan_of(kind, tokens=tokens, experts=experts, slots=slots, align=1)
+        t = any_rows(tokens, 16, "e4m3", "row", spread=4)
+        check("permute_transpose_fp8", t, plan, columns=columns)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("fp8_dtype", FP8)
+def test_ordinary_codes(fp8_dtype, columns):
+    """What quantize makes: no specials, and tokens whose scales are near each other, or are not, or
+    far below 1, which those of zero tokens have.
+    """
+    ordinary = [(190, 0.0, 1.0), (190, 2.0, 1.0), (190, 6.0, 1.0), (190, 1.0, 1e-7)]
+    for tokens, spread, size in (*ordinary, (7100, 1.0, 1.0)):
+        _, plan = plan_of("dropped", tokens=tokens, experts=5, slots=3, align=16)
+        c = 400 if tokens < 1000 else 48
+        x = size * torch.randn(tokens, c) * torch.exp2(spread * torch.randn(tokens, 1))
+        x[torch.rand(tokens) < 0.05, : c // 2] = 0.0
+        x[:, 7] = 0.0
+        x[:, 9] *= 1e-4
+        q = ops.quantize(x.bfloat16(), fp8_dtype=fp8_dtype)
+        check("permute_transpose_fp8", q, plan, columns=columns)
+        rows, _ = ops.permute_pad(q, plan, scale_layout="gemm")
+        check("transpose_fp8", rows, plan, columns=columns)
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
+@pytest.mark.parametrize("fp8_dtype", FP8)
+def test_requantize_of_a_routing(fp8_dtype, scale, columns):
+    _, plan = plan_of("ragged", tokens=200, experts=6, slots=2, align=16)
+    for layout in ("row", "gemm"):
+        q = ops.quantize(
+            awkward(plan.rows, 272), scale="fp32", fp8_dtype=fp8_dtype, scale_layout=layout
+        )
+        options = {"columns": columns, "requantize": True, "scale": scale}
+        check("transpose_fp8", q, plan, **options)

@@ -122,22 +122,11 @@ void bad_arguments() {
   const OwnedFp8 w(DType::e4m3, 2, 48, 32);
   const Owned d(DType::bf16, {5, 48});
   const OwnedFp8 row_scales(DType::e4m3, 5, 32, ScaleLayout::row);
-  const OwnedFp8 three_experts(DType::e4m3, 3, 48, 32);
-  const OwnedFp8 narrow(DType::e4m3, 2, 40, 32);
   CHECK_INVALID("[grouped_gemm] a must have scale layout gemm",
                 grouped_gemm({.a = row_scales, .w = w, .plan = plan, .d = d}));
-  CHECK_INVALID("[grouped_gemm] w must be [2, 48, 32]",
-                grouped_gemm({.a = a, .w = three_experts, .plan = plan, .d = d}));
   CHECK_INVALID(
       "[grouped_gemm] w must be float8_e4m3fn, as every weight and activation; got float8_e5m2",
       grouped_gemm({.a = a, .w = OwnedFp8(DType::e5m2, 2, 48, 32), .plan = plan, .d = d}));
-  CHECK_INVALID(
-      "[grouped_gemm] N must be a multiple of 16; got 40",
-      grouped_gemm({.a = a, .w = narrow, .plan = plan, .d = Owned(DType::bf16, {5, 40})}));
-  CHECK_INVALID("[grouped_gemm] d must be one of",
-                grouped_gemm({.a = a, .w = w, .plan = plan, .d = Owned(DType::f16, {5, 48})}));
-  CHECK_INVALID("[grouped_gemm] d must be [5, 48]",
-                grouped_gemm({.a = a, .w = w, .plan = plan, .d = Owned(DType::bf16, {5, 32})}));
   CHECK_INVALID("[grouped_gemm] d is required", grouped_gemm({.a = a, .w = w, .plan = plan}));
   CHECK_INVALID(
       "null pointer",
@@ -154,11 +143,6 @@ void bad_arguments() {
       "[grouped_gemm_wgrad] x_t must be float8_e4m3fn",
       grouped_gemm_wgrad(
           {.dy_t = dy, .x_t = gradient, .plan = plan, .dw = Owned(DType::f32, {2, 48, 32})}));
-  const OwnedFp8 too_short(DType::e4m3, 32, 128, ScaleLayout::block);
-  CHECK_INVALID(
-      "[grouped_gemm_wgrad] x_t must be [32, 256]",
-      grouped_gemm_wgrad(
-          {.dy_t = dy, .x_t = too_short, .plan = plan, .dw = Owned(DType::f32, {2, 48, 32})}));
   const OwnedFp8 block(DType::e4m3, 32, plan->columns(), ScaleLayout::block);
   const Owned dw(DType::f32, {2, 48, 32});
   check_needs_workspace(grouped_gemm_wgrad, {dy, block, plan, dw});

@@ -107,12 +107,8 @@ void bad_arguments() {
   const OwnedPlan plan = empty_plan(2, 2, 3, 1, 4);
   const std::vector<uint8_t> before = plan.buffer.copy();
   const Owned good = int32s({2, 2}, {0, 1, 2, -1});
-  CHECK_INVALID("[route]", run_route(plan, int32s({2, 2}, {0, 1, 3, 0}), {}));
   CHECK_INVALID("[route]", run_route(plan, int32s({2, 2}, {0, -2, 1, 0}), {}));
-  CHECK_INVALID("[route]", run_route(plan, int32s({4, 1}, {0, 1, 2, 0}), {}));
-  CHECK_INVALID("[route]", run_route(plan, Owned(DType::f32, {2, 2}), {}));
   CHECK_INVALID("[route]", run_route(plan, {}, {}));
-  CHECK_INVALID("[route]", run_route(plan, good, Owned(DType::boolean, {2, 3})));
   CHECK(plan.buffer.copy() == before);
   for (int64_t align : {0, 2, 64}) {
     RoutingPlan odd = plan;
@@ -121,8 +117,6 @@ void bad_arguments() {
     CHECK_INVALID("align must be 1, 16, 32 or 128",
                   route({.topk_idx = good, .plan = odd, .workspace = workspace}));
   }
-  CHECK_INVALID("[plan_from_counts]",
-                plan_from_counts({.tokens_per_expert = Owned(DType::i32, {5}), .plan = plan}));
   const OwnedPlan counted = empty_plan(4, 1, 3, 1, 4);
   CHECK_INVALID("[plan_from_counts]",
                 plan_from_counts({.tokens_per_expert = int32s({3}, {1, -1, 2}), .plan = counted}));

@@ -100,16 +100,6 @@ void bad_arguments() {
   const OwnedFp8 q(DType::e4m3, 4, 32, ScaleLayout::row);
   const std::vector<uint8_t> before = q.data.copy();
   const ScaleRule rule;
-  CHECK_INVALID("[quantize] x must be one of",
-                quantize({.x = Owned(DType::i32, {4, 32}), .q = q, .rule = rule}));
-  CHECK_INVALID("[quantize] x must have 2 dimensions",
-                quantize({.x = Owned(DType::f32, {4}), .q = q, .rule = rule}));
-  CHECK_INVALID("[quantize] q must be [5, 32]",
-                quantize({.x = Owned(DType::f32, {5, 32}), .q = q, .rule = rule}));
-  CHECK_INVALID("multiple of 16; got 8",
-                quantize({.x = Owned(DType::f32, {4, 8}),
-                          .q = OwnedFp8(DType::e4m3, 4, 8, ScaleLayout::row),
-                          .rule = rule}));
   Fp8Tensor wrong_scale = q;
   wrong_scale.layout = ScaleLayout::gemm;
   wrong_scale.scale_inv = Owned(DType::f32, {1, 3}).view;
@@ -118,10 +108,7 @@ void bad_arguments() {
   CHECK_INVALID("[quantize]", quantize({.q = q, .rule = rule}));
   CHECK_INVALID("null pointer",
                 quantize({.x = Tensor(nullptr, DType::f32, {4, 32}), .q = q, .rule = rule}));
-  CHECK_INVALID("[dequantize]", dequantize({.q = q, .x = Owned(DType::f32, {4, 16})}));
   const Owned w(DType::bf16, {1, 272, 32});
-  CHECK_INVALID("[quantize_weight] q must be [1, 272, 32]",
-                quantize_weight({.w = w, .q = OwnedFp8(DType::e4m3, 1, 256, 32), .rule = rule}));
   CHECK_INVALID("[quantize_weight] q must be float8_e4m3fn",
                 quantize_weight({.w = w, .q = OwnedFp8(DType::e5m2, 1, 272, 32), .rule = rule}));
   CHECK(q.data.copy() == before);

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from backends import on_both, poison
 from torch import Tensor
 
+from backends import on_both
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import router_topk
 from fp8moe_cutlass.nn import RoutingRule
@@ -57,7 +57,7 @@ def test_forward(rule: RoutingRule, experts: int) -> None:
         k = min(top_k, experts)
         logits = 2 * torch.randn(tokens, experts)
         given = {**problem(experts, tokens, rule), **options, "sequences": sequences}
-        want, (first, again) = on_both(ops.router_topk, logits, k, **given)
+        want, first, again = on_both("router_topk", logits, k, **given)
         assert_equal(first, again)
         torch.testing.assert_close(first.scores, want.scores, rtol=1e-6, atol=1e-35)
         same = (first.topk_idx == want.topk_idx).all(dim=1)
@@ -99,7 +99,7 @@ def test_choices_by_logits_are_those_of_the_cpu(experts: int, groups: int, close
         logits = values[torch.randint(len(values), (500, experts))]
         for best in {1, min(2, experts // groups), experts // groups}:
             given = {**options, "best_per_group": best}
-            want, (first, again) = on_both(ops.router_topk, logits, min(32, experts), **given)
+            want, first, again = on_both("router_topk", logits, min(32, experts), **given)
             assert torch.equal(first.topk_idx, want.topk_idx)
             assert torch.equal(first.topk_idx, again.topk_idx)
             assert torch.equal(first.tokens_per_expert, want.tokens_per_expert)
@@ -116,18 +116,9 @@ def test_backward(rule: RoutingRule, experts: int) -> None:
         routed = ops.router_topk(logits, k, given_idx=idx, **options)
         dweights, dscores = torch.randn(tokens, k), torch.randn(tokens, experts)
         for a, b in ((dweights, None), (None, dscores), (dweights, dscores)):
-            want, (first, again) = on_both(ops.router_topk_backward, a, b, *routed[:3], **options)
+            want, first, again = on_both("router_topk_backward", a, b, *routed[:3], **options)
             assert torch.equal(first, again)
             assert relative_error(first, want) < 1e-6 or (first - want).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("experts", [12, 1024])
-def test_no_tokens(experts: int, device: torch.device) -> None:
-    out = poison(ops.router_topk(torch.zeros(0, experts, device=device), 4, sequences=2))
-    ops.router_topk(torch.zeros(0, experts, device=device), 4, sequences=2, out=out)
-    assert out.tokens_per_expert.tolist() == [0] * (2 * experts)
-    d = ops.router_topk_backward(out.topk_weights, None, *out[:3])
-    assert d.shape == (0, experts)
 
 
 def test_ids_that_name_no_expert(device: torch.device) -> None:

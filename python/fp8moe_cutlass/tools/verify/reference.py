@@ -139,18 +139,16 @@ class Plan:
 
 def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
     """experts [T, S] (-1: dropped): expert by expert, token by token, slot by slot."""
-    row_of = np.full(experts.shape, -1, np.int64)
-    counts = np.zeros(count, np.int64)
-    rows, columns = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
-    kept = 0
-    for e in range(count):
-        for t, s in zip(*np.nonzero(experts == e), strict=True):
-            if kept < capacity:
-                row_of[t, s] = rows[e] + counts[e]
-                counts[e] += 1
-                kept += 1
-        rows[e + 1] = rows[e] + -(-counts[e] // align) * align
-        columns[e + 1] = columns[e] + -(-counts[e] // TILE) * TILE
+    flat, row_of = experts.reshape(-1), np.full(experts.size, -1, np.int64)
+    routed = np.nonzero(flat >= 0)[0]
+    kept = routed[np.argsort(flat[routed], kind="stable")][:capacity]
+    counts = np.bincount(flat[kept], minlength=count)
+    rows, columns = (
+        np.concatenate(([0], np.cumsum(-(-counts // unit) * unit))) for unit in (align, TILE)
+    )
+    first = np.cumsum(counts) - counts
+    row_of[kept] = rows[flat[kept]] + np.arange(len(kept)) - first[flat[kept]]
+    row_of = row_of.reshape(experts.shape)
     return Plan(row_of, counts, rows, columns)
 
 
