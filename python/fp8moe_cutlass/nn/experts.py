@@ -155,8 +155,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         """
         check_size("from_fp8", "num_experts", num_experts)
         hidden, inner, scales = fp8_checkpoint.sizes(tensors, prefix, num_experts)
-        given = {**options, "dtype": torch.float8_e4m3fn}
-        layer = cls(num_experts, hidden, inner, **given)
+        layer = cls(num_experts, hidden, inner, dtype=torch.float8_e4m3fn, **options)
         for name, dtype in zip(fp8_checkpoint.SCALES, scales, strict=True):
             scale = torch.empty_like(getattr(layer, name), dtype=dtype)
             setattr(layer, name, nn.Parameter(scale, False))
