@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,36 @@ _BACKWARD = (
     "(Tensor dout, Tensor[] saved, str how, SymInt[] sizes, int key, bool[] need, int[] widths, "
     "str dtypes, SymInt slots) -> Tensor[]"
 )
+
+
+class _Forward(NamedTuple):
+    """The arguments of a forward."""
+
+    x: Tensor
+    topk_idx: Tensor | None
+    probs: Tensor | None
+    plan: Tensor | None  # its buffer, or the counts, of rows that came grouped
+    gate_up: Tensor
+    down: Tensor
+    codes: list[Tensor]  # of given FP8 weights: codes and scales of the four parts
+    how: str  # words: the version, what moves the tokens, the options
+    sizes: Sequence[int]  # of the plan
+    key: int  # of the owner; -1: none is needed
+    need: list[bool]  # Need, and which weights have a main_grad; empty: there is no backward
+
+
+class _Backward(NamedTuple):
+    """The arguments of a backward."""
+
+    dout: Tensor
+    saved: list[Tensor]
+    how: str
+    sizes: Sequence[int]
+    key: int
+    need: list[bool]
+    widths: list[int]  # E, H, I
+    dtypes: str  # of the weights
+    slots: int  # 0: rows that came grouped
 
 
 def _options_of(words: list[str]) -> Options:
@@ -66,19 +96,8 @@ def _weights_of(codes: Sequence[Tensor], options: Options) -> Fp8Weights | None:
     return Fp8Weights(*parts)
 
 
-def _forward_of(
-    x: Tensor,
-    topk_idx: Tensor | None,
-    probs: Tensor | None,
-    plan: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-    codes: list[Tensor],
-    how: str,
-    sizes: list[int],
-    key: int,
-    need: list[bool],
-) -> list[Tensor]:
+def _forward_of(*arguments: Any) -> list[Tensor]:
+    x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, need = _Forward(*arguments)
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners[key] if key >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
@@ -96,20 +115,9 @@ def _forward_of(
     return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes))]
 
 
-def _fake(
-    x: Tensor,
-    topk_idx: Tensor | None,
-    probs: Tensor | None,
-    plan: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-    codes: list[Tensor],
-    how: str,
-    sizes: Sequence[int],
-    key: int,
-    need: list[bool],
-) -> list[Tensor]:
+def _fake(*arguments: Any) -> list[Tensor]:
     """Makes the shapes alone. Rows from a group without a rank capacity have unknown sizes."""
+    x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, need = _Forward(*arguments)
     out = x.new_empty(x.shape)
     if not need:
         return [out]
@@ -258,17 +266,8 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return dx, None, dprobs, None, dgate_up, ddown, [None] * ctx.codes, *none
 
 
-def _backward_of(
-    dout: Tensor,
-    saved: list[Tensor],
-    how: str,
-    sizes: Sequence[int],
-    key: int,
-    need: list[bool],
-    widths: list[int],
-    dtypes: str,
-    slots: int,
-) -> list[Tensor]:
+def _backward_of(*arguments: Any) -> list[Tensor]:
+    dout, saved, how, sizes, key, need, widths, dtypes, slots = _Backward(*arguments)
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners.get(key)
     asked = Need(*need[:4])
@@ -309,20 +308,9 @@ def _dtypes(words: str) -> list[torch.dtype]:
     return [getattr(torch, word.removeprefix("torch.")) for word in words.split()]
 
 
-def _fake_backward(
-    dout: Tensor,
-    saved: list[Tensor],
-    how: str,
-    sizes: Sequence[int],
-    key: int,
-    need: list[bool],
-    widths: list[int],
-    dtypes: str,
-    slots: int,
-) -> list[Tensor]:
-    experts, hidden, width = widths
-    of = _dtypes(dtypes)
-    tokens = dout.shape[0]
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    dout, _, _, _, _, need, (experts, hidden, width), dtypes, slots = _Backward(*arguments)
+    tokens, of = dout.shape[0], _dtypes(dtypes)
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
         ((tokens, slots) if slots else (tokens,), torch.float32),
@@ -336,36 +324,29 @@ def _fake_backward(
     ]
 
 
-def _flops(
-    x: Any, topk_idx: Any, probs: Any, plan: Any, gate_up: Any, down: Any, *rest: Any, **_: Any
-) -> int:
+def _flops(*shapes: Any, **_: Any) -> int:
     """Counts two GEMMs of 2 A N K each; the arguments are shapes."""
-    assignments = x[0] if topk_idx is None else x[0] * topk_idx[1]
-    flops: int = 2 * assignments * (gate_up[1] * gate_up[2] + down[1] * down[2])
+    of: Any = _Forward(*shapes)
+    assignments = of.x[0] if of.topk_idx is None else of.x[0] * of.topk_idx[1]
+    flops: int = 2 * assignments * (of.gate_up[1] * of.gate_up[2] + of.down[1] * of.down[2])
     return flops
 
 
-def _flops_backward(
-    dout: Any,
-    saved: Any,
-    how: str,
-    sizes: Any,
-    key: int,
-    need: list[bool],
-    widths: list[int],
-    dtypes: Any,
-    slots: int,
-    **_: Any,
-) -> int:
-    again = how.split()[2] == "recompute"
+def _flops_backward(*shapes: Any, **_: Any) -> int:
+    of: Any = _Backward(*shapes)
+    again, need = of.how.split()[2] == "recompute", of.need
     gemms = 1 + 2 * (need[0] + need[2] + again) + need[3]
-    flops: int = 2 * dout[0] * max(slots, 1) * widths[1] * widths[2] * gemms
+    flops: int = 2 * of.dout[0] * max(of.slots, 1) * of.widths[1] * of.widths[2] * gemms
     return flops
 
 
 def _define(name: str, *tags: torch.Tag) -> None:
     backward = torch.library.custom_op(
-        f"fp8moe::{name}_backward", _backward_of, mutates_args=(), schema=_BACKWARD, tags=tags
+        f"fp8moe::{name}_backward",
+        _backward_of,
+        mutates_args=(),
+        schema=_BACKWARD,
+        tags=tags,
     )
     backward.register_fake(_fake_backward)
     forward = torch.library.custom_op(

@@ -225,7 +225,7 @@ class GroupTrainer(GroupMixin, transformers.Trainer):
 
 
 def _refuse_codes(op: str, model: nn.Module) -> None:
-    """Of FP8 weights each rank has plain parameters of its own, which no state dict gathers."""
+    """Refuses FP8 weights: a rank's are plain parameters, which no state dict gathers."""
     if any(isinstance(m, MoEExperts) and is_codes(m.gate_up_proj) for m in model.modules()):
         raise NotImplementedError(
             f"[{op}] model must not have FP8 weights; save adapters, and write the experts of each "

@@ -233,7 +233,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         super()._save_to_state_dict(*args)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Of .to(), .cuda() and their like: FP8 weights move, and keep their dtypes."""
+        """Has FP8 weights keep their dtypes in .to(), .cuda() and their like."""
         apply: Any = super()._apply
         apply(fp8_checkpoint.as_bits(fn) if is_codes(self.gate_up_proj) else fn, recurse)
         for name, parameter in self._parameters.items():  # where torch has put new ones

@@ -129,7 +129,7 @@ def _some(tensors: Mapping[str, Tensor]) -> str:
 
 
 def misfits(layer: MoEExperts, state: Mapping[str, Any], prefix: str) -> list[str]:
-    """What load_state_dict would cast, codes to values or the other way round."""
+    """Names what load_state_dict would cast, codes to values or the other way round."""
     found = []
     for name in NAMES:
         key, p = prefix + name, getattr(layer, name, None)

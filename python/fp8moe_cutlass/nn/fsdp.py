@@ -46,7 +46,7 @@ def gathers_in_fp8(weight: Any, recipe: Fp8Recipe | None, frozen: bool) -> None:
 
 
 def gathered_weights(gate_up: Tensor, down: Tensor) -> Fp8Weights | None:
-    """What fully_shard has gathered, if it has gathered both in FP8."""
+    """The weights that fully_shard has gathered, if it has gathered both in FP8."""
     if isinstance(gate_up, GatheredExperts) and isinstance(down, GatheredExperts):
         return Fp8Weights(_codes_of(gate_up), _codes_of(down))
     return None

@@ -154,7 +154,7 @@ def _computed(layer: ExpertBlock) -> bool:
 
 
 def _parameters(layer: ExpertBlock) -> tuple[Tensor, ...]:
-    """Those of _NAMES; scales only of FP8 weights."""
+    """The parameters of _NAMES; scales only of FP8 weights."""
     gate_up, down = layer.gate_up_proj, layer.down_proj
     if not is_codes(gate_up):
         return gate_up, down
