@@ -20,6 +20,7 @@ from torch import nn
 from common import OnResult, Record, environment, ignore, parser, row, show, write
 from contender import Contender, Inputs, Shape, block, routing
 from ep_team import Bf16Layer, Legs, Team
+from fp8moe_cutlass.distributed.exchange import TRANSPORTS
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.ops import packed_row_bytes
 from launch import processes
@@ -48,8 +49,11 @@ SHAPES: dict[str, dict[str, Shape]] = {
 class Group:
     """All rows of one shape on one group of ranks."""
 
-    def __init__(self, name: str, mine: Shape, team: Team, limits: Limits, quick: bool) -> None:
+    def __init__(
+        self, name: str, mine: Shape, team: Team, limits: Limits, quick: bool, transport: str
+    ) -> None:
         self.name, self.mine, self.team, self.limits = name, mine, team, limits
+        self.transport = transport
         self.shape = {"W": team.size, **mine, "E": mine["E"] * team.size}
         self.count = 8 if team.cuda else 1
         self.rounds = 1 if quick else 7 if team.cuda else 3
@@ -74,7 +78,7 @@ class Group:
         e, h, i = (self.shape[name] for name in "EHI")
         device = self.team.device
         options: Any = {"rank_capacity": rank_capacity, "device": device}
-        layer = MoEExperts(e, h, i, group=self.team.group, **options)
+        layer = MoEExperts(e, h, i, group=self.team.group, transport=self.transport, **options)
         inputs = Inputs.random(self.shape, device, kind)
         legs = Legs(layer, inputs)
         variant = f"{kind}, {'exact' if rank_capacity is None else f'capacity {SPARE}'}"
@@ -165,7 +169,12 @@ def groups_of(device: torch.device) -> Iterator[Team]:
         dist.barrier()
 
 
-def run_ep(device: torch.device, quick: bool = False, on_result: OnResult = ignore) -> Record:
+def run_ep(
+    device: torch.device,
+    quick: bool = False,
+    on_result: OnResult = ignore,
+    transport: str = "nccl",
+) -> Record:
     """The record of every group and shape; collective. The first rank alone reports rows. quick:
     one tiny shape, all ranks at once."""
     limits = Limits(device)
@@ -173,7 +182,7 @@ def run_ep(device: torch.device, quick: bool = False, on_result: OnResult = igno
     world: Any = dist.group.WORLD
     for team in [Team(world, device)] if quick else groups_of(device):
         for name, mine in SHAPES["quick" if quick else device.type].items():
-            for found in Group(name, mine, team, limits, quick).rows():
+            for found in Group(name, mine, team, limits, quick, transport).rows():
                 results.append(found)
                 if team.rank == 0:
                     on_result(found)
@@ -182,18 +191,19 @@ def run_ep(device: torch.device, quick: bool = False, on_result: OnResult = igno
                 torch.cuda.empty_cache()
     version = torch.cuda.nccl.version() if device.type == "cuda" else ()  # type: ignore[no-untyped-call]
     backend = f"nccl {'.'.join(map(str, version))}" if version else "gloo"
-    place = {"ranks": dist.get_world_size(), "backend": backend}
+    place = {"ranks": dist.get_world_size(), "backend": backend, "transport": transport}
     return {"environment": environment(limits) | place, "results": results}
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--ranks", type=int, help="processes; default: a GPU each, or 2")
+    arguments.add_argument("--transport", choices=TRANSPORTS, default="nccl", help="of the rows")
     given = arguments.parse_args()
     ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
     with processes(ranks, torch.device(given.device)) as device:
         first = dist.get_rank() == 0
-        record = run_ep(device, given.quick, show if first else ignore)
+        record = run_ep(device, given.quick, show if first else ignore, given.transport)
         if first:
             write(record, given.json)
 

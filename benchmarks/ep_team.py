@@ -74,34 +74,42 @@ class Legs:
         )
         self.plan, counts = self.exchange.plan(self.topk_idx)
         self.sizes = self.exchange.sizes(self.exchange.announce(counts, terms), terms)
+        self.carrier: Any = self.exchange.carrier(terms)
+        self.collectives: Any = self.exchange._collectives
+        self.mark = self.exchange._mark(terms, self.x.device)
         self.partial = torch.randn(self.sizes.rows, self.hidden, device=self.x.device).bfloat16()
 
     def dispatch(self) -> None:
         """Quantize and pack, send, unpack."""
-        experts = self.exchange.num_experts
-        packed = ops.quantize_pack(
-            self.x, self.plan, self.topk_idx, self.probs, num_experts=experts
-        )
-        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, self.slots)
+        self._dispatch(self.slots, self.topk_idx, self.probs, num_experts=self.exchange.num_experts)
 
     def dispatch_gradient(self) -> None:
-        packed = ops.quantize_pack(self.x, self.plan)
-        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, 0)
+        self._dispatch(0)
+
+    def _dispatch(self, slots: int, *ids: Tensor, **of: int) -> None:
+        given: dict[str, Any] = dict(of)
+        if self.exchange.announce_grad(self.sizes) is not None:
+            place: Any = self.carrier.place(self.sizes.terms, slots)
+            given |= {"peers": place.peers, "out": place.rows}
+        packed = ops.quantize_pack(self.x, self.plan, *ids, **given)
+        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, slots)
 
     def combine(self) -> None:
         """Send the partial sums back, and add them."""
-        back = self.exchange.combine(self.partial, self.plan.rows, self.sizes)
-        ops.unpermute_unpad(back, self.plan)
+        into = self.carrier.into(self.sizes)
+        rows = self.partial if into is None else into  # where the body would have written them
+        going = self.carrier.start_sums([rows], self.plan, self.sizes, beside=False)
+        self.carrier.finish_sums(going, self.plan, self.sizes)
 
     def bare(self, width: int) -> Run:
         """The all-to-all alone, of rows of `width` bytes."""
         rows = torch.zeros(self.sizes.rows_sent, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.exchange.dispatch(rows, self.sizes)
+        return lambda: self.collectives.dispatch(rows, self.sizes, self.mark)
 
     def bare_back(self, width: int) -> Run:
         """The all-to-all alone, back."""
         rows = torch.zeros(self.sizes.rows, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.exchange.combine(rows, self.plan.rows, self.sizes)
+        return lambda: self.collectives.back(rows, self.plan.rows, self.sizes)
 
     def rows_to_others(self) -> int:
         """Rows this rank sends to other ranks; with a rank capacity, the fixed number, but

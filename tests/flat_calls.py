@@ -33,6 +33,7 @@ class Problem:
     w8_t: Fp8Tensor
     dispatch: RoutingPlan  # of topk_idx to 3 ranks of 2 experts
     packed: torch.Tensor  # [dispatch.rows, row bytes] u8
+    mailbox: torch.Tensor  # [2, 1, 8] i32, of one rank
 
 
 @cache
@@ -67,6 +68,7 @@ def problem() -> Problem:
         *ops.quantize_weight(w),
         dispatch,
         packed,
+        torch.zeros(2, 1, 8, dtype=torch.int32),
     )
 
 
@@ -171,7 +173,13 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "dx": torch.zeros_like(p.x),
             "dprobs": torch.zeros_like(p.probs),
         },
-        "unpermute_unpad": {"y": p.rows, **plan, "probs": p.probs, "out": torch.zeros_like(p.x)},
+        "unpermute_unpad": {
+            "y": p.rows,
+            **plan,
+            "probs": p.probs,
+            **{"peers": None, "first": None},
+            "out": torch.zeros_like(p.x),
+        },
         "unpermute_unpad_backward": {
             "dout": p.x,
             **plan,
@@ -195,6 +203,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "probs": p.probs,
             "num_experts": 2 * EXPERTS,
             **dispatch,
+            "peers": None,
             "packed": torch.zeros_like(p.packed),
             "fp8_dtype": "e4m3",
             **rule,
@@ -205,6 +214,16 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "slots": SLOTS,
             "topk_idx": torch.zeros(p.dispatch.rows, SLOTS, dtype=torch.int32),
             "probs": torch.zeros(p.dispatch.rows, SLOTS),
+        },
+        "share_words": {
+            "words": torch.arange(5, dtype=torch.int32),
+            "peers": torch.tensor([p.mailbox.data_ptr()]),
+            "mailbox": p.mailbox,
+            "calls": torch.zeros(1, dtype=torch.int32),
+            "ended": torch.zeros(1, dtype=torch.int32),
+            "late": torch.zeros(1, dtype=torch.int32),
+            **{"rank": 0, "timeout_ms": 0},
+            "told": torch.zeros(1, 5, dtype=torch.int32),
         },
         "transpose_fp8": {
             **fp8("q", p.rows8),

@@ -26,6 +26,8 @@ PADDING = torch.zeros(16, dtype=torch.bool)
 COUNTS = torch.tensor([4, 4, 4, 4])
 MASK = torch.ones(16, 4, dtype=torch.bool)
 TO_RANKS = ops.dispatch_plan(P.topk_idx, 4, 2)
+WORDS, CALLS, ENDED = torch.zeros(3).int(), torch.zeros(1).int(), torch.zeros(1).int()
+MAILBOX = torch.zeros(2, 1, 4).int()
 PACKED = ops.quantize_pack(P.x, TO_RANKS.plan, P.topk_idx, P.probs, num_experts=4)
 COLUMNS = ops.permute_transpose_fp8(FP8, PLAN)
 GEMM_ROWS = ops.permute_pad(FP8, PLAN).y
@@ -217,6 +219,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "packed_row_bytes": (ops.packed_row_bytes, {"hidden": 256, "slots": 2}),
     "unpack": (ops.unpack, {"packed": PACKED, "hidden": 256, "slots": 2, "pow2": True}),
+    "share_words": (
+        ops.share_words,
+        {"words": WORDS, "peers": torch.tensor([MAILBOX.data_ptr()]), "mailbox": MAILBOX}
+        | {"calls": CALLS, "ended": ENDED, "late": WORDS[:1].clone(), "rank": 0}
+        | {"timeout_ms": 0, "out": None},
+    ),
 }
 
 

@@ -263,6 +263,8 @@ typedef struct fp8moe_unpermute_unpad_args {
   const fp8moe_plan* plan;
   const fp8moe_tensor* probs; /* optional */
   const fp8moe_tensor* out;
+  const fp8moe_tensor* peers; /* optional */
+  const fp8moe_tensor* first; /* with peers */
 } fp8moe_unpermute_unpad_args;
 FP8MOE_C_API fp8moe_status fp8moe_unpermute_unpad(const fp8moe_unpermute_unpad_args* args,
                                                   void* stream);
@@ -309,6 +311,7 @@ typedef struct fp8moe_quantize_pack_args {
   const fp8moe_tensor* packed;
   int32_t fp8_dtype; /* FP8MOE_E4M3 or FP8MOE_E5M2 */
   fp8moe_scale_rule rule;
+  const fp8moe_tensor* peers; /* optional */
 } fp8moe_quantize_pack_args;
 FP8MOE_C_API fp8moe_status fp8moe_quantize_pack(const fp8moe_quantize_pack_args* args,
                                                 void* stream);
@@ -321,6 +324,20 @@ typedef struct fp8moe_unpack_args {
   const fp8moe_tensor* probs;
 } fp8moe_unpack_args;
 FP8MOE_C_API fp8moe_status fp8moe_unpack(const fp8moe_unpack_args* args, void* stream);
+
+typedef struct fp8moe_share_words_args {
+  size_t size;
+  const fp8moe_tensor* words;
+  const fp8moe_tensor* peers;
+  const fp8moe_tensor* mailbox;
+  const fp8moe_tensor* calls;
+  const fp8moe_tensor* ended;
+  const fp8moe_tensor* late;
+  int64_t rank;
+  int64_t timeout_ms;
+  const fp8moe_tensor* told;
+} fp8moe_share_words_args;
+FP8MOE_C_API fp8moe_status fp8moe_share_words(const fp8moe_share_words_args* args, void* stream);
 
 /* ---- transposes in the FP8 domain ---- */
 

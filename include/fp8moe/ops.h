@@ -323,18 +323,25 @@ FP8MOE_API void outputs(PermutePadBackward& p);
 FP8MOE_API void permute_pad_backward(const PermutePadBackward& p, Stream stream = {});
 
 // out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
+// peers, first: both or neither. With a plan of dispatch_plan, the rows of slot r are then read
+// where rank r has them (see ShareWords): peers [ranks] i64 are addresses, and this rank's rows for
+// r begin first[r] [ranks] i32 rows behind peers[r]. y [n, C] is what peers[this rank] points at.
 struct UnpermuteUnpad {
   static constexpr const char* op = "unpermute_unpad";
 
   Tensor y{};
   RoutingPlan plan{};
   Tensor probs{};
+  Tensor peers{};
+  Tensor first{};
   Tensor out{};
 
-  static constexpr auto fields =
-      std::tuple{in("y", &UnpermuteUnpad::y, kAligned), in("plan", &UnpermuteUnpad::plan),
-                 optional_in("probs", &UnpermuteUnpad::probs),
-                 fp8moe::out("out", &UnpermuteUnpad::out, kAligned)};
+  static constexpr auto fields = std::tuple{in("y", &UnpermuteUnpad::y, kAligned),
+                                            in("plan", &UnpermuteUnpad::plan),
+                                            optional_in("probs", &UnpermuteUnpad::probs),
+                                            optional_in("peers", &UnpermuteUnpad::peers),
+                                            optional_in("first", &UnpermuteUnpad::first),
+                                            fp8moe::out("out", &UnpermuteUnpad::out, kAligned)};
 };
 FP8MOE_API void outputs(UnpermuteUnpad& p);
 FP8MOE_API void unpermute_unpad(const UnpermuteUnpad& p, Stream stream = {});
@@ -407,6 +414,8 @@ constexpr int64_t packed_row_bytes(int64_t hidden, int64_t slots) {
 // there). plan: of dispatch_plan. x [T, H] f32/f16/bf16; topk_idx [T, S] i32/i64 and probs [T, S]
 // f32, both or neither (S is then 0, num_experts not read); packed [R, packed_row_bytes(H, S)] u8.
 // fp8_dtype: e4m3 or e5m2. Rows of a segment without a token: ids -1, probs 0, else unspecified.
+// peers [ranks] i64: the rows of rank r are stored there instead, from address peers[r] on, the
+// first n of them (see ShareWords). packed [n, bytes] is what peers[this rank] points at.
 struct QuantizePack {
   static constexpr const char* op = "quantize_pack";
 
@@ -415,6 +424,7 @@ struct QuantizePack {
   Tensor probs{};
   int64_t num_experts = 0;
   RoutingPlan plan{};
+  Tensor peers{};
   Tensor packed{};
   DType fp8_dtype = DType::e4m3;
   ScaleRule rule{};
@@ -424,6 +434,7 @@ struct QuantizePack {
                                             optional_in("probs", &QuantizePack::probs),
                                             option("num_experts", &QuantizePack::num_experts),
                                             in("plan", &QuantizePack::plan),
+                                            optional_in("peers", &QuantizePack::peers),
                                             out("packed", &QuantizePack::packed, kAligned),
                                             option("fp8_dtype", &QuantizePack::fp8_dtype),
                                             option("rule", &QuantizePack::rule)};
@@ -449,6 +460,43 @@ struct Unpack {
 };
 FP8MOE_API void outputs(Unpack& p);
 FP8MOE_API void unpack(const Unpack& p, Stream stream = {});
+
+// The ranks of one host, which can address each other's memory, tell each other words [n] i32 (row
+// r of told [ranks, n] has rank r's), and meet: told is written when every rank has come here, and
+// what a rank's stream had written to its peers' memory before is there then. Collective: every
+// rank calls it, in the same order on one stream, for mailboxes of one shape.
+// peers [ranks] i64: the address of each rank's mailbox, as this device has it. mailbox, this
+// rank's: [2, ranks, stride] i32, zero at first, stride > n, 0 <= rank < ranks.
+// calls [1] i32, zero at first: how often the ranks have met here (mod 2^32).
+// ended [1] i32, zero at first: whether one was late; several mailboxes may have one.
+// late [ranks] i32, on the device or in pinned host memory: counts the calls that ended without
+// rank r, timeout_ms after they began. Its words are then zeros, and from then on every call ends
+// at once, with zeros.
+struct ShareWords {
+  static constexpr const char* op = "share_words";
+
+  Tensor words{};
+  Tensor peers{};
+  Tensor mailbox{};
+  Tensor calls{};
+  Tensor ended{};
+  Tensor late{};
+  int64_t rank = 0;
+  int64_t timeout_ms = 0;
+  Tensor told{};
+
+  static constexpr auto fields = std::tuple{in("words", &ShareWords::words),
+                                            in("peers", &ShareWords::peers),
+                                            status("mailbox", &ShareWords::mailbox),
+                                            status("calls", &ShareWords::calls),
+                                            status("ended", &ShareWords::ended),
+                                            status("late", &ShareWords::late),
+                                            option("rank", &ShareWords::rank),
+                                            option("timeout_ms", &ShareWords::timeout_ms),
+                                            out("told", &ShareWords::told)};
+};
+FP8MOE_API void outputs(ShareWords& p);
+FP8MOE_API void share_words(const ShareWords& p, Stream stream = {});
 
 // ---- transposes in the FP8 domain --------------------------------------------------------------
 
@@ -652,6 +700,7 @@ inline constexpr auto operators = std::tuple{&quantize,
                                              &dispatch_plan,
                                              &quantize_pack,
                                              &unpack,
+                                             &share_words,
                                              &transpose_fp8,
                                              &permute_transpose_fp8,
                                              &count_codes,

@@ -230,7 +230,12 @@ PermutePadBackward params(const fp8moe_permute_pad_backward_args& c) {
 }
 
 UnpermuteUnpad params(const fp8moe_unpermute_unpad_args& c) {
-  return {.y = tensor(c.y), .plan = plan(c.plan), .probs = tensor(c.probs), .out = tensor(c.out)};
+  return {.y = tensor(c.y),
+          .plan = plan(c.plan),
+          .probs = tensor(c.probs),
+          .peers = tensor(c.peers),
+          .first = tensor(c.first),
+          .out = tensor(c.out)};
 }
 
 UnpermuteUnpadBackward params(const fp8moe_unpermute_unpad_backward_args& c) {
@@ -257,6 +262,7 @@ QuantizePack params(const fp8moe_quantize_pack_args& c) {
           .probs = tensor(c.probs),
           .num_experts = c.num_experts,
           .plan = plan(c.plan),
+          .peers = tensor(c.peers),
           .packed = tensor(c.packed),
           .fp8_dtype = to_enum(c.fp8_dtype, DType::boolean, "fp8_dtype"),
           .rule = rule(c.rule)};
@@ -268,6 +274,18 @@ Unpack params(const fp8moe_unpack_args& c) {
           .slots = tensor(c.topk_idx).shape[1],
           .topk_idx = tensor(c.topk_idx),
           .probs = tensor(c.probs)};
+}
+
+ShareWords params(const fp8moe_share_words_args& c) {
+  return {.words = tensor(c.words),
+          .peers = tensor(c.peers),
+          .mailbox = tensor(c.mailbox),
+          .calls = tensor(c.calls),
+          .ended = tensor(c.ended),
+          .late = tensor(c.late),
+          .rank = c.rank,
+          .timeout_ms = c.timeout_ms,
+          .told = tensor(c.told)};
 }
 
 TransposeFp8 params(const fp8moe_transpose_fp8_args& c) {
@@ -463,6 +481,9 @@ fp8moe_status fp8moe_quantize_pack(const fp8moe_quantize_pack_args* args, void* 
 }
 fp8moe_status fp8moe_unpack(const fp8moe_unpack_args* args, void* stream) {
   return run(&unpack, args, stream);
+}
+fp8moe_status fp8moe_share_words(const fp8moe_share_words_args* args, void* stream) {
+  return run(&share_words, args, stream);
 }
 fp8moe_status fp8moe_transpose_fp8(const fp8moe_transpose_fp8_args* args, void* stream) {
   return run(&transpose_fp8, args, stream);

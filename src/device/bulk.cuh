@@ -56,6 +56,10 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
 __device__ __forceinline__ void bulk_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Waits until this thread's bulk stores are done: what reads them may be another device.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group 0;" ::: "memory");
+}
 // Waits until this thread's bulk stores have read their shared memory.
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group.read 0;" ::: "memory");

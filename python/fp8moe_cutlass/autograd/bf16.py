@@ -168,6 +168,7 @@ def forward(
     options: Options,
     need: Need | None,
     counters: Counters | None = None,
+    into: None = None,
 ) -> tuple[Tensor, Saved | None]:
     """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16, and what `backward` reads, if there is a
     `need`. Grouped: x [R, H], probs [R] or None -> out [R, H]."""
@@ -183,7 +184,12 @@ def forward(
 
 
 def backward(
-    dout: Tensor, saved: Saved, options: Options, need: Need, counters: Counters | None = None
+    dout: Tensor,
+    saved: Saved,
+    options: Options,
+    need: Need,
+    counters: Counters | None = None,
+    into: None = None,
 ) -> Gradients:
     """The gradients of `forward`, given that of its output, of x's form, in bf16."""
     plan = Plan(*saved[:4])

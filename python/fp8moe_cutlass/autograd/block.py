@@ -44,6 +44,10 @@ class Move(Protocol):
     def receive(self, sent: Any) -> Arrived:
         """Wait for what arrives."""
 
+    def into(self, route: Any) -> Tensor | None:
+        """Where the body writes the rows, bf16, that `combine` or `return_grads` gets; None:
+        anywhere."""
+
     def combine(self, out: Tensor, route: Any) -> Tensor:
         """The experts' rows -> [T, H]."""
 
@@ -64,6 +68,9 @@ class _Here:
 
     def receive(self, sent: Arrived) -> Arrived:
         return sent
+
+    def into(self, route: None) -> None:
+        return None
 
     def combine(self, out: Tensor, route: None) -> Tensor:
         return out
@@ -155,7 +162,8 @@ def forward(
     sent = move.send(x, topk_idx, probs, options.recipe, need)
     weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
     rows, row_probs, plan, route = move.receive(sent)
-    out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters)
+    into = move.into(route)
+    out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters, into)
     out = move.combine(out, route)
     return out if out.dtype == x.dtype else out.to(x.dtype), saved, route
 
@@ -173,7 +181,7 @@ def backward(
     """dx in dout's dtype, dprobs and the weights' gradients."""
     rows = move.send_grad(dout, route, options.recipe)
     body = bf16 if options.recipe is None else fp8
-    made: Gradients = body.backward(rows, saved, options, need, counters)
+    made: Gradients = body.backward(rows, saved, options, need, counters, move.into(route))
     del rows, saved
     returning = move.return_grads(made.dx, made.dprobs, route)
     # While both are on their way:

@@ -186,11 +186,13 @@ def forward(
     options: Options,
     need: Need | None,
     counters: Counters | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Saved | None]:
     """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t].
 
     x [T, H] and probs [T, S] f32 -> out [T, H] bf16; grouped: x [R, H] and probs [R] f32 or None
-    -> out [R, H]. And what `backward` reads, if there is a `need`.
+    -> out [R, H]. And what `backward` reads, if there is a `need`. into: where to write out, unless
+    grouped.
     """
     recipe, multiplied = options.recipe, weights.multiplied
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
@@ -207,7 +209,7 @@ def forward(
     )
     h, z = made if isinstance(made, tuple) else (made, z)
     y = ops.grouped_gemm(h, multiplied.down, plan)
-    out = y if grouped else ops.unpermute_unpad(y, plan)
+    out = y if grouped else ops.unpermute_unpad(y, plan, out=into)
     if need is None:
         return out, None
     if counters is not None:
@@ -234,8 +236,10 @@ def backward(
     options: Options,
     need: Need,
     counters: Counters | None = None,
+    into: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of `forward`, given the quantized gradient of its output, of x's form."""
+    """The gradients of `forward`, given the quantized gradient of its output, of x's form. into:
+    where to write dx, unless grouped."""
     recipe = options.recipe
     x: Any
     gate_up: Any
@@ -274,7 +278,8 @@ def backward(
         gate_up_t = transpose(gate_up, recipe) if gate_up_t is None else gate_up_t
         dx = ops.grouped_gemm(dz, gate_up_t, plan)
         if not grouped:
-            dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs)
+            out = None if into is None else (into, None)
+            dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs, out=out)
     elif need.probs and not grouped:
         dprobs = by_slot(row_dprobs, plan.row_of.long())
     return Gradients(

@@ -1,56 +1,29 @@
-"""Rows between the ranks of a process group: who sends how many, and the collectives."""
+"""Rows between the ranks of a process group: who sends how many, and what all agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.distributed.collectives import Collectives
+from fp8moe_cutlass.distributed.peers import peers_of
 from fp8moe_cutlass.distributed.rank_agreement import Terms
+from fp8moe_cutlass.distributed.sizes import Announced, Sizes, sizes_of_words
+from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 
+TRANSPORTS = ("auto", "nccl", "peer")
 _DROPPED = (
     "rows beyond rank_capacity, of a pair of ranks",
     "expert ids out of range",
     "assignments beyond rank_capacity, of a rank",
 )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The rows that one dispatch moves. Its gradient moves alike; both return in mirror image."""
-
-    terms: Terms  # this rank's
-    sent: list[int] | None  # rows to each rank; None: as many to every rank
-    received: list[int] | None  # rows from each rank
-    rows_sent: int
-    rows: int  # received
-    assignments: int  # at most so many entries of topk_idx travel on the received rows
-
-
-class Announced(NamedTuple):
-    """Sizes on their way."""
-
-    message: Tensor  # [2, ranks, words] i32: told to each rank, and told by each
-    work: Any
-
-
-class Returning(NamedTuple):
-    """Rows on their way back."""
-
-    rows: Tensor  # [bound, C], what comes
-    work: Any
-    source: Tensor  # which is read until they have come
-
-
-def sizes_of_words(terms: Terms, sent: list[int], received: list[int], assignments: int) -> Sizes:
-    """Makes Sizes of the rows to and from each rank."""
-    return Sizes(terms, sent, received, sum(sent), sum(received), assignments)
 
 
 def check_group(op: str, group: Any) -> None:
@@ -88,11 +61,12 @@ class Shared:
 class Exchange:
     """Sends a layer's rows within `group`, which owns its experts in equal, ascending shares.
 
-    announce, dispatch, combine and start_back are collective: all ranks of the group call them, in
-    the same order.
+    announce, announce_grad and dispatch, and the methods of its carriers, are collective: all ranks
+    of the group call them, in the same order.
     rank_capacity None: sizes are exchanged before the rows, which takes one read by the host. rows,
-    or (rows, assignments): fixed sizes, which no host reads; see MoEExperts. The last row of a
-    segment then has the sender's terms, which are compared on the device.
+    or (rows, assignments): fixed sizes, which no host reads; see MoEExperts. A segment then has a
+    last row that no token takes, and the ranks' terms are compared on the device.
+    transport: "nccl", "peer" or "auto"; see MoEExperts.
     `dropped` [3] i64 counts, on the device and since the beginning, the rows, ids and assignments
     that this rank had no place for.
     """
@@ -103,8 +77,13 @@ class Exchange:
         num_experts: int,
         rank_capacity: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
+        transport: str = "nccl",
     ) -> None:
         check_group("MoEExperts", group)
+        if transport not in TRANSPORTS:
+            raise ValueError(
+                f"[MoEExperts] transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}"
+            )
         rank = dist.get_rank(group)
         ranks = dist.get_process_group_ranks(group)
         if num_experts % len(ranks):
@@ -123,6 +102,7 @@ class Exchange:
         self.group = group
         self.num_experts = num_experts
         self.rank_capacity = rank_capacity
+        self.transport = transport
         self.ranks = len(ranks)
         self.segment: int = limits[0]  # rows of a (source, destination) pair; 0: exact
         self.dropped = torch.zeros(len(_DROPPED), dtype=torch.int64, device=device)
@@ -133,6 +113,8 @@ class Exchange:
         self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
         self._words: dict[Any, Tensor] = {}  # on the device
+        self._collectives = Collectives(group, self.ranks, self.segment)
+        self._peers: ThroughPeers | None = None  # once there has been an exchange
 
     @property
     def local_experts(self) -> range:
@@ -156,84 +138,79 @@ class Exchange:
     def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
 
-        With a rank capacity nothing is told but the terms, and they only until they have been
-        agreed upon: then None.
+        With a rank capacity torch.distributed tells nothing but the terms, and they only until they
+        have been agreed upon: then None.
         """
-        if self.segment and terms in self._agreed:
+        if self.transport != "nccl":
+            peers = peers_of(self.group, counts.device, self.transport)
+            self._peers = None if peers is None else ThroughPeers(peers, self.segment)
+        known = self._known(terms)
+        if known and self._peers is None:
             return None
-        if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        if not known and counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "[MoEExperts] a captured forward needs rank_capacity=, and one forward like it "
                 f"before the capture; got rank_capacity={self.rank_capacity}"
             )
         self._follow(counts.device)
-        message = counts.new_empty(2, self.ranks, 3 + len(terms))
-        words = self._words_of(terms, counts.device)
-        torch.cat([counts, words, self._differed], dim=1, out=message[0])
-        work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
-        return Announced(message, work)
+        mark, words = self._mark(terms, counts.device), self._words_of(terms, counts.device)
+        return self._teller.announce(counts, mark, words, self._differed, not known)
+
+    def announce_grad(self, sizes: Sizes) -> Announced | None:
+        """Begin the exchange of the gradient."""
+        mark = self._mark(sizes.terms, self._differed.device, backward=True)
+        return self.carrier(sizes.terms).announce_grad(mark)
 
     def sizes(self, announced: Announced | None, terms: Terms) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
         ValueError on every rank if the ranks' terms differ, or have differed."""
-        if announced is None:
-            return self.fixed(terms)
-        message = _read(announced)
-        sent, received = list(zip(*message[0], strict=True)), list(zip(*message[1], strict=True))
-        terms.check(received[2:-1], self._names)
-        self._check_in_step(sent[-1])
+        carrier = self.carrier(terms)
+        if announced is None or self._known(terms):
+            return carrier.placed(self.fixed(terms), announced)
+        told = self._teller.told(_read(announced), len(terms))
+        terms.check(told.terms, self._names)
+        self._check_in_step(told.differed)
+        carrier.make_room(terms, told.of_one, told.in_all)
         if self.segment:
             self._agreed.add(terms)
-            for backward in (False, True):  # before a capture, which can copy nothing
-                self._words_of(terms.mark(backward), announced.message.device)
-            return self.fixed(terms)
-        return sizes_of_words(terms, list(sent[0]), list(received[0]), sum(received[1]))
+            self._mark(terms, announced.message.device, backward=True)  # a capture can copy nothing
+            return carrier.placed(self.fixed(terms), announced)
+        sizes = sizes_of_words(terms, told.sent, told.received, told.assignments)
+        return carrier.placed(sizes, announced)
+
+    @property
+    def _teller(self) -> Collectives | ThroughPeers:
+        """The carrier that announces, whatever the terms: ranks may differ in them."""
+        return self._collectives if self._peers is None else self._peers
+
+    def carrier(self, terms: Terms) -> Collectives | ThroughPeers:
+        """The carrier of the rows, once they have been announced: rows in FP8 go through the ranks'
+        memory, where the ranks share it."""
+        return self._teller if terms.recipe else self._collectives
+
+    def _known(self, terms: Terms) -> bool:
+        """Whether the host has nothing to read."""
+        return self.segment > 0 and terms in self._agreed
 
     def dispatch(self, rows: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor:
-        """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
-        got = rows.new_empty(sizes.rows, rows.shape[1])
-        sent = rows[: sizes.rows_sent]
-        if self.segment:
-            self._marks(sent).copy_(self._words_of(sizes.terms.mark(backward), rows.device))
-        dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
-        return got
+        """The rows [sizes.rows, C] that this rank gets; rows: what was packed."""
+        mark = self._mark(sizes.terms, rows.device, backward)
+        return self.carrier(sizes.terms).dispatch(rows, sizes, mark)
 
-    def compare(self, got: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor | None:
-        """With a rank capacity, compares the ranks' terms in what `dispatch` has returned with this
-        rank's: [ranks, 1] bool, True where they differ. They are counted, for `check`."""
+    def compare(
+        self, got: Tensor, sizes: Sizes, announced: Announced | None, *, backward: bool = False
+    ) -> Tensor | None:
+        """With a rank capacity, compares the ranks' terms, of what was announced or `dispatch` has
+        returned, with this rank's: [ranks, 1] bool, True where they differ. They are counted, for
+        `check`."""
         if not self.segment:
             return None
         self._follow(got.device)
-        mine = self._words_of(sizes.terms.mark(backward), got.device)
-        differ = torch.any(self._marks(got) != mine, dim=1, keepdim=True)
+        mine = self._mark(sizes.terms, got.device, backward)
+        marks = self.carrier(sizes.terms).marks(got, announced)
+        differ = torch.any(marks != mine, dim=1, keepdim=True)
         self._differed += differ
         return differ
-
-    def _marks(self, rows: Tensor) -> Tensor:
-        """[ranks, 4] i32: the first bytes of the last row of each segment."""
-        last = rows.view(self.ranks, self.segment + 1, -1)[:, -1]
-        return last.view(torch.uint8)[:, :16].view(torch.int32)
-
-    def combine(self, rows: Tensor, bound: int, sizes: Sizes) -> Tensor:
-        """rows [sizes.rows, C] -> where they came from, the first of [bound, C]."""
-        return self.start_back(rows, bound, sizes, beside=False).rows
-
-    def start_back(
-        self, rows: Tensor, bound: int, sizes: Sizes, *, beside: bool = True
-    ) -> Returning:
-        """Start to do the same, beside what is queued until `finish_back`."""
-        rows = rows.contiguous()
-        got = rows.new_empty(bound, rows.shape[1])
-        into = got[: sizes.rows_sent]
-        work: Any = dist.all_to_all_single(
-            into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
-        )
-        return Returning(got, work, rows)
-
-    def finish_back(self, returning: Returning) -> Tensor:
-        """Waits for the rows that come back; on a GPU the current stream does."""
-        returning.work.wait()
-        return returning.rows
 
     def count(self, *dropped: Tensor) -> None:
         """Add what a forward dropped: integers, in the order of `dropped`."""
@@ -243,8 +220,10 @@ class Exchange:
 
     def check(self) -> None:
         """Waits for the device and raises ValueError if this rank has dropped anything, or the
-        ranks' terms have differed."""
+        ranks' terms have differed; RuntimeError if a rank did not come to an exchange."""
         self._check_in_step(self._differed.flatten().tolist())
+        if self._peers is not None:
+            self._peers.peers.check()
         found = [
             f"{n} {what}" for n, what in zip(self.dropped.tolist(), _DROPPED, strict=True) if n
         ]
@@ -278,6 +257,10 @@ class Exchange:
         most = min(terms.slots, len(self.local_experts))
         return Sizes(terms, None, None, rows, rows, self._assignments or most * taken)
 
+    def _mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
+        """[ranks, 4] i32: the terms in short."""
+        return self._words_of(terms.mark(backward), device)
+
     def _words_of(self, terms: tuple[int, ...], device: torch.device) -> Tensor:
         if (terms, device) not in self._words:
             with torch.inference_mode(False):
@@ -286,7 +269,8 @@ class Exchange:
         return self._words[terms, device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
-        return Exchange(self.group, self.num_experts, self.rank_capacity, self.dropped.device)
+        device = self.dropped.device
+        return Exchange(self.group, self.num_experts, self.rank_capacity, device, self.transport)
 
     def __reduce__(self) -> Any:
         return Exchange, (Shared(self.group), self.num_experts, self.rank_capacity)  # which refuses
@@ -297,7 +281,8 @@ def _read(announced: Announced) -> Any:
     not wait for what was queued meanwhile, and so can queue the dispatch behind it in time."""
     message, work = announced
     if not message.is_cuda:
-        work.wait()
+        if work is not None:
+            work.wait()
         return message.tolist()
     beside = torch.cuda.Stream(message.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(beside):

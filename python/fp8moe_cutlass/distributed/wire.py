@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.distributed.peers import Place
 from fp8moe_cutlass.ops.exchange import packed_fp8
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -24,10 +25,13 @@ def pack(
     plan: RoutingPlan,
     recipe: Fp8Recipe | None,
     num_experts: int,
+    place: Place | None = None,
 ) -> Tensor:
-    """x [T, H], topk_idx [T, S] and probs [T, S] f32 -> rows [plan.rows, bytes]."""
+    """x [T, H], topk_idx [T, S] and probs [T, S] f32 -> rows [plan.rows, bytes]; in FP8, where
+    `place` says so, at the peers."""
     if recipe is not None:
-        return _quantize_pack(x, plan, recipe, "e4m3", topk_idx, probs, num_experts=num_experts)
+        ids = (topk_idx, probs)
+        return _quantize_pack(x, plan, recipe, "e4m3", place, *ids, num_experts=num_experts)
     tokens, hidden = x.shape
     slots = topk_idx.shape[1]
     width = row_bytes(hidden, slots, recipe)
@@ -79,10 +83,12 @@ def viewed(saved: Any, hidden: int, slots: int, recipe: Fp8Recipe | None) -> Any
     return saved._replace(x=packed_fp8(packed, hidden, "e4m3", recipe.scale == "pow2"))
 
 
-def pack_grad(dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None) -> Tensor:
+def pack_grad(
+    dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None, place: Place | None = None
+) -> Tensor:
     """dout [T, H] -> rows [plan.rows, bytes], or [plan.rows, H] bf16."""
     if recipe is not None:
-        return _quantize_pack(dout, plan, recipe, recipe.grad_dtype)
+        return _quantize_pack(dout, plan, recipe, recipe.grad_dtype, place)
     if dout.shape[0] == 0:
         return dout.new_zeros(plan.rows, dout.shape[1], dtype=torch.bfloat16)
     return dout.bfloat16()[_tokens_of(plan).clamp(max=dout.shape[0] - 1)]
@@ -96,11 +102,18 @@ def unpack_grad(rows: Tensor, hidden: int, recipe: Fp8Recipe | None) -> Any:
 
 
 def _quantize_pack(
-    t: Tensor, plan: RoutingPlan, recipe: Fp8Recipe, fp8_dtype: Any, *ids: Tensor, **of: int
+    t: Tensor,
+    plan: RoutingPlan,
+    recipe: Fp8Recipe,
+    fp8_dtype: Any,
+    place: Place | None,
+    *ids: Tensor,
+    **of: int,
 ) -> Tensor:
-    packed: Tensor = ops.quantize_pack(
-        t.contiguous(), plan, *ids, fp8_dtype=fp8_dtype, scale=recipe.scale, eps=recipe.eps, **of
-    )
+    given: dict[str, Any] = {"fp8_dtype": fp8_dtype, "scale": recipe.scale, "eps": recipe.eps, **of}
+    if place is not None:
+        given |= {"peers": place.peers, "out": place.rows}
+    packed: Tensor = ops.quantize_pack(t.contiguous(), plan, *ids, **given)
     return packed
 
 

@@ -99,6 +99,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         delay_wgrad: bool = False,
         group: dist.ProcessGroup | None = None,
         rank_capacity: int | tuple[int, int] | None = None,
+        transport: str = "nccl",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -116,7 +117,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.intermediate_size = intermediate_size
         self._options = Options(recipe, preactivation, transposed_weights)
         self._delayed = [] if delay_wgrad else None
-        self._move = _move(group, num_experts, rank_capacity, device)
+        self._move = _move(group, num_experts, rank_capacity, device, transport)
         _layers.add(self)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
@@ -284,13 +285,16 @@ def _move(
     num_experts: int,
     rank_capacity: int | tuple[int, int] | None,
     device: torch.device | str | None,
+    transport: str,
 ) -> Local | GroupMove:
     if group is not None:
-        return GroupMove(Exchange(group, num_experts, rank_capacity, device))
+        return GroupMove(Exchange(group, num_experts, rank_capacity, device, transport))
     if rank_capacity is not None:
         raise ValueError(
             f"[MoEExperts] rank_capacity needs group=; got {rank_capacity!r} and group=None"
         )
+    if transport != "nccl":
+        raise ValueError(f"[MoEExperts] transport needs group=; got {transport!r} and group=None")
     return Local(num_experts)
 
 

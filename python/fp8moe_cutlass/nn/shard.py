@@ -17,7 +17,11 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 def shard_experts(
-    model: nn.Module, group: Any, *, rank_capacity: int | tuple[int, int] | None = None
+    model: nn.Module,
+    group: Any,
+    *,
+    rank_capacity: int | tuple[int, int] | None = None,
+    transport: str = "nccl",
 ) -> set[nn.Parameter]:
     """Turns every MoEExperts of `model` into this rank's share, in place; returns their parameters,
     which fully_shard must be told to ignore:
@@ -29,7 +33,7 @@ def shard_experts(
     group: the process group, or the one-dimensional DeviceMesh, whose ranks share the experts; or a
       DeviceMesh of two dimensions, whose second one shares them and whose first one has replicas,
       as fully_shard has with this mesh.
-    rank_capacity: as of MoEExperts.
+    rank_capacity, transport: as of MoEExperts.
 
     New parameters replace the old ones, wherever the model has them (ties stay): make optimizers
     and Trainers after this, and after fully_shard.
@@ -57,7 +61,7 @@ def shard_experts(
     for name, layer in layers:
         _refuse(name, layer)
     # Which may refuse, too:
-    exchanges = [_exchange(layer, mesh, rank_capacity) for _, layer in layers]
+    exchanges = [_exchange(layer, mesh, rank_capacity, transport) for _, layer in layers]
     made: dict[nn.Parameter, nn.Parameter] = {}  # by what they replace, wherever that is tied
     for (_, layer), exchange in zip(layers, exchanges, strict=True):
         _shard(layer, mesh, exchange, made)
@@ -107,10 +111,11 @@ def _refuse(name: str, layer: MoEExperts) -> None:
 
 
 def _exchange(
-    layer: MoEExperts, mesh: Any, rank_capacity: int | tuple[int, int] | None
+    layer: MoEExperts, mesh: Any, rank_capacity: int | tuple[int, int] | None, transport: str
 ) -> Exchange:
     group = mesh.get_group(mesh.ndim - 1)
-    made = Exchange(group, layer.num_experts, rank_capacity, layer.down_proj.device)
+    device = layer.down_proj.device
+    made = Exchange(group, layer.num_experts, rank_capacity, device, transport)
     if layer.group is not None and layer.local_experts != made.local_experts:
         raise RuntimeError(
             f"[shard_experts] a layer with a group must hold experts {made.local_experts}; got "

@@ -20,6 +20,7 @@ from fp8moe_cutlass.ops.exchange import (
     dispatch_plan,
     packed_row_bytes,
     quantize_pack,
+    share_words,
     unpack,
 )
 from fp8moe_cutlass.ops.gemm import grouped_gemm, grouped_gemm_wgrad
@@ -79,6 +80,7 @@ __all__ = [
     "route",
     "router_topk",
     "router_topk_backward",
+    "share_words",
     "transpose_fp8",
     "turn_weight",
     "unpack",

@@ -1,4 +1,4 @@
-"""Rows between ranks: their plan, quantized and packed for the wire, and unpacked."""
+"""Rows between ranks: their plan, quantized and packed for the wire, and unpacked; words."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def quantize_pack(
     fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
+    peers: Array | None = None,
     out: Array | None = None,
 ) -> Array:
     """packed[row_of[t, r]] = Q(x[t]) by 1x128 tiles, and which experts of rank r it goes to.
@@ -97,6 +98,9 @@ def quantize_pack(
     the prob; -1 and 0 where the expert lives elsewhere. num_experts: of all ranks, with topk_idx.
     Rows of a segment without a token have ids -1 and are unspecified else.
     Returns uint8 [plan.rows, packed_row_bytes(H, S)]; `ops.unpack` reads it.
+
+    peers [ranks] int64: addresses, as `share_words` describes. The rows of rank r are stored from
+    peers[r] on instead, the first n of them. out [n, bytes] is what this rank's points at.
     """
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
@@ -109,6 +113,7 @@ def quantize_pack(
             probs,
             0 if num_experts is None else num_experts,
             plan,
+            peers,
             True if out is None else out,
         ),
         *(fp8_dtype, scale, eps),
@@ -150,3 +155,39 @@ def packed_fp8(packed: Array, hidden: int, fp8_dtype: str, pow2: bool) -> Fp8Ten
     else:
         codes, scales = codes.view(TORCH_DTYPES[fp8_dtype]), scales.view(TORCH_DTYPES["float32"])
     return Fp8Tensor(codes, scales, "row", pow2, fp8_dtype, check=False)
+
+
+def share_words(
+    words: Array,
+    peers: Array,
+    mailbox: Array,
+    calls: Array,
+    ended: Array,
+    late: Array,
+    *,
+    rank: int,
+    timeout_ms: int,
+    out: Array | None = None,
+) -> Array:
+    """Tell the ranks of one host words [n] int32, and wait for theirs; [ranks, n] int32.
+
+    The ranks can address each other's memory. What a rank has written to its peers' memory before,
+    on the same stream, is there when this returns its words. Collective: every rank calls it, in
+    the same order on one stream.
+
+    peers [ranks] int64: the address of each rank's mailbox, as this rank's device has it; addresses
+    are trusted. mailbox, this rank's: int32 [2, ranks, stride], zero at first, stride > n.
+    calls [1] int32, zero at first: how often the ranks have met here. ended [1] int32, zero at
+    first: whether one was late; several mailboxes may have one.
+    late [ranks] int32, on the device or in pinned memory: counts the calls that ended without a
+    rank, timeout_ms after they began. Its words are then 0, and every call from then on ends at
+    once, with zeros.
+    """
+    if type(rank) is not int or type(timeout_ms) is not int:
+        count("share_words", "rank", rank)
+        count("share_words", "timeout_ms", timeout_ms)
+    wanted = True if out is None else out
+    told: Array = _C.share_words(
+        words, peers, mailbox, calls, ended, late, rank, timeout_ms, wanted
+    )
+    return told

@@ -84,13 +84,23 @@ def permute_pad_backward(
 
 
 def unpermute_unpad(
-    y: Array, plan: RoutingPlan, probs: Array | None = None, *, out: Array | None = None
+    y: Array,
+    plan: RoutingPlan,
+    probs: Array | None = None,
+    *,
+    peers: Array | None = None,
+    first: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
     """Sums the rows y [R, C] of each token, slots ascending, weighted by probs [T, S] float32.
 
     Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C].
+
+    peers [ranks] int64 and first [ranks] int32, with a plan of `dispatch_plan`: the rows of slot r
+    are read where rank r has them, as `share_words` describes. peers are addresses; the rows for
+    this rank begin first[r] rows behind peers[r]. y [n, C] is what this rank's address points at.
     """
-    made: Array = _C.unpermute_unpad(y, plan, probs, True if out is None else out)
+    made: Array = _C.unpermute_unpad(y, plan, probs, peers, first, True if out is None else out)
     return made
 
 

@@ -1,4 +1,4 @@
-// dispatch_plan, quantize_pack, unpack: what they take.
+// dispatch_plan, quantize_pack, unpack, share_words: what they take.
 #include "common/backends.h"
 #include "common/check.h"
 
@@ -86,16 +86,27 @@ void outputs(QuantizePack& p) {
         "); got ", p.num_experts);
   }
   const int64_t bytes = packed_row_bytes(hidden, slots);
-  check.output(p.packed, "packed", {p.plan.rows(), bytes}, {DType::u8}, true);
+  int64_t rows = p.plan.rows();
+  if (p.peers.defined()) {
+    check.tensor(p.peers, "peers", {p.plan.experts});
+    check.dtype(p.peers, "peers", {DType::i64});
+    FP8MOE_CHECK(!p.packed.is_wanted(),
+                 "[quantize_pack] peers need packed, what this rank's points at; got none");
+    check.ndim(p.packed, "packed", 2);
+    rows = p.packed.shape[0];
+  }
+  check.output(p.packed, "packed", {rows, bytes}, {DType::u8}, true);
   check.rule(p.rule);
 }
 
 void quantize_pack(const QuantizePack& given, Stream stream) {
   const QuantizePack p = checked(given);
   const Checker check("quantize_pack", p.x.device);
-  check.disjoint(
-      {{p.packed, "packed"}},
-      {{p.x, "x"}, {p.topk_idx, "topk_idx"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  check.disjoint({{p.packed, "packed"}}, {{p.x, "x"},
+                                          {p.topk_idx, "topk_idx"},
+                                          {p.probs, "probs"},
+                                          {p.plan.buffer, "plan"},
+                                          {p.peers, "peers"}});
   if (p.packed.numel() == 0) return;
   dispatch(p, p.x.device, stream);
 }
@@ -122,6 +133,48 @@ void unpack(const Unpack& given, Stream stream) {
   check.disjoint({{p.topk_idx, "topk_idx"}, {p.probs, "probs"}}, {{p.packed, "packed"}});
   if (p.topk_idx.numel() == 0) return;
   dispatch(p, p.packed.device, stream);
+}
+
+void outputs(ShareWords& p) {
+  const Checker check("share_words", p.words.device);
+  check.ndim(p.words, "words", 1);
+  check.dtype(p.words, "words", {DType::i32});
+  check.ndim(p.peers, "peers", 1);
+  const int64_t words = p.words.numel(), ranks = p.peers.numel();
+  check.tensor(p.words, "words", {words});
+  check.tensor(p.peers, "peers", {ranks});
+  check.dtype(p.peers, "peers", {DType::i64});
+  check.ndim(p.mailbox, "mailbox", 3);
+  check.tensor(p.mailbox, "mailbox", {2, ranks, p.mailbox.shape[2]});
+  check.dtype(p.mailbox, "mailbox", {DType::i32});
+  FP8MOE_CHECK(p.mailbox.shape[2] > words,
+               "[share_words] mailbox must have room for more than the ", words, " words; got ",
+               p.mailbox.shape[2]);
+  check.tensor(p.calls, "calls", {1});
+  check.dtype(p.calls, "calls", {DType::i32});
+  check.tensor(p.ended, "ended", {1});
+  check.dtype(p.ended, "ended", {DType::i32});
+  const bool on_host = p.late.device.type == DeviceType::cpu;
+  const Checker either("share_words", on_host ? p.late.device : p.words.device);
+  either.tensor(p.late, "late", {ranks});
+  either.dtype(p.late, "late", {DType::i32});
+  FP8MOE_CHECK(p.rank >= 0 && p.rank < ranks, "[share_words] rank must lie in [0, ", ranks,
+               "); got ", p.rank);
+  FP8MOE_CHECK(p.timeout_ms >= 0 && p.timeout_ms <= 1'000'000'000,
+               "[share_words] timeout_ms must lie in [0, 10^9]; got ", p.timeout_ms);
+  check.output(p.told, "told", {ranks, words}, {DType::i32});
+}
+
+void share_words(const ShareWords& given, Stream stream) {
+  const ShareWords p = checked(given);
+  const Checker check("share_words", p.words.device);
+  check.disjoint({{p.told, "told"},
+                  {p.mailbox, "mailbox"},
+                  {p.calls, "calls"},
+                  {p.ended, "ended"},
+                  {p.late, "late"}},
+                 {{p.words, "words"}, {p.peers, "peers"}});
+  dispatch(p, p.words.device, stream);
 }
 
 }  // namespace fp8moe

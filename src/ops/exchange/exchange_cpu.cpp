@@ -1,6 +1,9 @@
-// dispatch_plan, quantize_pack, unpack on the CPU: their definition.
+// dispatch_plan, quantize_pack, unpack, share_words on the CPU: their definition.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "common/backends.h"
@@ -145,23 +148,32 @@ void write_ids(const Wire& wire, const Id* ids, const float* probs, int64_t firs
   }
 }
 
+// Where row `at` of the plan, which rank r gets, is stored; null: nowhere.
+uint8_t* place(const QuantizePack& p, int64_t r, int64_t at) {
+  const int64_t bytes = p.packed.shape[1];
+  if (!p.peers.defined()) return p.packed.as<uint8_t>() + at * bytes;
+  const int64_t within = at - p.plan.row_offsets()[r];
+  if (within < 0 || within >= p.packed.shape[0]) return nullptr;
+  return reinterpret_cast<uint8_t*>(p.peers.as<const int64_t>()[r]) + within * bytes;
+}
+
 template <typename F, typename T, typename Id>
-void pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs, int64_t num_experts,
-          const RoutingPlan& plan, const Tensor& packed, ScaleRule rule) {
+void pack(const QuantizePack& p) {
+  const Tensor &x = p.x, &topk_idx = p.topk_idx, &probs = p.probs;
+  const RoutingPlan& plan = p.plan;
   const int64_t ranks = plan.experts;
-  const int64_t experts = num_experts / ranks;  // of a rank
+  const int64_t experts = p.num_experts / ranks;  // of a rank
   const Wire wire{x.shape[1], topk_idx.defined() ? topk_idx.shape[1] : 0};
-  uint8_t* rows = packed.as<uint8_t>();
 
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < plan.tokens; ++t) {
     const uint8_t* done = nullptr;
     for (int64_t r = 0; r < ranks; ++r) {
       const int64_t at = plan.row_of()[t * ranks + r];
-      if (at < 0) continue;
-      uint8_t* row = rows + at * wire.bytes();
+      uint8_t* row = at < 0 ? nullptr : place(p, r, at);
+      if (row == nullptr) continue;
       if (done == nullptr) {
-        quantize_row<F>(x.as<const T>() + t * wire.hidden, wire.hidden, rule, row,
+        quantize_row<F>(x.as<const T>() + t * wire.hidden, wire.hidden, p.rule, row,
                         reinterpret_cast<float*>(row + wire.scales()));
         done = row;
       } else {
@@ -176,7 +188,8 @@ void pack(const Tensor& x, const Tensor& topk_idx, const Tensor& probs, int64_t 
   for (int64_t r = 0; r < ranks; ++r)  // rows of a segment that have no token
     for (int64_t at = plan.row_offsets()[r] + plan.tokens_per_expert()[r];
          at < plan.row_offsets()[r + 1]; ++at) {
-      uint8_t* row = rows + at * wire.bytes();
+      uint8_t* row = place(p, r, at);
+      if (row == nullptr) break;
       std::memset(row + wire.ids(), 0xFF, static_cast<size_t>(4 * wire.slots));  // -1
       std::memset(row + wire.probs(), 0, static_cast<size_t>(4 * wire.slots));
     }
@@ -191,9 +204,9 @@ void run(const QuantizePack& p, Stream) {
   dispatch_fp8(p.fp8_dtype, [&]<typename F>() {
     dispatch_float(p.x.dtype, [&]<typename T>() {
       if (p.topk_idx.defined() && p.topk_idx.dtype == DType::i64) {
-        pack<F, T, int64_t>(p.x, p.topk_idx, p.probs, p.num_experts, p.plan, p.packed, p.rule);
+        pack<F, T, int64_t>(p);
       } else {
-        pack<F, T, int32_t>(p.x, p.topk_idx, p.probs, p.num_experts, p.plan, p.packed, p.rule);
+        pack<F, T, int32_t>(p);
       }
     });
   });
@@ -212,6 +225,49 @@ void run(const Unpack& p, Stream) {
     const uint8_t* row = p.packed.as<const uint8_t>() + r * wire.bytes();
     std::memcpy(p.topk_idx.as<int32_t>() + r * slots, row + wire.ids(), bytes);
     std::memcpy(p.probs.as<float>() + r * slots, row + wire.probs(), bytes);
+  }
+}
+
+// ---- share_words --------------------------------------------------------------------------------
+// share_words: every rank writes its words and, behind them, the number of the call to every
+// mailbox, then waits until its own has that number from all. Calls use two places by turns: a rank
+// writes to one again when all others have come to the call in between, so have read it.
+
+template <>
+void run(const ShareWords& p, Stream) {
+  using Clock = std::chrono::steady_clock;
+  const int64_t ranks = p.peers.numel(), words = p.words.numel(), stride = p.mailbox.shape[2];
+  const auto bytes = static_cast<size_t>(4 * words);
+  int32_t *calls = p.calls.as<int32_t>(), *ended = p.ended.as<int32_t>();
+  auto* told = p.told.as<int32_t>();
+  std::memset(told, 0, static_cast<size_t>(ranks) * bytes);
+  if (*ended != 0) return;
+  const auto call = static_cast<int32_t>(static_cast<uint32_t>(*calls) + 1);
+  *calls = call;
+  const auto box = [&](int32_t* boxes, int64_t source) {
+    return boxes + ((call & 1) * ranks + source) * stride;
+  };
+  for (int64_t r = 0; r < ranks; ++r) {
+    int32_t* to = box(reinterpret_cast<int32_t*>(p.peers.as<const int64_t>()[r]), p.rank);
+    std::memcpy(to + 1, p.words.data, bytes);
+    std::atomic_ref(*to).store(call, std::memory_order_release);
+  }
+  const auto end = Clock::now() + std::chrono::milliseconds(p.timeout_ms);
+  for (int64_t r = 0; r < ranks; ++r) {
+    int32_t* from = box(p.mailbox.as<int32_t>(), r);
+    const auto came = [&] {
+      const int32_t seen = std::atomic_ref(*from).load(std::memory_order_acquire);
+      return static_cast<int32_t>(static_cast<uint32_t>(seen) - static_cast<uint32_t>(call)) >= 0;
+    };
+    bool here = came();
+    for (; !here && Clock::now() < end; here = came())
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (here) {
+      std::memcpy(told + r * words, from + 1, bytes);
+    } else {
+      ++p.late.as<int32_t>()[r];
+      *ended = 1;
+    }
   }
 }
 

@@ -31,6 +31,8 @@ struct Params {
   const void* topk_idx;         // [T, S] or null
   const float* probs;           // [T, S]
   uint8_t* packed;              // [R, row_bytes]
+  const int64_t* peers;         // [ranks]: where the rows of each rank go, or null: to packed
+  int most;                     // with peers: rows of a rank that find a place
   const int32_t* row_of;        // [T, ranks]
   const int32_t* token_of_row;  // [R]
   const int32_t* row_offsets;   // [ranks + 1]
@@ -100,6 +102,16 @@ __device__ __forceinline__ uint32_t word_for(const Params<T, Rule>& p, const uin
   return here ? word_at(at) : 0;
 }
 
+// Where row `at` of the plan, which `rank` gets, is stored; null: nowhere.
+template <typename T, typename Rule>
+__device__ __forceinline__ uint8_t* place(const Params<T, Rule>& p, int rank, int at) {
+  if (at < 0) return nullptr;
+  if (p.peers == nullptr) return p.packed + int64_t{at} * p.row_bytes;
+  const int within = at - __ldg(p.row_offsets + rank);
+  if (within >= p.most) return nullptr;
+  return reinterpret_cast<uint8_t*>(__ldg(p.peers + rank)) + int64_t{within} * p.row_bytes;
+}
+
 // Rows of a segment that have no token have no ids; `block` of those that look for them.
 template <typename T, typename Rule>
 __device__ __forceinline__ void mark_missing(const Params<T, Rule>& p, int64_t block) {
@@ -107,7 +119,11 @@ __device__ __forceinline__ void mark_missing(const Params<T, Rule>& p, int64_t b
   const int64_t last = min(first + kRowsToMark, int64_t{__ldg(p.row_offsets + p.ranks)});
   for (int64_t at = first + threadIdx.x; at < last; at += blockDim.x) {
     if (__ldg(p.token_of_row + at) >= 0) continue;
-    auto* words = reinterpret_cast<uint32_t*>(p.packed + at * p.row_bytes + p.ids_at);
+    int rank = 0;
+    while (p.peers != nullptr && at >= __ldg(p.row_offsets + rank + 1)) ++rank;
+    uint8_t* row = place(p, rank, static_cast<int>(at));
+    if (row == nullptr) continue;
+    auto* words = reinterpret_cast<uint32_t*>(row + p.ids_at);
     for (int i = 0; i < 2 * p.slots; ++i) words[i] = i < p.slots ? 0xFFFFFFFFu : 0u;
   }
 }
@@ -120,7 +136,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   if (token >= p.tokens) return mark_missing(p, token - p.tokens);
   // What a thread needs later is asked for before the long part.
   const int thread = threadIdx.x, threads = blockDim.x;
-  int at = thread < p.ranks ? __ldg(p.row_of + token * p.ranks + thread) : -1;
+  uint8_t* to =
+      thread < p.ranks ? place(p, thread, __ldg(p.row_of + token * p.ranks + thread)) : nullptr;
   const uint32_t word = word_of(p, token, thread);
   quantize_token<F>(p, token, row);
   const int words = (p.row_bytes - p.ids_at) / 4;
@@ -130,15 +147,14 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   __syncthreads();
   const int same = p.slots > 0 ? p.ids_at / 16 * 16 : p.row_bytes;  // for every rank
   for (int rank = thread; rank < p.ranks; rank += threads) {
-    if (rank != thread) at = __ldg(p.row_of + token * p.ranks + rank);
-    if (at < 0) continue;
-    uint8_t* to = p.packed + int64_t{at} * p.row_bytes;
+    if (rank != thread) to = place(p, rank, __ldg(p.row_of + token * p.ranks + rank));
+    if (to == nullptr) continue;
     if (same > 0) bulk_store(to, row, same);
     for (int byte = same; byte < p.row_bytes; byte += 16)
       store(to + byte, uint4{word_for(p, row, byte, rank), word_for(p, row, byte + 4, rank),
                              word_for(p, row, byte + 8, rank), word_for(p, row, byte + 12, rank)});
   }
-  bulk_wait_read();
+  p.peers == nullptr ? bulk_wait_read() : bulk_wait();
 }
 
 }  // namespace
@@ -160,6 +176,8 @@ void run(const QuantizePack& p, Stream stream) {
                                         .topk_idx = p.topk_idx.data,
                                         .probs = p.probs.as<const float>(),
                                         .packed = p.packed.as<uint8_t>(),
+                                        .peers = p.peers.as<const int64_t>(),
+                                        .most = static_cast<int>(p.packed.shape[0]),
                                         .row_of = p.plan.row_of(),
                                         .token_of_row = p.plan.token_of_row(),
                                         .row_offsets = p.plan.row_offsets(),

@@ -75,7 +75,23 @@ void permute_pad_backward(const PermutePadBackward& given, Stream stream) {
 void outputs(UnpermuteUnpad& p) {
   const Checker check("unpermute_unpad", p.plan.buffer.device);
   check.plan(p.plan);
-  const int64_t c = check.values(p.y, "y", p.plan.rows());
+  FP8MOE_CHECK(p.peers.defined() == p.first.defined(),
+               "[unpermute_unpad] peers and first are given together; got only ",
+               p.peers.defined() ? "peers" : "first");
+  int64_t rows = p.plan.rows();
+  if (p.peers.defined()) {
+    FP8MOE_CHECK(p.plan.slots == p.plan.experts,
+                 "[unpermute_unpad] peers need a plan of dispatch_plan, slots == experts (the "
+                 "ranks); got ",
+                 p.plan.slots, " and ", p.plan.experts);
+    check.tensor(p.peers, "peers", {p.plan.slots});
+    check.dtype(p.peers, "peers", {DType::i64});
+    check.tensor(p.first, "first", {p.plan.slots});
+    check.dtype(p.first, "first", {DType::i32});
+    check.ndim(p.y, "y", 2);
+    rows = p.y.shape[0];
+  }
+  const int64_t c = check.values(p.y, "y", rows);
   check.output(p.out, "out", {p.plan.tokens, c}, {p.y.dtype}, true);
   if (p.probs.defined()) {
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
@@ -86,7 +102,11 @@ void outputs(UnpermuteUnpad& p) {
 void unpermute_unpad(const UnpermuteUnpad& given, Stream stream) {
   const UnpermuteUnpad p = checked(given);
   const Checker check("unpermute_unpad", p.plan.buffer.device);
-  check.disjoint({{p.out, "out"}}, {{p.y, "y"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
+  check.disjoint({{p.out, "out"}}, {{p.y, "y"},
+                                    {p.probs, "probs"},
+                                    {p.plan.buffer, "plan"},
+                                    {p.peers, "peers"},
+                                    {p.first, "first"}});
   if (p.plan.tokens == 0) return;
   dispatch(p, p.plan.buffer.device, stream);
 }

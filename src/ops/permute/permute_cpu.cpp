@@ -100,8 +100,10 @@ FP8MOE_CLONES void weighted_sum(const T* const* rows, const float* weights, int6
 
 // out[t] = sum over slots ascending of probs[t,s] * y[row_of[t,s]], each term a fused multiply-add
 // onto an f32 that starts at 0, rounded once. Without probs the factor is 1 (then the add is
-// exact). y [R, C] f32/f16/bf16; out [T, C] likewise; probs [T, S] f32 or none.
-void gather_sum(const Tensor& y, const RoutingPlan& plan, const Tensor& probs, const Tensor& out) {
+// exact). y [R, C] f32/f16/bf16; out [T, C] likewise; probs [T, S] f32 or none. peers, first: of
+// UnpermuteUnpad, or none.
+void gather_sum(const Tensor& y, const RoutingPlan& plan, const Tensor& probs, const Tensor& out,
+                const Tensor& peers = {}, const Tensor& first = {}) {
   const int64_t c = y.shape[1];
   const int64_t slots = plan.slots;
   const int32_t* row_of = plan.row_of();
@@ -109,14 +111,17 @@ void gather_sum(const Tensor& y, const RoutingPlan& plan, const Tensor& probs, c
   dispatch_float(y.dtype, [&]<typename T>() {
 #pragma omp parallel
     {
-      std::vector<const T*> rows(slots);
+      std::vector<const T*> rows(slots), bases(slots, y.as<const T>());
+      for (int64_t s = 0; s < slots && peers.defined(); ++s)
+        bases[s] = reinterpret_cast<const T*>(peers.as<const int64_t>()[s]) +
+                   (first.as<const int32_t>()[s] - plan.row_offsets()[s]) * c;
       std::vector<float> weights(slots);
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < plan.tokens; ++t) {
         int64_t n = 0;
         for (int64_t i = t * slots; i < (t + 1) * slots; ++i) {
           if (row_of[i] < 0) continue;
-          rows[n] = y.as<const T>() + row_of[i] * c;
+          rows[n] = bases[i - t * slots] + row_of[i] * c;
           weights[n++] = prob != nullptr ? prob[i] : 1.0f;
         }
         weighted_sum<T>(rows.data(), weights.data(), n, c, out.as<T>() + t * c);
@@ -153,7 +158,8 @@ void run(const PermutePadBackward& p, Stream) {
 template <>
 void run(const UnpermuteUnpad& p, Stream) {
   check_row_of("unpermute_unpad", p.plan);
-  gather_sum(p.y, p.plan, p.probs, p.out);
+  if (p.peers.defined()) check_offsets("unpermute_unpad", p.plan);
+  gather_sum(p.y, p.plan, p.probs, p.out, p.peers, p.first);
 }
 
 // ---- unpermute_unpad_backward -------------------------------------------------------------------

@@ -20,18 +20,28 @@ constexpr int kSumThreads = 128;
 constexpr int kSumBatch = 8;  // rows in flight
 
 struct SumParams {
-  const char* y;            // [R, C]
-  char* out;                // [T, C]
-  const int32_t* row_of;    // [T, S]
-  const float* probs;       // [T, S] or null
-  const float* row_dprobs;  // [R] or null
-  float* dprobs;            // [T, S]
+  const char* y;               // [R, C]
+  const int64_t* peers;        // [S]: addresses of the rows of each slot, or null
+  const int32_t* first;        // [S]: rows behind them
+  const int32_t* row_offsets;  // [S + 1]
+  char* out;                   // [T, C]
+  const int32_t* row_of;       // [T, S]
+  const float* probs;          // [T, S] or null
+  const float* row_dprobs;     // [R] or null
+  float* dprobs;               // [T, S]
   int slots;
   int vectors;  // 16 bytes each, in a row
   uint64_t read_policy;
 };
 
-template <typename T>
+// The row of a kept slot, where the rank of the slot has it.
+__device__ __forceinline__ const char* row_at_peer(const SumParams& p, const KeptSlot& kept) {
+  const int row = __ldg(p.first + kept.slot) + kept.row - __ldg(p.row_offsets + kept.slot);
+  return reinterpret_cast<const char*>(__ldg(p.peers + kept.slot)) + int64_t{row} * p.vectors * 16;
+}
+
+// kPeers: each slot's rows lie with another rank.
+template <typename T, bool kPeers>
 __global__ void __launch_bounds__(kSumThreads) sum_rows(const __grid_constant__ SumParams p) {
   extern __shared__ KeptSlot kept[];
   constexpr int kN = 16 / sizeof(T);
@@ -48,8 +58,9 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(const __grid_constant__ 
 #pragma unroll
       for (int j = 0; j < kSumBatch; ++j)
         if (first + j < n)
-          words[j] =
-              load<uint4>(column + int64_t{kept[first + j].row} * p.vectors * 16, p.read_policy);
+          words[j] = kPeers ? load<uint4>(row_at_peer(p, kept[first + j]) + v * int64_t{16})
+                            : load<uint4>(column + int64_t{kept[first + j].row} * p.vectors * 16,
+                                          p.read_policy);
 #pragma unroll
       for (int j = 0; j < kSumBatch; ++j)
         if (first + j < n) {
@@ -74,10 +85,14 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(const __grid_constant__ 
 // C]. In the same launch dprobs[t,s] = row_dprobs[row_of[t,s]], 0 for a dropped slot; both or
 // none.
 void gather_sum(const char* op, const Tensor& y, const RoutingPlan& plan, const Tensor& probs,
-                const Tensor& out, const Tensor& row_dprobs, const Tensor& dprobs, Stream stream) {
+                const Tensor& out, const Tensor& row_dprobs, const Tensor& dprobs, Stream stream,
+                const Tensor& peers = {}, const Tensor& first = {}) {
   if (plan.tokens == 0) return;
   const DeviceGuard guard(out.device);
   const SumParams params{.y = y.as<const char>(),
+                         .peers = peers.as<const int64_t>(),
+                         .first = first.as<const int32_t>(),
+                         .row_offsets = plan.row_offsets(),
                          .out = out.as<char>(),
                          .row_of = plan.row_of(),
                          .probs = probs.as<const float>(),
@@ -87,8 +102,9 @@ void gather_sum(const char* op, const Tensor& y, const RoutingPlan& plan, const 
                          .vectors = static_cast<int>(out.shape[1] * size_of(out.dtype) / 16),
                          .read_policy = read_once_policy(out)};
   dispatch_float(out.dtype, [&]<typename T>() {
-    launch(op, sum_rows<T>, static_cast<unsigned>(plan.tokens), kSumThreads,
-           plan.slots * sizeof(KeptSlot), stream_of(stream), params);
+    launch(op, peers.defined() ? sum_rows<T, true> : sum_rows<T, false>,
+           static_cast<unsigned>(plan.tokens), kSumThreads, plan.slots * sizeof(KeptSlot),
+           stream_of(stream), params);
   });
 }
 
@@ -101,7 +117,7 @@ void run(const PermutePadBackward& p, Stream stream) {
 
 template <>
 void run(const UnpermuteUnpad& p, Stream stream) {
-  gather_sum("unpermute_unpad", p.y, p.plan, p.probs, p.out, {}, {}, stream);
+  gather_sum("unpermute_unpad", p.y, p.plan, p.probs, p.out, {}, {}, stream, p.peers, p.first);
 }
 
 // ---- unpermute_unpad_backward -------------------------------------------------------------------

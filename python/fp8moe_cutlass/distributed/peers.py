@@ -1,0 +1,226 @@
+"""Rows that ranks of one host write to each other's memory, and sums that they read there.
+
+`Peers` is the memory of one group on one device; all layers of the group use it in turn. What
+travels lies there between two meetings of the ranks (ops.share_words), and no longer:
+
+    begin       the ranks meet: every rank has copied what came before, so `place` may be written
+    place       where quantize_pack stores this rank's rows at each peer
+    arrive      the ranks meet: all rows are there. They are copied out, into a tensor of the caller
+    sums        where the body writes what goes back: of two places the one that is not read now
+    sum         the ranks meet: all sums are there. Each rank reads its own at each peer
+
+A rank's sums of exchange u are read by its peers until they come to the meeting that begins
+exchange u + 1, or, on another stream, u + 2. So nothing that a backward reads lies in this memory.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd.streams import Written, written
+from fp8moe_cutlass.distributed.symmetric import Memory, agree, allocate, unavailable
+from fp8moe_cutlass.routing import RoutingPlan
+from fp8moe_cutlass.slow_path import slow_path
+
+_WORDS = 256  # of a rank in a mailbox, its flag among them
+_ALIGN = 128  # bytes
+
+
+class Place(NamedTuple):
+    """Where this rank's rows go."""
+
+    rows: Tensor  # [n, bytes] u8, this rank's own
+    peers: Tensor  # [ranks] i64, addresses
+
+
+class Needed(NamedTuple):
+    """Bytes that one exchange takes."""
+
+    wire: int  # rows from one rank
+    sums: int  # all that go back
+    probs: int
+
+
+class _Area(NamedTuple):
+    """A part of every rank's memory, in `places` places of equal size."""
+
+    memory: Memory
+    size: int  # bytes of a place
+    peers: list[Tensor]  # by place, [ranks] i64
+
+    def view(self, place: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        mine = self.memory.mine[place * self.size :][: rows * width]
+        return mine.view(dtype).view(rows, -1) if rows else mine.new_empty(0, width).view(dtype)
+
+
+class _Meetings:
+    """Where the ranks meet, in one order."""
+
+    def __init__(self, memory: Memory, at: int, peers: Peers) -> None:
+        words = 2 * peers.ranks * _WORDS
+        mine = memory.mine.view(torch.int32)[at * words : (at + 1) * words]
+        self._mailbox = mine.view(2, peers.ranks, _WORDS)
+        self._peers = memory.peers(4 * at * words)
+        self._calls = torch.zeros(1, dtype=torch.int32, device=peers.device)
+        self._of = peers
+
+    def meet(self, words: Tensor) -> Tensor:
+        """words [n] i32 -> those of every rank [ranks, n]."""
+        of = self._of
+        told: Tensor = ops.share_words(
+            *(words, self._peers, self._mailbox, self._calls, of.ended, of.late),
+            rank=of.rank,
+            timeout_ms=of.timeout_ms,
+        )
+        of.check()  # on a GPU: of what has been seen until now
+        return told
+
+
+class Peers:
+    """See above. Every method but `check`, `place` and `sums` is collective."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self.device = ref(group), device
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        waits = group._get_backend(device).options._timeout
+        self.timeout_ms = int(waits.total_seconds() * 1000)
+        pinned = device.type == "cuda"
+        self.late = torch.zeros(self.ranks, dtype=torch.int32, pin_memory=pinned)
+        self.ended = torch.zeros(1, dtype=torch.int32, device=device)
+        self._none = self.ended[:0]
+        mailboxes = allocate(group, 2 * 2 * self.ranks * _WORDS * 4, device)
+        self._moving = _Meetings(mailboxes, 0, self)
+        self._adding = _Meetings(mailboxes, 1, self)
+        self._has = Needed(0, 0, 0)
+        self._wire: _Area | None = None
+        self._back: tuple[_Area, _Area] | None = None  # sums and probs
+        self._turn = 0  # of the two places for sums
+        self._moved: Written | None = None
+        self._summed: list[Written | None] = [None, None]  # by turn
+
+    def check(self) -> None:
+        """RuntimeError if a rank did not come to a meeting in time. The device is not asked."""
+        late = [r for r, n in enumerate(self.late.tolist()) if n]
+        if late:
+            ranks = dist.get_process_group_ranks(self._group())
+            raise RuntimeError(
+                "[MoEExperts] every rank must come to an exchange within the group's timeout of "
+                f"{self.timeout_ms / 1000:g} s; got none from rank "
+                f"{', '.join(str(ranks[r]) for r in late)}: end the processes of this group"
+            )
+
+    def begin(self, words: Tensor) -> Tensor:
+        """Begin an exchange; words [n] i32 -> those of every rank [ranks, n]."""
+        self._turn ^= 1
+        for before in (self._moved, self._summed[self._turn]):
+            if before is not None:
+                before.wait(())
+        return self._moving.meet(words)
+
+    def make_room(self, needed: Needed, fixed: bool) -> None:
+        """For an exchange that takes `needed`, the same on all ranks. Unless it is fixed, there is
+        room for a quarter more. The device is idle when there had to be more."""
+        if all(n <= has for n, has in zip(needed, self._has, strict=True)):
+            return
+        sizes = (n if fixed else n + n // 4 for n in needed)
+        size = self._has = Needed(
+            *(-(-max(pair) // _ALIGN) * _ALIGN for pair in zip(sizes, self._has, strict=True))
+        )
+        self._wire = self._back = None
+        agree(self._group(), self.device, True)  # none reads the old memory any more
+        with torch.inference_mode(False):
+            self._wire = self._area(size.wire, self.ranks, one_per_rank=True)
+            self._back = self._area(size.sums, 2), self._area(size.probs, 2)
+
+    def _area(self, size: int, places: int, one_per_rank: bool = False) -> _Area:
+        memory = allocate(self._group(), max(size * places, _ALIGN), self.device)
+        ends = [self.rank] if one_per_rank else range(places)
+        return _Area(memory, size, [memory.peers(place * size) for place in ends])
+
+    def place(self, width: int) -> Place | None:
+        """For rows of `width` bytes; None: there is no memory yet."""
+        if self._wire is None:
+            return None
+        rows = self._wire.view(self.rank, self._wire.size // width, width, torch.uint8)
+        return Place(rows, self._wire.peers[0])
+
+    def arrive(self, width: int, counts: list[int]) -> Tensor:
+        """The rows [sum of counts, width] u8 that have come, so many from each rank."""
+        assert self._wire is not None
+        self._moving.meet(self._none)
+        parts = [self._wire.view(r, n, width, torch.int64) for r, n in enumerate(counts)]
+        rows = torch.cat(parts).view(torch.uint8)
+        self._moved = _again(self._moved, self.device)
+        return rows
+
+    def sums(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Where to write what goes back in this exchange, [rows, columns]; f32 if it is of the
+        probs."""
+        assert self._back is not None
+        area = self._back[dtype == torch.float32]
+        return area.view(self._turn, rows, columns * dtype.itemsize, dtype)
+
+    def sum(self, parts: list[Tensor | None], plan: RoutingPlan, first: Tensor) -> list[Any]:
+        """Of each part, rows of `sums`, the sum of each token's rows at all ranks."""
+        assert self._back is not None
+        other = self._summed[self._turn ^ 1]
+        if other is not None:
+            other.wait(())
+        self._adding.meet(self._none)
+        made: list[Any] = []
+        for part in parts:
+            if part is None:
+                made.append(None)
+                continue
+            peers = self._back[part.dtype == torch.float32].peers[self._turn]
+            made.append(ops.unpermute_unpad(part, plan, peers=peers, first=first))
+        self._summed[self._turn] = _again(self._summed[self._turn], self.device)
+        return made
+
+
+def _again(event: Written | None, device: torch.device) -> Written | None:
+    """What is queued until now."""
+    if event is None:
+        return written(device)
+    event.record()
+    return event
+
+
+_of_group: WeakKeyDictionary[Any, dict[torch.device, Peers | None]] = WeakKeyDictionary()
+
+
+def peers_of(group: Any, device: torch.device, transport: str) -> Peers | None:
+    """The memory that the group's ranks share on `device`; None: rows go by torch.distributed.
+    Collective, at the first call for a group."""
+    known = _of_group.setdefault(group, {})
+    if device not in known or (known[device] is None and transport == "peer"):
+        reason = _reason(group, device, transport)
+        if reason and transport == "peer":
+            raise RuntimeError(f"[MoEExperts] transport 'peer' {reason}")
+        if reason:
+            slow_path("transport", f"[MoEExperts] rows go by torch.distributed: 'peer' {reason}")
+        with torch.inference_mode(False):
+            known[device] = None if reason else Peers(group, device)
+    return known[device]
+
+
+def _reason(group: Any, device: torch.device, transport: str) -> str:
+    """Why the ranks cannot share memory, the same on all of them; "": they can."""
+    host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
+    mine = int.from_bytes(host.encode()[-64:].ljust(64), "big") % (2**31 - 1)
+    here = torch.tensor([mine, -mine], device=device)
+    dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
+    if int(here[0]) != -int(here[1]):
+        return "needs ranks of one host"
+    why = unavailable(device, transport)
+    if not agree(group, device, not why):
+        return why or "is not possible on another rank"
+    return ""

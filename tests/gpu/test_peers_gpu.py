@@ -1,0 +1,312 @@
+"""Exchanges through the memory of other GPUs: the operators on one, the transport on several."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_layer_gpu import moved
+
+from fp8moe_cutlass import Fp8Recipe, ops
+from fp8moe_cutlass.nn import MoEExperts
+from moe_problem import assert_same
+from ranks import Pool, results
+from test_distributed import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, batch, layer_of, rank_of
+from test_peers import POISON, growing, in_flight, on_peers, random_routings
+
+# ---- the operators ------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Ranks of this GPU, a stream each."""
+
+    def __init__(self, ranks: int, pinned: bool) -> None:
+        def words(*shape: int) -> list[Any]:
+            return [torch.zeros(shape, dtype=torch.int32, device="cuda") for _ in range(ranks)]
+
+        self.ranks, self.mailboxes, self.calls = ranks, words(2, ranks, 32), words(1)
+        self.ended = words(1)
+        late = torch.zeros(ranks, ranks, dtype=torch.int32, pin_memory=pinned)
+        self.late = list(late if pinned else late.cuda())
+        self.peers = torch.tensor([m.data_ptr() for m in self.mailboxes], device="cuda")
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        torch.cuda.synchronize()
+
+    def share(self, rank: int, words: Any, timeout_ms: int = 20000) -> Any:
+        with torch.cuda.stream(self.streams[rank]):
+            return ops.share_words(
+                *(words, self.peers, self.mailboxes[rank], self.calls[rank], self.ended[rank]),
+                self.late[rank],
+                rank=rank,
+                timeout_ms=timeout_ms,
+            )
+
+
+@pytest.mark.parametrize("count", [0, 1, 31])
+def test_words_reach_every_rank(count: int) -> None:
+    meeting = Meeting(3, pinned=True)
+    words = torch.randint(0, 1 << 30, (5, 3, count), dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    told = [[meeting.share(r, words[call, r]) for r in range(3)] for call in range(5)]
+    torch.cuda.synchronize()
+    for call in range(5):
+        for r in range(3):
+            assert torch.equal(told[call][r], words[call])
+    assert not any(t.any() for t in meeting.late)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_late_rank_ends_the_wait(pinned: bool) -> None:
+    """By itself, and everything goes on."""
+    meeting = Meeting(2, pinned)
+    words = torch.full((2,), 5, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    told = meeting.share(0, words, 50)
+    torch.cuda.synchronize()
+    assert 0.045 < time.monotonic() - start < 5
+    assert told.tolist() == [[5, 5], [0, 0]]
+    assert meeting.late[0].tolist() == [0, 1]
+    start = time.monotonic()
+    told = meeting.share(0, words, 60_000)
+    torch.cuda.synchronize()
+    assert told.tolist() == [[0, 0], [0, 0]]
+    assert time.monotonic() - start < 5
+    assert meeting.late[0].tolist() == [0, 1]
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_late_must_be_pinned() -> None:
+    meeting = Meeting(1, pinned=False)
+    meeting.late[0] = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"\[share_words\] late must be .* pinned memory; got page"
+    ):
+        meeting.share(0, torch.zeros(1, dtype=torch.int32, device="cuda"))
+
+
+@pytest.mark.parametrize("segment", [0, 40, 700])
+@pytest.mark.parametrize("slots", [0, 8])
+@pytest.mark.parametrize("hidden", [272, 7168])
+def test_rows_go_to_the_ranks_and_sums_come_from_them(
+    hidden: int, slots: int, segment: int
+) -> None:
+    ranks, tokens = 4, 611
+    g = torch.Generator().manual_seed(hidden + segment)
+    ids = torch.randint(-1, 64, (tokens, 8), generator=g).cuda()
+    x = torch.randn(tokens, hidden, generator=g).bfloat16().cuda()
+    probs = torch.rand(tokens, 8, generator=g).cuda()
+    plan, _ = ops.dispatch_plan(ids, 64, ranks, segment=segment, spare=int(segment > 0))
+    of = (ids, probs) if slots else ()
+    width = ops.packed_row_bytes(hidden, slots)
+    want = torch.full((plan.rows, width), POISON, dtype=torch.uint8, device="cuda")
+    ops.quantize_pack(x, plan, *of, num_experts=64, out=want)
+    offsets = plan.row_offsets.tolist()
+    for most in (tokens + 90, 33):
+        there = torch.full((ranks, most, width), POISON, dtype=torch.uint8, device="cuda")
+        addresses = torch.tensor([t.data_ptr() for t in there], device="cuda")
+        ops.quantize_pack(x, plan, *of, num_experts=64, peers=addresses, out=there[1])
+        for r in range(ranks):
+            rows = min(most, offsets[r + 1] - offsets[r])
+            assert torch.equal(there[r, :rows], want[offsets[r] : offsets[r] + rows])
+            assert (there[r, rows:] == POISON).all()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        rows = torch.randn(plan.rows, hidden, device="cuda").to(dtype)
+        there = torch.full((ranks, plan.rows + 3, hidden), 9.0, dtype=dtype, device="cuda")
+        for r in range(ranks):
+            there[r, 3 : 3 + offsets[r + 1] - offsets[r]] = rows[offsets[r] : offsets[r + 1]]
+        addresses = torch.tensor([t.data_ptr() for t in there], device="cuda")
+        first = torch.full((ranks,), 3, dtype=torch.int32, device="cuda")
+        got = ops.unpermute_unpad(there[2], plan, peers=addresses, first=first)
+        assert torch.equal(got, ops.unpermute_unpad(rows, plan))
+
+
+# ---- a group of one -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    """A group of this process alone."""
+    store = Path(tempfile.mkdtemp()) / "store"
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", f"file://{store}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("capacity", [None, 300])
+def test_a_group_of_one(world: Any, capacity: Any, device: torch.device) -> None:
+    p = moved(batch(300), device)
+    want = p.run(layer_of(p, None))
+    layer = layer_of(p, world, rank_capacity=capacity, transport="peer")
+    assert_same(p.run(layer), want)
+    layer.check()
+
+
+# ---- several GPUs -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    size = max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
+    if size == 1:
+        pytest.skip("needs two GPUs")
+    made = Pool(size, {size: list(range(size))}, backend="nccl")
+    yield made
+    made.close()
+
+
+def run(pool: Pool, function: Any, *args: Any) -> list[Any]:
+    (size,) = pool.members
+    return results(pool.run(size, function, *args))
+
+
+def both(group: Any, p: Any, counts: list[int], options: dict[str, Any]) -> Any:
+    return on_peers(group, moved(p, f"cuda:{rank_of(group)}"), counts, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rank_capacity": 90},
+        {"rank_capacity": (30, 100)},  # which drops
+        {"preactivation": "recompute"},
+        {"recipe": None},
+        {"recipe": Fp8Recipe(grad_dtype="e5m2", scale="fp32", columns="column")},
+    ],
+    ids=str,
+)
+def test_equals_nccl(pool: Pool, options: dict[str, Any]) -> None:
+    (size,) = pool.members
+    counts = [90, 0, 55, 17, 90, 1, 64, 33][:size]
+    run(pool, both, batch(sum(counts)), counts, options)
+
+
+def on_mine(group: Any, function: Any, p: Any, *args: Any) -> Any:
+    return function(group, moved(p, f"cuda:{rank_of(group)}"), *args)
+
+
+@pytest.mark.parametrize("capacity", [None, 60], ids=["exact", "capacity"])
+def test_nothing_that_a_backward_reads_is_overwritten(pool: Pool, capacity: Any) -> None:
+    if pool.members.keys() != {2}:
+        pytest.skip("the problem is of two ranks")
+    run(pool, on_mine, in_flight, batch(110), capacity)
+
+
+def test_batches_of_other_sizes(pool: Pool) -> None:
+    run(pool, on_mine, growing, batch(100))
+
+
+def test_random_routings(pool: Pool) -> None:
+    run(pool, on_mine, random_routings, batch(1), 60)
+
+
+def two_streams(group: Any, p: Any) -> None:
+    """Two batches on a stream each, forward and backward, again and again without a wait."""
+    layers = [layer_of(p, group, transport=t) for t in ("nccl", "peer", "peer")]
+    other = replace(p, x=p.x.flip(0), topk_idx=p.topk_idx.flip(0))
+    want = [q.run(layers[0]) for q in (p, other)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs, grads = [], []
+    for _ in range(20):
+        for q, layer, stream in zip((p, other), layers[1:], streams, strict=True):
+            with torch.cuda.stream(stream):
+                x, probs = q.x.clone().requires_grad_(), q.probs.clone().requires_grad_()
+                out = layer(x, q.topk_idx, probs)
+                outs.append(out)
+                grads.append(torch.autograd.grad(out, (x, probs), q.dout))
+    torch.cuda.synchronize()
+    for n, (out, (dx, dprobs)) in enumerate(zip(outs, grads, strict=True)):
+        assert torch.equal(out, want[n % 2].out)
+        assert torch.equal(dx, want[n % 2].dx)
+        assert torch.equal(dprobs, want[n % 2].dprobs)
+
+
+def test_two_batches_on_two_streams(pool: Pool) -> None:
+    run(pool, on_mine, two_streams, batch(1000))
+
+
+def replayed(group: Any, p: Any) -> None:
+    """A captured step, replayed under other routings, between eager ones."""
+    tokens = p.x.shape[0]
+    layer = layer_of(p, group, rank_capacity=(tokens, 2 * tokens * SLOTS), transport="peer")
+    x, probs, idx = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_(), p.topk_idx
+    leaves = (x, probs, *layer.parameters())
+
+    def step() -> Any:
+        out = layer(x, idx, probs)
+        return out, torch.autograd.grad(out, leaves, p.dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grads = step()
+    for seed in range(6):
+        q = moved(batch(tokens, seed=seed + 7 * rank_of(group)), x.device)
+        with torch.no_grad():
+            for into, value in ((x, q.x), (probs, q.probs), (idx, q.topk_idx)):
+                into.copy_(value)
+        for _ in range(1 + seed % 3):
+            graph.replay()
+        eager_out, eager_grads = step()
+        assert torch.equal(out, eager_out)
+        for captured, eager in zip(grads, eager_grads, strict=True):
+            assert torch.equal(captured, eager)
+    layer.check()
+
+
+def test_one_graph_for_every_routing(pool: Pool) -> None:
+    run(pool, on_mine, replayed, batch(200))
+
+
+def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
+    device = torch.device("cuda", rank_of(group))
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="peer", device=device)
+    x = torch.randn(9, HIDDEN, device=device).bfloat16().requires_grad_()
+    idx = torch.arange(27, device=device).view(9, SLOTS) % EXPERTS
+    probs = torch.ones(9, SLOTS, device=device)
+    layer(x, idx, probs)  # all is well
+    out = layer(x, idx, probs) if when == "backward" else None
+    torch.cuda.synchronize()
+    if rank_of(group) == 1:
+        time.sleep(0.5)
+        os._exit(1)
+    time.sleep(1.5)
+    start = time.monotonic()
+    try:
+        if out is not None:
+            out.sum().backward()
+        layer(x, idx, probs)
+    except RuntimeError as error:
+        taken = time.monotonic() - start
+        layer.down_proj.cpu()  # the device still serves
+        return str(error), taken
+    return "", 0.0
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pool = Pool(2, {2: [0, 1]}, timeout=5.0, backend="nccl")
+    try:
+        error, seconds = results(pool.run(2, losing_a_peer, when, wait_for=[0]))[0]
+    finally:
+        pool.close()
+    assert "every rank must come to an exchange within the group's timeout of 5 s" in error
+    assert seconds < 5 + 5

@@ -1,0 +1,459 @@
+"""Exchanges through the memory of other ranks: the operators here and, over gloo and memory that
+the processes share, the whole protocol. What torch.distributed carries is the oracle, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+from fp8moe_cutlass import Fp8Recipe, ops
+from fp8moe_cutlass.distributed import peers as peers_module
+from fp8moe_cutlass.nn import MoEExperts
+from moe_problem import Problem, assert_same
+from ranks import MEMBERS, Pool, results
+from test_distributed import (
+    COUNTS,
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    SLOTS,
+    batch,
+    layer_of,
+    on_a_rank,
+    rank_of,
+    routings,
+    share,
+    shares,
+)
+
+POISON = 0xA5
+
+# ---- the operators ------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Ranks of this process, a thread each."""
+
+    def __init__(self, ranks: int, stride: int = 16) -> None:
+        self.mailboxes = [torch.zeros(2, ranks, stride, dtype=torch.int32) for _ in range(ranks)]
+        self.peers = torch.tensor([m.data_ptr() for m in self.mailboxes])
+        self.calls = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
+        self.ended = [torch.zeros(1, dtype=torch.int32) for _ in range(ranks)]
+        self.late = [torch.zeros(ranks, dtype=torch.int32) for _ in range(ranks)]
+
+    def share(self, rank: int, words: list[int], timeout_ms: int = 20000) -> list[list[int]]:
+        told = ops.share_words(
+            *(torch.tensor(words, dtype=torch.int32), self.peers, self.mailboxes[rank]),
+            *(self.calls[rank], self.ended[rank], self.late[rank]),
+            **{"rank": rank, "timeout_ms": timeout_ms},
+        )
+        return told.tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("first", [0, 2**31 - 4, -2])
+def test_words_reach_every_rank_in_every_call(ranks: int, first: int) -> None:
+    """Also where the number of the call overflows, and where one rank is slow."""
+    meeting, found = Meeting(ranks), [[] for _ in range(ranks)]  # type: ignore[var-annotated]
+    for calls in meeting.calls:
+        calls.fill_(first)
+    if first:  # as the calls before have left it
+        for mailbox in meeting.mailboxes:
+            mailbox[:, :, 0] = first
+
+    def run(rank: int) -> None:
+        for call in range(8):
+            if call % ranks == rank:
+                time.sleep(0.01)
+            words = [100 * call + rank + i for i in range(call)]
+            found[rank].append(meeting.share(rank, words))
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    want = [[[100 * c + r + i for i in range(c)] for r in range(ranks)] for c in range(8)]
+    assert found == [want] * ranks
+    assert not any(t.any() for t in (*meeting.ended, *meeting.late))
+
+
+def test_a_late_rank_ends_the_wait_and_those_after_it() -> None:
+    meeting = Meeting(3)
+    start = time.monotonic()
+    ended = threading.Thread(target=meeting.share, args=(2, [7], 50))
+    ended.start()
+    assert meeting.share(0, [5], 50) == [[5], [0], [7]]
+    ended.join()
+    assert 0.05 <= time.monotonic() - start < 5
+    assert meeting.late[0].tolist() == [0, 1, 0]
+    start = time.monotonic()
+    assert meeting.share(0, [5], 100_000) == [[0], [0], [0]]  # at once
+    assert time.monotonic() - start < 5
+    assert meeting.late[0].tolist() == [0, 1, 0]
+    assert meeting.calls[0].item() == 1
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"rank": 2}, r"rank must lie in \[0, 2\); got 2"),
+    "timeout": ({"timeout_ms": -1}, r"timeout_ms must lie in \[0, 10\^9\]; got -1"),
+    "room": ({"words": torch.zeros(16).int()}, "mailbox must have room for more than the 16 words"),
+    "peers": ({"peers": torch.zeros(3).long()}, "mailbox must be"),
+    "late": ({"late": torch.zeros(3).int()}, "late must be"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_of_share_words(name: str) -> None:
+    meeting = Meeting(2)
+    given: dict[str, Any] = {"words": torch.zeros(3).int(), "peers": meeting.peers}
+    given |= {"mailbox": meeting.mailboxes[0], "calls": meeting.calls[0]}
+    given |= {"ended": meeting.ended[0], "late": meeting.late[0], "rank": 0, "timeout_ms": 0}
+    change, message = WRONG[name]
+    with pytest.raises(ValueError, match=rf"\[share_words\] {message}"):
+        ops.share_words(**{**given, **change})
+    assert meeting.calls[0].item() == 0
+
+
+@pytest.mark.parametrize("segment", [0, 7, 40])
+@pytest.mark.parametrize("slots", [0, 3])
+def test_rows_go_to_the_ranks_and_sums_come_from_them(slots: int, segment: int) -> None:
+    ranks, tokens, hidden = 4, 33, 272
+    g = torch.Generator().manual_seed(segment)
+    ids = torch.randint(-1, 12, (tokens, 3), generator=g)
+    x, probs = torch.randn(tokens, hidden, generator=g).bfloat16(), torch.rand(tokens, 3)
+    plan, counts = ops.dispatch_plan(ids, 12, ranks, segment=segment, spare=int(segment > 0))
+    of = (ids, probs) if slots else ()
+    want = ops.quantize_pack(x, plan, *of, num_experts=12)
+    for most in (tokens + 2, 5):
+        there = [torch.full((most, want.shape[1]), POISON, dtype=torch.uint8) for _ in range(ranks)]
+        addresses = torch.tensor([t.data_ptr() for t in there])
+        ops.quantize_pack(x, plan, *of, num_experts=12, peers=addresses, out=there[1])
+        for r, got in enumerate(there):
+            first, end = plan.row_offsets[r : r + 2].tolist()
+            rows = int(counts[r, 0])
+            here = min(rows, most)
+            assert torch.equal(got[:here], want[first : first + here])
+            at = hidden + 4 * -(-hidden // 128)
+            for row in range(here, most):  # those without a token, and those of no row
+                part = got[row, at : at + 8 * slots]
+                if row < end - first and slots:
+                    assert torch.equal(part, want[first + row, at : at + 8 * slots])
+                else:
+                    assert (got[row] == POISON).all()
+    rows = torch.randn(plan.rows, 48, generator=g).bfloat16()
+    for first_row in (0, 3):  # of the rows for this rank
+        there = []
+        for r in range(ranks):
+            begin, end = plan.row_offsets[r : r + 2].tolist()
+            there.append(torch.cat([rows.new_full((first_row, 48), 9.0), rows[begin:end]]))
+        addresses = torch.tensor([t.data_ptr() for t in there])
+        firsts = torch.full((ranks,), first_row, dtype=torch.int32)
+        got = ops.unpermute_unpad(there[2], plan, peers=addresses, first=firsts)
+        assert torch.equal(got, ops.unpermute_unpad(rows, plan))
+
+
+def test_wrong_peers() -> None:
+    plan, _ = ops.dispatch_plan(torch.zeros(4, 1).long(), 2, 2)
+    x, peers, first = torch.zeros(4, 64), torch.zeros(2).long(), torch.zeros(2).int()
+    with pytest.raises(ValueError, match=r"\[quantize_pack\] peers need packed, what this rank's"):
+        ops.quantize_pack(x, plan, peers=peers)
+    with pytest.raises(ValueError, match=r"\[quantize_pack\] peers must be"):
+        ops.quantize_pack(x, plan, peers=peers[:1], out=torch.zeros(4, 80, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"\[unpermute_unpad\] peers and first are given together"):
+        ops.unpermute_unpad(x, plan, peers=peers)
+    with pytest.raises(ValueError, match=r"\[unpermute_unpad\] first must be"):
+        ops.unpermute_unpad(x, plan, peers=peers, first=first[:1])
+    local = ops.route(4, topk_idx=torch.zeros(4, 2).long())
+    with pytest.raises(ValueError, match=r"peers need a plan of dispatch_plan, slots == experts"):
+        ops.unpermute_unpad(torch.zeros(8, 64), local, peers=peers, first=first)
+
+
+# ---- the protocol -------------------------------------------------------------------------------
+
+
+pool = ranks.pool(8, MEMBERS)
+
+
+def poison(layer: MoEExperts) -> None:
+    """In everything that travels, while no rank uses it."""
+    exchange: Any = layer._exchange
+    dist.barrier(exchange.group)
+    used = exchange._peers.peers
+    for area in (used._wire, *(used._back or ())):
+        if area is not None:
+            area.memory.mine.fill_(POISON)
+    dist.barrier(exchange.group)
+
+
+def on_peers(group: Any, p: Problem, counts: list[int], options: dict[str, Any]) -> Any:
+    """on_a_rank by both transports; whether they gave the same, and the second's sums lay there."""
+    want = on_a_rank(group, p, counts, {**options, "transport": "nccl"})
+    got = on_a_rank(group, p, counts, {**options, "transport": "peer"})
+    assert_same(got[0], want[0])
+    assert got[1] == want[1]
+    return True
+
+
+def check(pool: Pool, counts: list[int], p: Problem, **options: Any) -> None:
+    results(pool.run(len(counts), on_peers, p, counts, options))
+
+
+@pytest.mark.parametrize("capacity", [None, 80], ids=["exact", "capacity"])
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_equals_torch_distributed(pool: Pool, ranks: int, capacity: Any) -> None:
+    counts = COUNTS[ranks]
+    check(pool, counts, batch(sum(counts)), rank_capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": None},
+        {"preactivation": "recompute"},
+        {"preactivation": "save_fp8"},
+        {"recipe": Fp8Recipe(grad_dtype="e5m2", scale="fp32", columns="column")},
+        {"rank_capacity": (9, 30)},  # which drops
+    ],
+    ids=str,
+)
+def test_options(pool: Pool, options: dict[str, Any]) -> None:
+    check(pool, [40, 33, 1, 50], batch(124), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dtypes(pool: Pool, dtype: torch.dtype) -> None:
+    check(pool, [25, 31], batch(56, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", routings())
+def test_routings(pool: Pool, name: str) -> None:
+    for capacity in (None, 40):
+        check(pool, [40, 0, 50, 30], batch(120, topk_idx=routings()[name]), rank_capacity=capacity)
+
+
+def in_flight(group: Any, p: Problem, capacity: Any) -> None:
+    """Two layers and two batches: all forwards, then all backwards, the memory poisoned between."""
+    mine = share(p, shares([60, 50])[rank_of(group)])
+    other = replace(mine, x=mine.x.flip(0), topk_idx=mine.topk_idx.flip(0))
+    found = []
+    for transport in ("nccl", "peer"):
+        options = {"rank_capacity": capacity, "transport": transport}
+        layers = [layer_of(p, group, **options), layer_of(p, group, delay_wgrad=True, **options)]
+        xs, outs = [], []
+        for batch_ in (mine, other):
+            x = batch_.x.clone().requires_grad_()
+            probs = batch_.probs.clone().requires_grad_()
+            h = layers[0](x, batch_.topk_idx, probs)
+            h = checkpoint(layers[1], h, batch_.topk_idx, probs, use_reentrant=False)
+            xs += [x, probs]
+            outs.append(h)
+            if transport == "peer":
+                poison(layers[0])
+        with torch.no_grad():
+            outs.append(layers[0](mine.x, mine.topk_idx, mine.probs))
+        for out in outs[:2]:
+            if transport == "peer":
+                poison(layers[0])
+            out.backward(mine.dout)
+        if transport == "peer":
+            poison(layers[0])
+        layers[1].backward_dw()
+        grads = [w.grad for layer in layers for w in layer.parameters()]
+        found.append([*outs, *(x.grad for x in xs), *grads])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("capacity", [None, 60], ids=["exact", "capacity"])
+def test_nothing_that_a_backward_reads_is_overwritten(pool: Pool, capacity: Any) -> None:
+    results(pool.run(2, in_flight, batch(110), capacity))
+
+
+def growing(group: Any, p: Problem) -> list[int]:
+    """Batches of other sizes, also of none, through one layer."""
+    layers = [layer_of(p, group, transport=t) for t in ("nccl", "peer")]
+    sizes = []
+    for tokens in (4, 3, 0, 40, 60, 20):
+        count = tokens + 3 * rank_of(group)
+        part = slice(0, count)
+        mine = replace(
+            p, x=p.x[part], topk_idx=p.topk_idx[part], probs=p.probs[part], dout=p.dout[part]
+        )
+        want, got = (mine.run(layer) for layer in layers)
+        assert_same(got, want)
+        for layer in layers:
+            layer.zero_grad()
+        sizes.append(layers[1]._exchange._peers.peers._has.wire)  # type: ignore[union-attr]
+    return sizes
+
+
+def test_memory_grows_with_the_batches() -> None:
+    pool = Pool(2, {2: [0, 1]})  # whose groups have no memory yet
+    try:
+        found = results(pool.run(2, growing, batch(64)))
+    finally:
+        pool.close()
+    assert found[0] == found[1]
+    sizes = found[0]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == sizes[1] == sizes[2] < sizes[3] < sizes[4] == sizes[5]
+
+
+def compiled(group: Any, p: Problem, capacity: Any) -> None:
+    mine = share(p, shares([60, 50])[rank_of(group)])
+    layer = layer_of(p, group, rank_capacity=capacity, transport="peer")
+    want = mine.run(layer)
+    for w in layer.parameters():
+        w.grad = None
+    run = torch.compile(layer, backend="aot_eager")
+    x, probs = mine.x.clone().requires_grad_(), mine.probs.clone().requires_grad_()
+    out = run(x, mine.topk_idx, probs)
+    out.backward(mine.dout)
+    assert torch.equal(out, want.out)
+    assert torch.equal(x.grad, want.dx)
+    assert torch.equal(layer.down_proj.grad, want.ddown)
+
+
+@pytest.mark.parametrize("capacity", [None, 60], ids=["exact", "capacity"])
+def test_compiled(pool: Pool, capacity: Any) -> None:
+    results(pool.run(2, compiled, batch(110), capacity))
+
+
+def random_routings(group: Any, p: Problem, batches: int) -> None:
+    """Batches of random sizes and routings, which differ between the ranks."""
+    layers = [layer_of(p, group, transport=t, rank_capacity=c) for c in (None, 30) for t in _BOTH]
+    g = torch.Generator().manual_seed(rank_of(group))
+    for _ in range(batches):
+        count = int(torch.randint(0, 31, (1,), generator=g))
+        ids = torch.randint(-1, EXPERTS, (count, SLOTS), generator=g)
+        x = torch.randn(count, HIDDEN, generator=g).bfloat16()
+        x, ids, probs = (t.to(p.x.device) for t in (x, ids, torch.rand(count, SLOTS, generator=g)))
+        mine = replace(p, x=x, topk_idx=ids, probs=probs, dout=x)
+        found = [mine.run(layer) for layer in layers]
+        assert_same(found[1], found[0])
+        assert_same(found[3], found[2])
+        for layer in layers:
+            layer.zero_grad()
+
+
+_BOTH = ("nccl", "peer")
+
+
+def test_random_routings(pool: Pool) -> None:
+    results(pool.run(4, random_routings, batch(1), 10))
+
+
+def frozen(group: Any, p: Problem) -> None:
+    """Exchanges that bring nothing back in backward, or dx or dprobs alone."""
+    for x_grad, probs_grad in ((False, False), (True, False), (False, True)):
+        found = []
+        for transport in _BOTH:
+            layer = layer_of(p, group, transport=transport)
+            for _ in range(3):
+                x = p.x.clone().requires_grad_(x_grad)
+                probs = p.probs.clone().requires_grad_(probs_grad)
+                out = layer(x, p.topk_idx, probs)
+                out.backward(p.dout)
+            found.append([out, x.grad, probs.grad, layer.down_proj.grad, layer.gate_up_proj.grad])
+        for a, b in zip(*found, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_gradients_that_nobody_asks_for(pool: Pool) -> None:
+    results(pool.run(2, frozen, batch(30)))
+
+
+# ---- what is wrong ------------------------------------------------------------------------------
+
+
+def disagreeing(group: Any, hidden: int) -> str:
+    hidden = hidden if rank_of(group) == 1 else HIDDEN
+    layer = MoEExperts(EXPERTS, hidden, INTERMEDIATE, group=group, transport="peer")
+    idx = torch.zeros(9, SLOTS, dtype=torch.int64)
+    try:
+        layer(torch.randn(9, hidden).bfloat16(), idx, torch.ones(9, SLOTS))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
+    for error in results(pool.run(3, disagreeing, 256)):
+        assert "hidden_size must be equal on all ranks" in error
+    assert results(pool.run(3, disagreeing, HIDDEN)) == [""] * 3  # as good as before
+
+
+def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="peer")
+    x = torch.randn(9, HIDDEN).bfloat16().requires_grad_()
+    idx, probs = torch.arange(27).view(9, SLOTS) % EXPERTS, torch.ones(9, SLOTS)
+    layer(x, idx, probs)  # all is well
+    out = layer(x, idx, probs) if when == "backward" else None
+    if dist.get_rank() == 1:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        if out is not None:
+            out.sum().backward()
+        layer(x, idx, probs)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
+    pool = Pool(2, {2: [0, 1]}, timeout=2.0)
+    try:
+        error, seconds = results(pool.run(2, losing_a_peer, when, wait_for=[0]))[0]
+    finally:
+        pool.close()
+    assert "every rank must come to an exchange within the group's timeout of 2 s" in error
+    assert "got none from rank 1" in error
+    assert seconds < 2 + 5
+
+
+def choices(group: Any) -> list[str]:
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="auto")
+    with pytest.warns(UserWarning, match="rows go by torch.distributed: 'peer' is for GPUs"):
+        layer(torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"transport must be one of auto, nccl, peer; got 'ring'"):
+        MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="ring")
+    return [layer._exchange.transport, str(layer._exchange._peers)]  # type: ignore[union-attr]
+
+
+def test_auto_takes_torch_distributed_on_the_cpu() -> None:
+    pool = Pool(2, {2: [0, 1]})
+    try:
+        assert results(pool.run(2, choices)) == [["auto", "None"]] * 2
+    finally:
+        pool.close()
+
+
+def test_transport_is_of_a_group() -> None:
+    with pytest.raises(ValueError, match="transport needs group=; got 'peer' and group=None"):
+        MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, transport="peer")
+
+
+def test_the_names_of_torch_that_are_used() -> None:
+    """Its symmetric memory is alpha: what symmetric.py calls has the arguments it gives."""
+    import inspect
+
+    from torch.distributed import _symmetric_memory
+
+    of = inspect.signature(_symmetric_memory.empty).parameters
+    assert {"dtype", "device"} <= set(of)
+    assert list(inspect.signature(_symmetric_memory.rendezvous).parameters) == ["tensor", "group"]
+    assert hasattr(torch._C._distributed_c10d._SymmetricMemory, "buffer_ptrs")
+    assert peers_module._WORDS > 4 + 2 * 64 + 8 + 64  # of 64 ranks
