@@ -95,6 +95,12 @@ def exchange() -> Tensor:
     packed: Tensor = ops.quantize_pack(x, sent.plan, topk_idx, probs, num_experts=E)
     assert packed.shape[1] == ops.packed_row_bytes(H, S)
     got: ops.Unpacked = ops.unpack(packed, H, S)
+    mailbox, (calls, ended, late) = torch.zeros(2, 1, 8).int(), torch.zeros(3, 1).int()
+    address = torch.tensor([mailbox.data_ptr()])
+    words: Tensor = ops.share_words(
+        *(topk_idx[0].int(), address, mailbox, calls, ended, late), rank=0, timeout_ms=1000
+    )
+    assert words.shape == (1, S)
     per_expert = torch.tensor([T, 0, 0, 0], dtype=torch.int32)
     grouped: RoutingPlan = ops.plan_from_counts(per_expert, capacity=T)
     same: RoutingPlan = RoutingPlan.from_counts(per_expert, capacity=T)

@@ -67,6 +67,19 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   CHECK(CALL(unpack, .packed = &arrived, .hidden = kK, .topk_idx = &lt, .probs = &wt) == FP8MOE_OK);
   CHECK(local[0] == -1 && local[1] == 0 && weights[1] == 1.0f); /* token 0: slot 1 is expert 2 */
 
+  int32_t mailbox[8] = {0}, calls = 0, ended = 0, late = 0, said[3] = {5, 6, 7}, told[3] = {0};
+  int64_t address = (int64_t)(intptr_t)mailbox; /* of one rank */
+  const fp8moe_tensor st = tensor(said, FP8MOE_I32, 1, 3, 0, 0);
+  const fp8moe_tensor at = tensor(&address, FP8MOE_I64, 1, 1, 0, 0);
+  const fp8moe_tensor mt = tensor(mailbox, FP8MOE_I32, 3, 2, 1, 4);
+  const fp8moe_tensor nt = tensor(&calls, FP8MOE_I32, 1, 1, 0, 0);
+  const fp8moe_tensor et = tensor(&ended, FP8MOE_I32, 1, 1, 0, 0);
+  const fp8moe_tensor ft = tensor(&late, FP8MOE_I32, 1, 1, 0, 0);
+  const fp8moe_tensor tt = tensor(told, FP8MOE_I32, 2, 1, 3, 0);
+  CHECK(CALL(share_words, .words = &st, .peers = &at, .mailbox = &mt, .calls = &nt, .ended = &et,
+             .late = &ft, .rank = 0, .timeout_ms = 1000, .told = &tt) == FP8MOE_OK);
+  CHECK(calls == 1 && ended == 0 && late == 0 && told[0] == 5 && told[2] == 7);
+
   uint8_t moved[kTo2 * kK];
   float scale[kBlocks * 4];
   fp8moe_fp8_tensor from = {tensor(rank_2, FP8MOE_E4M3, 2, kTo2, kK, 0),

@@ -1,5 +1,8 @@
 // dispatch_plan, quantize_pack and unpack against loops over the tokens; the rows of the wire read
-// in place by permute_pad and permute_transpose_fp8.
+// in place by permute_pad and permute_transpose_fp8; rows stored at and read from ranks, and their
+// meetings.
+#include <thread>
+
 #include "check.h"
 
 using namespace fp8moe;
@@ -161,6 +164,86 @@ void problems() {
   expect_plan(one, dispatched(one, true));
 }
 
+// Rows stored at each rank are those packed for it, and a sum over them where they lie is that over
+// the packed rows.
+void rows_at_ranks() {
+  Random random(10);
+  const int64_t tokens = 23, hidden = 48, bytes = packed_row_bytes(hidden, 0);
+  for (const int64_t segment : {0, 9}) {
+    const Problem p{tokens, 3, 4, 2, segment, random_topk(tokens * 3, 8, random)};
+    const Dispatched d = dispatched(p, false);
+    const RoutingPlan& plan = d.plan;
+    Owned x(DType::f32, {tokens, hidden}), packed(DType::u8, {plan.rows(), bytes});
+    fill_normal(x, random);
+    quantize_pack({.x = x, .plan = plan, .packed = packed});
+    for (const int64_t most : {tokens, int64_t{3}}) {
+      std::vector<Owned> there;
+      Owned peers(DType::i64, {p.ranks});
+      for (int64_t r = 0; r < p.ranks; ++r) {
+        there.emplace_back(DType::u8, std::initializer_list<int64_t>{most, bytes});
+        peers.as<int64_t>()[r] = reinterpret_cast<int64_t>(there[r].as<uint8_t>());
+      }
+      quantize_pack({.x = x, .plan = plan, .peers = peers, .packed = there[2]});
+      for (int64_t r = 0; r < p.ranks; ++r)
+        for (int64_t i = 0; i < std::min<int64_t>(most, plan.tokens_per_expert()[r]); ++i)
+          CHECK(std::memcmp(there[r].as<uint8_t>() + i * bytes,
+                            packed.as<uint8_t>() + (plan.row_offsets()[r] + i) * bytes,
+                            static_cast<size_t>(bytes)) == 0);
+    }
+    Owned rows(DType::f32, {plan.rows(), hidden}), want(DType::f32, {tokens, hidden});
+    Owned got(DType::f32, {tokens, hidden}), peers(DType::i64, {p.ranks});
+    Owned first(DType::i32, {p.ranks});
+    fill_normal(rows, random);
+    unpermute_unpad({.y = rows, .plan = plan, .out = want});
+    for (int64_t r = 0; r < p.ranks; ++r) {  // all of them lie here
+      peers.as<int64_t>()[r] = reinterpret_cast<int64_t>(rows.as<float>());
+      first.as<int32_t>()[r] = plan.row_offsets()[r];
+    }
+    unpermute_unpad({.y = rows, .plan = plan, .peers = peers, .first = first, .out = got});
+    CHECK(std::memcmp(got.as<float>(), want.as<float>(),
+                      static_cast<size_t>(tokens * hidden * 4)) == 0);
+  }
+}
+
+void meetings() {
+  constexpr int64_t kRanks = 3, kWords = 2;
+  std::vector<Owned> mailboxes;
+  Owned peers(DType::i64, {kRanks});
+  for (int64_t r = 0; r < kRanks; ++r) {
+    mailboxes.emplace_back(DType::i32, std::initializer_list<int64_t>{2, kRanks, 4});
+    std::memset(mailboxes[r].as<int32_t>(), 0, 2 * kRanks * 4 * sizeof(int32_t));
+    peers.as<int64_t>()[r] = reinterpret_cast<int64_t>(mailboxes[r].as<int32_t>());
+  }
+  const auto rank = [&](int64_t r, int64_t calls_to_make) {
+    Owned calls = int32s({1}, {0}), ended = int32s({1}, {0}), late = int32s({kRanks}, {0, 0, 0});
+    for (int i = 0; i <= calls_to_make; ++i) {
+      const bool last = i == calls_to_make;  // to which rank 1 does not come
+      if (last && r == 1) return;
+      const Owned words = int32s({kWords}, {static_cast<int>(r), i});
+      Owned told(DType::i32, {kRanks, kWords});
+      share_words({.words = words,
+                   .peers = peers,
+                   .mailbox = mailboxes[r],
+                   .calls = calls,
+                   .ended = ended,
+                   .late = late,
+                   .rank = r,
+                   .timeout_ms = last ? 100 : 60000,
+                   .told = told});
+      for (int64_t s = 0; s < kRanks; ++s) {
+        const bool came = !last || s != 1;
+        CHECK(told.as<int32_t>()[2 * s] == (came ? s : 0));
+        CHECK(told.as<int32_t>()[2 * s + 1] == (came ? i : 0));
+        CHECK(late.as<int32_t>()[s] == (came ? 0 : 1));
+      }
+      CHECK(ended.as<int32_t>()[0] == (last ? 1 : 0));
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int64_t r = 0; r < kRanks; ++r) threads.emplace_back(rank, r, 40);
+  for (std::thread& t : threads) t.join();
+}
+
 // Rows that lie apart give what dense rows give. The memory ends with the last row.
 void strided_rows() {
   Random random(9);
@@ -274,6 +357,8 @@ void refusals() {
 
 int main() {
   problems();
+  rows_at_ranks();
+  meetings();
   strided_rows();
   refusals();
 }

@@ -34,7 +34,8 @@ class Collectives:
 
     def told(self, message: Any, terms: int) -> Told:
         """Of a message as lists."""
-        return Told(*message, 0, 0)
+        sent, received = message
+        return Told(sent, received, 0, 0)
 
     def make_room(self, terms: Terms, of_one: int, in_all: int) -> None:
         """Every exchange makes its own."""

@@ -82,7 +82,8 @@ class GroupMove:
         return Arrived(rows, row_probs, local, Route(sent.plan, sizes))
 
     def into(self, route: Route) -> Tensor | None:
-        return self._carrier(route).into(route.sizes)
+        place: Tensor | None = self._carrier(route).into(route.sizes)
+        return place
 
     def combine(self, out: Tensor, route: Route) -> Tensor:
         (total,) = self._finish(self._start([out], route, beside=False), route)

@@ -30,8 +30,8 @@ def pack(
     """x [T, H], topk_idx [T, S] and probs [T, S] f32 -> rows [plan.rows, bytes]; in FP8, where
     `place` says so, at the peers."""
     if recipe is not None:
-        ids = (topk_idx, probs)
-        return _quantize_pack(x, plan, recipe, "e4m3", place, *ids, num_experts=num_experts)
+        routed = (topk_idx, probs)
+        return _quantize_pack(x, plan, recipe, "e4m3", place, *routed, num_experts=num_experts)
     tokens, hidden = x.shape
     slots = topk_idx.shape[1]
     width = row_bytes(hidden, slots, recipe)

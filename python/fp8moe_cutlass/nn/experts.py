@@ -82,6 +82,9 @@ class MoEExperts(ExpertBlock, nn.Module):
       assignments a rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers
       of fixed size, capturable in a CUDA graph after one forward like it. What finds no place is
       dropped (its output and gradients are 0) and counted: `dropped`, `check()`.
+    transport: how rows in FP8 travel. "nccl": by the collectives of torch.distributed. "peer":
+      through each other's memory, between GPUs of one host; the same bits. "auto": as "peer" where
+      that is possible, else as "nccl", which a SlowPathWarning says. The same on all ranks.
     Ranks that disagree (sizes, slots, recipe, rank_capacity, what requires grad) all raise, naming
     who passed what; with a rank capacity, in the first forward of its kind. Afterwards `check()`
     raises, and so does the next first forward of a kind. docs/how-to/several-gpus.md.
@@ -267,6 +270,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         if self._exchange is not None:
             said.append(f"group of {self._exchange.ranks} ranks")
             said.append(f"rank_capacity={self.rank_capacity}")
+            said.append(f"transport={self._exchange.transport!r}")
             said.append(f"local_experts={self.local_experts}")
         return ", ".join(said)
 
