@@ -73,10 +73,12 @@ class Legs:
             *(False,) * 3,
         )
         self.plan, counts = self.exchange.plan(self.topk_idx)
-        self.sizes = self.exchange.sizes(self.exchange.announce(counts, terms), terms)
+        announced = self.exchange.announce(counts, terms)
         self.carrier: Any = self.exchange.carrier(terms)
+        self.sizes = self.exchange.sizes(announced, terms, self.carrier)
         self.collectives: Any = self.exchange._collectives
-        self.mark = self.exchange._mark(terms, self.x.device)
+        capacity = self.exchange.segment > 0
+        self.mark = self.exchange.mark(terms, self.x.device) if capacity else None
         self.partial = torch.randn(self.sizes.rows, self.hidden, device=self.x.device).bfloat16()
 
     def dispatch(self) -> None:
@@ -92,12 +94,13 @@ class Legs:
             place: Any = self.carrier.place(self.sizes.terms, slots)
             given |= {"peers": place.peers, "out": place.rows}
         packed = ops.quantize_pack(self.x, self.plan, *ids, **given)
-        ops.unpack(self.exchange.dispatch(packed, self.sizes), self.hidden, slots)
+        ops.unpack(self.carrier.dispatch(packed, self.sizes, self.mark), self.hidden, slots)
 
     def combine(self) -> None:
         """Send the partial sums back, and add them."""
-        into = self.carrier.into(self.sizes)
-        rows = self.partial if into is None else into  # where the body would have written them
+        rows = self.partial
+        if self.sizes.first is not None:
+            rows = self.carrier.into(self.sizes)  # where the body would have written them
         going = self.carrier.start_sums([rows], self.plan, self.sizes, beside=False)
         self.carrier.finish_sums(going, self.plan, self.sizes)
 
@@ -109,7 +112,7 @@ class Legs:
     def bare_back(self, width: int) -> Run:
         """The all-to-all alone, back."""
         rows = torch.zeros(self.sizes.rows, width, dtype=torch.uint8, device=self.x.device)
-        return lambda: self.collectives.back(rows, self.plan.rows, self.sizes)
+        return lambda: self.collectives.start_sums([rows], self.plan, self.sizes, False)
 
     def rows_to_others(self) -> int:
         """Rows this rank sends to other ranks; with a rank capacity, the fixed number, but

@@ -94,14 +94,16 @@ def test_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_ep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_ep(tmp_path: Path, transport: str) -> None:
     """Two ranks over gloo, each row timed once."""
     out = tmp_path / "ep.json"
-    printed = script("ep", "--device", "cpu", "--ranks", 2, "--quick", "--json", out)
+    options = ("--device", "cpu", "--ranks", 2, "--quick", "--transport", transport)
+    printed = script("ep", *options, "--json", out)
     record = json.loads(out.read_text())
     assert_times(record)
     place = record["environment"]
-    assert (place["ranks"], place["backend"]) == (2, "gloo")
+    assert (place["ranks"], place["backend"], place["transport"]) == (2, "gloo", transport)
     exchanges = ["dispatch", "dispatch of a gradient", "combine"]
     variants = ["random, exact", "zipf, exact", "random, capacity 1.25"]
     assert [(row["variant"], row["op"]) for row in record["results"]] == [

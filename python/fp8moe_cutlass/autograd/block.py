@@ -26,6 +26,7 @@ class Arrived(NamedTuple):
     probs: Tensor | None
     plan: Any
     route: Any  # of the move that sent them
+    into: Tensor | None = None  # where the body writes what goes back, bf16; None: anywhere
 
 
 class Move(Protocol):
@@ -44,15 +45,12 @@ class Move(Protocol):
     def receive(self, sent: Any) -> Arrived:
         """Wait for what arrives."""
 
-    def into(self, route: Any) -> Tensor | None:
-        """Where the body writes the rows, bf16, that `combine` or `return_grads` gets; None:
-        anywhere."""
-
     def combine(self, out: Tensor, route: Any) -> Tensor:
         """The experts' rows -> [T, H]."""
 
-    def send_grad(self, dout: Tensor, route: Any, recipe: Any) -> Any:
-        """dout [T, H] -> rows as the body's backward takes them."""
+    def send_grad(self, dout: Tensor, route: Any, recipe: Any) -> tuple[Any, Tensor | None]:
+        """dout [T, H] -> rows as the body's backward takes them, and where it writes dx, bf16
+        (None: anywhere)."""
 
     def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: Any) -> Any:
         """Begin to send both back."""
@@ -68,9 +66,6 @@ class _Here:
 
     def receive(self, sent: Arrived) -> Arrived:
         return sent
-
-    def into(self, route: None) -> None:
-        return None
 
     def combine(self, out: Tensor, route: None) -> Tensor:
         return out
@@ -101,9 +96,9 @@ class Local(_Here):
                 )
         return Arrived(body.enter(x, recipe), probs, plan, None)
 
-    def send_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
+    def send_grad(self, dout: Tensor, route: None, recipe: Any) -> tuple[Any, None]:
         body = bf16 if recipe is None else fp8
-        return body.enter(dout, recipe, gradient=True)
+        return body.enter(dout, recipe, gradient=True), None
 
 
 @dataclass(frozen=True)
@@ -123,9 +118,9 @@ class Grouped(_Here):
         plan = body.grouped_plan(self.counts, x)
         return Arrived(body.enter(x, recipe, grouped=True), probs, plan, None)
 
-    def send_grad(self, dout: Tensor, route: None, recipe: Any) -> Any:
+    def send_grad(self, dout: Tensor, route: None, recipe: Any) -> tuple[Any, None]:
         body = bf16 if recipe is None else fp8
-        return body.enter(dout, recipe, gradient=True, grouped=True)
+        return body.enter(dout, recipe, gradient=True, grouped=True), None
 
 
 def _check_counts(counts: Any, rows: int) -> None:
@@ -161,8 +156,7 @@ def forward(
     body = bf16 if options.recipe is None else fp8
     sent = move.send(x, topk_idx, probs, options.recipe, need)
     weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
-    rows, row_probs, plan, route = move.receive(sent)
-    into = move.into(route)
+    rows, row_probs, plan, route, into = move.receive(sent)
     out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters, into)
     out = move.combine(out, route)
     return out if out.dtype == x.dtype else out.to(x.dtype), saved, route
@@ -179,9 +173,9 @@ def backward(
     need: Need,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """dx in dout's dtype, dprobs and the weights' gradients."""
-    rows = move.send_grad(dout, route, options.recipe)
+    rows, into = move.send_grad(dout, route, options.recipe)
     body = bf16 if options.recipe is None else fp8
-    made: Gradients = body.backward(rows, saved, options, need, counters, move.into(route))
+    made: Gradients = body.backward(rows, saved, options, need, counters, into)
     del rows, saved
     returning = move.return_grads(made.dx, made.dprobs, route)
     # While both are on their way:

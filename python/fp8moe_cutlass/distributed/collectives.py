@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.distributed.rank_agreement import Terms
 from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -23,10 +22,8 @@ class Collectives:
     def __init__(self, group: Any, ranks: int, segment: int) -> None:
         self.group, self.ranks, self.segment = group, ranks, segment
 
-    def announce(
-        self, counts: Tensor, mark: Tensor, terms: Tensor, differed: Tensor, read: bool
-    ) -> Announced:
-        """counts [ranks, 2]; terms and mark [ranks, .], the same to each; differed [ranks, 1]."""
+    def announce(self, counts: Tensor, terms: Tensor, differed: Tensor) -> Announced:
+        """counts [ranks, 2]; terms [ranks, .], the same to each; differed [ranks, 1]."""
         message = counts.new_empty(2, self.ranks, 3 + terms.shape[1])
         torch.cat([counts, terms, differed], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
@@ -34,69 +31,57 @@ class Collectives:
 
     def told(self, message: Any, terms: int) -> Told:
         """Of a message as lists."""
-        sent, received = message
-        return Told(sent, received, 0, 0)
+        sent, received = list(zip(*message[0], strict=True)), list(zip(*message[1], strict=True))
+        assignments = sum(received[1])
+        return Told(list(sent[0]), list(received[0]), assignments, received[2:-1], sent[-1], 0, 0)
 
-    def make_room(self, terms: Terms, of_one: int, in_all: int) -> None:
-        """Every exchange makes its own."""
-
-    def placed(self, sizes: Sizes, announced: Announced | None) -> Sizes:
-        return sizes
-
-    def place(self, terms: Terms, slots: int) -> None:
-        """Rows are packed where they are sent from."""
-
-    def into(self, sizes: Sizes) -> None:
-        """And sums."""
-
-    def announce_grad(self, mark: Tensor) -> None:
-        """Sizes are known, and marks travel with the rows."""
-
-    def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor) -> Tensor:
-        """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]."""
+    def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
+        """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]. mark
+        [ranks, 4] i32, with a rank capacity: what to tell each rank."""
         got = rows.new_empty(sizes.rows, rows.shape[1])
         sent = rows[: sizes.rows_sent]
-        if self.segment:
-            self._marks(sent).copy_(mark)
+        if mark is not None:
+            self.marks(sent).copy_(mark)
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got
 
-    def marks(self, got: Tensor, announced: Announced | None) -> Tensor:
-        """[ranks, 4] i32, with a rank capacity: the terms in short, of each rank."""
-        return self._marks(got)
-
-    def _marks(self, rows: Tensor) -> Tensor:
-        """The first bytes of the last row of each segment."""
+    def marks(self, rows: Tensor) -> Tensor:
+        """[ranks, 4] i32, with a rank capacity: the first bytes of the last row of each segment."""
         last = rows.view(self.ranks, self.segment + 1, -1)[:, -1]
         return last.view(torch.uint8)[:, :16].view(torch.int32)
-
-    def back(self, rows: Tensor, bound: int, sizes: Sizes, *, beside: bool = False) -> Returning:
-        """Start to send rows [sizes.rows, C] to where they came from, the first of [bound, C].
-        beside: beside what is queued until it is waited for."""
-        rows = rows.contiguous()
-        got = rows.new_empty(bound, rows.shape[1])
-        into = got[: sizes.rows_sent]
-        work: Any = dist.all_to_all_single(
-            into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
-        )
-        return Returning(got, work, rows)
 
     def start_sums(
         self, parts: list[Tensor | None], plan: RoutingPlan, sizes: Sizes, beside: bool
     ) -> list[Returning | None]:
-        """Start to add up each token's rows at all ranks, of each part [sizes.rows, C]."""
-        return [p if p is None else self.back(p, plan.rows, sizes, beside=beside) for p in parts]
+        """Start to send the rows of each part [sizes.rows, C] to where they came from, to be added
+        up there. beside: beside what is queued until they are waited for."""
+        started: list[Returning | None] = []
+        for part in parts:
+            if part is None:
+                started.append(None)
+                continue
+            rows = part.contiguous()
+            got = rows.new_empty(plan.rows, rows.shape[1])
+            into = got[: sizes.rows_sent]
+            work: Any = dist.all_to_all_single(
+                into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
+            )
+            started.append(Returning(got, work, rows))
+        return started
 
     def finish_sums(
         self, returning: list[Returning | None], plan: RoutingPlan, sizes: Sizes
     ) -> list[Tensor | None]:
         """The sums [T, C]. On a GPU it is the current stream that waits."""
-        return [None if r is None else _sum(r, plan) for r in returning]
-
-
-def _sum(returning: Returning, plan: RoutingPlan) -> Tensor:
-    if returning.work is not None:
-        returning.work.wait()
-    columns = returning.rows.shape[1]
-    out: Tensor = ops.unpermute_unpad(F.pad(returning.rows, (0, -columns % 16)), plan)
-    return out[:, :columns]
+        sums: list[Tensor | None] = []
+        for r in returning:
+            if r is None:
+                sums.append(None)
+                continue
+            if r.work is not None:
+                r.work.wait()
+            columns = r.rows.shape[1]
+            rows = r.rows if columns % 16 == 0 else F.pad(r.rows, (0, -columns % 16))
+            made = ops.unpermute_unpad(rows, plan)
+            sums.append(made if columns % 16 == 0 else made[:, :columns])
+        return sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -15,10 +15,11 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.collectives import Collectives
 from fp8moe_cutlass.distributed.peers import peers_of
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import Announced, Sizes, sizes_of_words
+from fp8moe_cutlass.distributed.sizes import Announced, Sizes
 from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 
 TRANSPORTS = ("auto", "nccl", "peer")
+Carrier = Collectives | ThroughPeers
 _DROPPED = (
     "rows beyond rank_capacity, of a pair of ranks",
     "expert ids out of range",
@@ -61,8 +62,8 @@ class Shared:
 class Exchange:
     """Sends a layer's rows within `group`, which owns its experts in equal, ascending shares.
 
-    announce, announce_grad and dispatch, and the methods of its carriers, are collective: all ranks
-    of the group call them, in the same order.
+    announce and announce_grad, and the methods of its carriers, are collective: all ranks of the
+    group call them, in the same order.
     rank_capacity None: sizes are exchanged before the rows, which takes one read by the host. rows,
     or (rows, assignments): fixed sizes, which no host reads; see MoEExperts. A segment then has a
     last row that no token takes, and the ranks' terms are compared on the device.
@@ -144,7 +145,7 @@ class Exchange:
         if self.transport != "nccl":
             peers = peers_of(self.group, counts.device, self.transport)
             self._peers = None if peers is None else ThroughPeers(peers, self.segment)
-        known = self._known(terms)
+        known = self.segment and terms in self._agreed
         if known and self._peers is None:
             return None
         if not known and counts.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -153,62 +154,51 @@ class Exchange:
                 f"before the capture; got rank_capacity={self.rank_capacity}"
             )
         self._follow(counts.device)
-        mark, words = self._mark(terms, counts.device), self._words_of(terms, counts.device)
-        return self._teller.announce(counts, mark, words, self._differed, not known)
+        words = self._words_of(terms, counts.device)
+        if self._peers is None:
+            return self._collectives.announce(counts, words, self._differed)
+        mark = self.mark(terms, counts.device)
+        return self._peers.announce(counts, mark, words, self._differed, not known)
 
     def announce_grad(self, sizes: Sizes) -> Announced | None:
-        """Begin the exchange of the gradient."""
-        mark = self._mark(sizes.terms, self._differed.device, backward=True)
-        return self.carrier(sizes.terms).announce_grad(mark)
+        """Begin the exchange of the gradient. torch.distributed announces nothing: then None."""
+        if self._peers is None or sizes.first is None:
+            return None
+        return self._peers.announce_grad(self.mark(sizes.terms, sizes.first.device, backward=True))
 
-    def sizes(self, announced: Announced | None, terms: Terms) -> Sizes:
+    def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
         ValueError on every rank if the ranks' terms differ, or have differed."""
-        carrier = self.carrier(terms)
-        if announced is None or self._known(terms):
-            return carrier.placed(self.fixed(terms), announced)
-        told = self._teller.told(_read(announced), len(terms))
-        terms.check(told.terms, self._names)
-        self._check_in_step(told.differed)
-        carrier.make_room(terms, told.of_one, told.in_all)
+        first, by_peers = None, isinstance(carrier, ThroughPeers)
+        if announced is not None and not (self.segment and terms in self._agreed):
+            message = _read(announced)
+            by = self._collectives if self._peers is None else self._peers
+            told = by.told(message, len(terms))
+            terms.check(told.terms, self._names)
+            self._check_in_step(told.differed)
+            if by_peers:
+                carrier.make_room(terms, told.of_one, told.in_all)  # type: ignore[union-attr]
+            if self.segment:
+                self._agreed.add(terms)
+                for backward in (False, True):  # before a capture, which can copy nothing
+                    self.mark(terms, announced.message.device, backward)
+        if by_peers:
+            first = carrier.first(announced)  # type: ignore[union-attr, arg-type]
         if self.segment:
-            self._agreed.add(terms)
-            self._mark(terms, announced.message.device, backward=True)  # a capture can copy nothing
-            return carrier.placed(self.fixed(terms), announced)
-        sizes = sizes_of_words(terms, told.sent, told.received, told.assignments)
-        return carrier.placed(sizes, announced)
+            return replace(self.fixed(terms), first=first)
+        sent, received, assignments, *_ = told
+        return Sizes(terms, sent, received, sum(sent), sum(received), assignments, first)
 
-    @property
-    def _teller(self) -> Collectives | ThroughPeers:
-        """The carrier that announces, whatever the terms: ranks may differ in them."""
-        return self._collectives if self._peers is None else self._peers
+    def carrier(self, terms: Terms) -> Carrier:
+        """Moves the rows, once they have been announced: those in FP8 through the ranks' memory,
+        where the ranks share it."""
+        return self._collectives if self._peers is None or terms.recipe == 0 else self._peers
 
-    def carrier(self, terms: Terms) -> Collectives | ThroughPeers:
-        """The carrier of the rows, once they have been announced: rows in FP8 go through the ranks'
-        memory, where the ranks share it."""
-        return self._teller if terms.recipe else self._collectives
-
-    def _known(self, terms: Terms) -> bool:
-        """Whether the host has nothing to read."""
-        return self.segment > 0 and terms in self._agreed
-
-    def dispatch(self, rows: Tensor, sizes: Sizes, *, backward: bool = False) -> Tensor:
-        """The rows [sizes.rows, C] that this rank gets; rows: what was packed."""
-        mark = self._mark(sizes.terms, rows.device, backward)
-        return self.carrier(sizes.terms).dispatch(rows, sizes, mark)
-
-    def compare(
-        self, got: Tensor, sizes: Sizes, announced: Announced | None, *, backward: bool = False
-    ) -> Tensor | None:
-        """With a rank capacity, compares the ranks' terms, of what was announced or `dispatch` has
-        returned, with this rank's: [ranks, 1] bool, True where they differ. They are counted, for
-        `check`."""
-        if not self.segment:
-            return None
-        self._follow(got.device)
-        mine = self._mark(sizes.terms, got.device, backward)
-        marks = self.carrier(sizes.terms).marks(got, announced)
-        differ = torch.any(marks != mine, dim=1, keepdim=True)
+    def compare(self, marks: Tensor, terms: Terms, *, backward: bool = False) -> Tensor:
+        """With a rank capacity, compares the marks [ranks, 4] of all ranks with this rank's:
+        [ranks, 1] bool, True where they differ. They are counted, for `check`."""
+        self._follow(marks.device)
+        differ = torch.any(marks != self.mark(terms, marks.device, backward), dim=1, keepdim=True)
         self._differed += differ
         return differ
 
@@ -257,7 +247,7 @@ class Exchange:
         most = min(terms.slots, len(self.local_experts))
         return Sizes(terms, None, None, rows, rows, self._assignments or most * taken)
 
-    def _mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
+    def mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
         """[ranks, 4] i32: the terms in short."""
         return self._words_of(terms.mark(backward), device)
 

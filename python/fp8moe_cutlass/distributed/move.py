@@ -11,10 +11,10 @@ from torch import Tensor
 from fp8moe_cutlass.autograd.block import Arrived, body_of
 from fp8moe_cutlass.autograd.body import Need
 from fp8moe_cutlass.distributed import wire
-from fp8moe_cutlass.distributed.exchange import Exchange
+from fp8moe_cutlass.distributed.exchange import Carrier, Exchange
 from fp8moe_cutlass.distributed.peers import Place
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
-from fp8moe_cutlass.distributed.sizes import Announced, Sizes, sizes_of_words
+from fp8moe_cutlass.distributed.sizes import Announced, Sizes
 from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 from fp8moe_cutlass.routing import RoutingPlan, buffer_words
 
@@ -24,6 +24,7 @@ class Route(NamedTuple):
 
     plan: RoutingPlan  # ops.dispatch_plan's: a row per (token, rank)
     sizes: Sizes
+    carrier: Carrier
 
 
 class Sent(NamedTuple):
@@ -34,7 +35,9 @@ class Sent(NamedTuple):
     plan: RoutingPlan
     announced: Announced | None
     terms: Terms
+    mark: Tensor | None  # with a rank capacity, the terms in short
     recipe: Any
+    carrier: Carrier
     tokens: tuple[Tensor, Tensor, Tensor]  # x, topk_idx, probs
 
 
@@ -53,10 +56,12 @@ class GroupMove:
         terms = self.terms(x.shape[1], topk_idx.shape[1], recipe, need)
         plan, counts = exchange.plan(topk_idx)
         announced = exchange.announce(counts, terms)
-        place, tokens = exchange.carrier(terms).place(terms, terms.slots), (x, topk_idx, probs)
+        carrier, tokens = exchange.carrier(terms), (x, topk_idx, probs)
+        place = carrier.place(terms, terms.slots) if isinstance(carrier, ThroughPeers) else None
         # While the sizes are on their way:
         packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
-        return Sent(packed, place, plan, announced, terms, recipe, tokens)
+        mark = exchange.mark(terms, x.device) if exchange.segment else None
+        return Sent(packed, place, plan, announced, terms, mark, recipe, carrier, tokens)
 
     def terms(self, hidden: int, slots: int, recipe: Any, need: Need | None) -> Terms:
         """The words on which all ranks must agree."""
@@ -66,55 +71,67 @@ class GroupMove:
 
     def receive(self, sent: Sent) -> Arrived:
         exchange, terms, recipe = self.exchange, sent.terms, sent.recipe
-        sizes, mine = exchange.sizes(sent.announced, terms), exchange.local_experts
-        packed, place = sent.packed, exchange.carrier(terms).place(terms, terms.slots)
-        if place is not None and (sent.place is None or place.peers is not sent.place.peers):
-            # There was not room for all rows: once more, to where there is.
+        packed, carrier, mine = sent.packed, sent.carrier, exchange.local_experts
+        sizes = exchange.sizes(sent.announced, terms, carrier)
+        if isinstance(carrier, ThroughPeers) and carrier.moved_on(sent.place):
+            # There was no room for all rows: once more, to where there is.
+            place = carrier.place(terms, terms.slots)
             packed = wire.pack(*sent.tokens, sent.plan, recipe, exchange.num_experts, place)
-        came = exchange.dispatch(packed, sizes)
+        came = carrier.dispatch(packed, sizes, sent.mark)
         rows, ids, row_probs = wire.unpack(came, terms.hidden_size, terms.slots, recipe, mine)
-        differ = exchange.compare(came, sizes, sent.announced)
-        if differ is not None:  # what would be misread is left out
+        if exchange.segment:  # what would be misread is left out
+            differ = self._compare(came, sent.announced, carrier, terms)
             ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
         body = body_of(recipe)
         local = body.make_plan(ids, len(mine), sizes.assignments)
         exchange.count(sent.plan.status[:2], body.dropped(ids, local))
-        return Arrived(rows, row_probs, local, Route(sent.plan, sizes))
-
-    def into(self, route: Route) -> Tensor | None:
-        place: Tensor | None = self._carrier(route).into(route.sizes)
-        return place
+        into = carrier.into(sizes) if isinstance(carrier, ThroughPeers) else None
+        return Arrived(rows, row_probs, local, Route(sent.plan, sizes, carrier), into)
 
     def combine(self, out: Tensor, route: Route) -> Tensor:
-        (total,) = self._finish(self._start([out], route, beside=False), route)
-        assert total is not None
-        return total
+        plan, sizes, carrier = route
+        (total,) = carrier.finish_sums(carrier.start_sums([out], plan, sizes, False), plan, sizes)
+        return total  # type: ignore[return-value]
 
-    def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> Any:
-        exchange, (plan, sizes) = self.exchange, route
-        announced = exchange.announce_grad(sizes)
-        packed = wire.pack_grad(dout, plan, recipe, self._carrier(route).place(sizes.terms, 0))
-        rows = exchange.dispatch(packed, sizes, backward=True)
-        exchange.compare(rows, sizes, announced, backward=True)
-        return wire.unpack_grad(rows, dout.shape[1], recipe)
+    def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> tuple[Any, Tensor | None]:
+        exchange, (plan, sizes, carrier) = self.exchange, route
+        announced = place = into = mark = None
+        if exchange.segment:
+            mark = exchange.mark(sizes.terms, dout.device, backward=True)
+        if isinstance(carrier, ThroughPeers):
+            announced = exchange.announce_grad(sizes)
+            place = carrier.place(sizes.terms, 0)
+            into = carrier.into(sizes)
+        packed = wire.pack_grad(dout, plan, recipe, place)
+        rows = carrier.dispatch(packed, sizes, mark)
+        if exchange.segment:
+            self._compare(rows, announced, carrier, sizes.terms, backward=True)
+        return wire.unpack_grad(rows, dout.shape[1], recipe), into
+
+    def _compare(
+        self,
+        came: Tensor,
+        announced: Announced | None,
+        carrier: Carrier,
+        terms: Terms,
+        *,
+        backward: bool = False,
+    ) -> Tensor:
+        """Which ranks' terms differ from this rank's, [ranks, 1] bool."""
+        if isinstance(carrier, ThroughPeers):
+            assert announced is not None
+            marks = carrier.marks(announced)
+        else:
+            marks = carrier.marks(came)
+        return self.exchange.compare(marks, terms, backward=backward)
 
     def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: Route) -> Any:
-        return self._start([dprobs, dx], route, beside=True)
+        return route.carrier.start_sums([dprobs, dx], route.plan, route.sizes, True)
 
     def receive_grads(self, returning: Any, route: Route) -> tuple[Tensor | None, Tensor | None]:
         # A slot's gradient is 0 but on the rank of its expert: the sum of dprobs is that one.
-        dprobs, dx = self._finish(returning, route)
+        dprobs, dx = route.carrier.finish_sums(returning, route.plan, route.sizes)
         return dx, dprobs
-
-    def _carrier(self, route: Route) -> Any:
-        return self.exchange.carrier(route.sizes.terms)
-
-    def _start(self, parts: list[Tensor | None], route: Route, beside: bool) -> Any:
-        return self._carrier(route).start_sums(parts, *route, beside)
-
-    def _finish(self, returning: Any, route: Route) -> list[Tensor | None]:
-        found: list[Tensor | None] = self._carrier(route).finish_sums(returning, *route)
-        return found
 
     # ---- for the operator (autograd/torch_op.py), which takes and gives tensors and numbers
 
@@ -124,7 +141,7 @@ class GroupMove:
         if not self.exchange.segment:
             return [-1]
         fixed = self.exchange.fixed(self.terms(0, slots, None, None))
-        return self.sizes_of(Route(None, fixed))  # type: ignore[arg-type]
+        return self.sizes_of(Route(None, fixed, None))  # type: ignore[arg-type]
 
     def sizes_of(self, route: Route) -> list[int]:
         """The sizes of the plan of what arrives."""
@@ -161,13 +178,14 @@ class GroupMove:
         """The route again."""
         terms = self.terms(hidden, slots, recipe, need)
         plan = RoutingPlan(tensors[0], *self.exchange.plan_sizes(tokens, slots))
-        by_peers = isinstance(self.exchange.carrier(terms), ThroughPeers)
-        first = tensors[1] if by_peers else None
+        carrier = self.exchange.carrier(terms)
+        first = tensors[1] if isinstance(carrier, ThroughPeers) else None
         if self.exchange.segment:
-            return Route(plan, replace(self.exchange.fixed(terms), first=first))
+            return Route(plan, replace(self.exchange.fixed(terms), first=first), carrier)
         words, ranks = tensors[2].tolist(), self.exchange.ranks
-        sizes = sizes_of_words(terms, words[:ranks], words[ranks:-1], words[-1])
-        return Route(plan, replace(sizes, first=first))
+        sent, received = words[:ranks], words[ranks:-1]
+        sizes = Sizes(terms, sent, received, sum(sent), sum(received), words[-1], first)
+        return Route(plan, sizes, carrier)
 
     def fake(
         self, saved: Any, x: Tensor, topk_idx: Tensor, recipe: Any, rows: int

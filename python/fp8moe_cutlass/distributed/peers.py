@@ -152,6 +152,10 @@ class Peers:
         rows = self._wire.view(self.rank, self._wire.size // width, width, torch.uint8)
         return Place(rows, self._wire.peers[0])
 
+    def has(self, place: Place | None) -> bool:
+        """Whether `place` is in the memory of now."""
+        return place is not None and self._wire is not None and place.peers is self._wire.peers[0]
+
     def arrive(self, width: int, counts: list[int]) -> Tensor:
         """The rows [sum of counts, width] u8 that have come, so many from each rank."""
         assert self._wire is not None

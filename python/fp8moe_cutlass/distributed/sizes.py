@@ -26,11 +26,6 @@ class Sizes:
     first: Tensor | None = None
 
 
-def sizes_of_words(terms: Terms, sent: list[int], received: list[int], assignments: int) -> Sizes:
-    """Makes Sizes of the rows to and from each rank."""
-    return Sizes(terms, sent, received, sum(sent), sum(received), assignments)
-
-
 class Announced(NamedTuple):
     """Sizes on their way."""
 

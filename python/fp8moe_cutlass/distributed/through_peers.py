@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,8 +16,9 @@ _MARK = 4  # words
 
 
 class ThroughPeers:
-    """What Collectives does, with its methods. A message is [ranks, words], told by each to all:
-    its mark, what goes to each rank, its terms, and how often each rank has differed."""
+    """What Collectives does, by the same methods, and what it needs besides. A message is [ranks,
+    words], told by each to all: its mark, what goes to each rank, its terms, and how often each
+    rank has differed."""
 
     def __init__(self, peers: Peers, segment: int) -> None:
         self.peers, self.ranks, self.rank = peers, peers.ranks, peers.rank
@@ -36,18 +35,15 @@ class ThroughPeers:
 
     def told(self, message: list[list[int]], terms: int) -> Told:
         self.peers.check()
-        said = _MARK + 2 * self.ranks
+        said, here = _MARK + 2 * self.ranks, _MARK + 2 * self.rank
         differed = said + terms
-
-        def words(source: int, to: int) -> list[int]:
-            of = message[source]
-            first = _MARK + 2 * to
-            return [*of[first : first + 2], *of[said:differed], of[differed + to]]
-
         rows = [of[_MARK:said:2] for of in message]  # of each rank to each
         return Told(
-            [words(self.rank, r) for r in range(self.ranks)],
-            [words(r, self.rank) for r in range(self.ranks)],
+            rows[self.rank],
+            [of[here] for of in message],
+            sum(of[here + 1] for of in message),
+            list(zip(*(of[said:differed] for of in message), strict=True)),
+            message[self.rank][differed:],
             max(map(max, rows)),
             max(map(sum, zip(*rows, strict=True))),
         )
@@ -60,19 +56,20 @@ class ThroughPeers:
         needed = Needed(of_one * width, in_all * 2 * terms.hidden_size, in_all * probs)
         self.peers.make_room(needed, fixed=self.segment > 0)
 
-    def placed(self, sizes: Sizes, announced: Announced | None) -> Sizes:
-        """With `first`."""
-        assert announced is not None
+    def first(self, announced: Announced) -> Tensor:
+        """Where this rank's rows begin in what each rank receives."""
         if self.segment:
-            first = torch.full_like(announced.message[:, 0], self.rank * (self.segment + 1))
-        else:
-            before = announced.message[: self.rank, _MARK : _MARK + 2 * self.ranks : 2]
-            first = before.sum(0, dtype=torch.int32)
-        return replace(sizes, first=first)
+            return torch.full_like(announced.message[:, 0], self.rank * (self.segment + 1))
+        before = announced.message[: self.rank, _MARK : _MARK + 2 * self.ranks : 2]
+        return before.sum(0, dtype=torch.int32)
 
     def place(self, terms: Terms, slots: int) -> Place | None:
         """Where quantize_pack stores rows with so many slots; None: there is no memory yet."""
         return self.peers.place(ops.packed_row_bytes(terms.hidden_size, slots))
+
+    def moved_on(self, place: Place | None) -> bool:
+        """Whether the place that was given is no more."""
+        return not self.peers.has(place)
 
     def into(self, sizes: Sizes) -> Tensor:
         """Where the sums are to be written."""
@@ -82,13 +79,13 @@ class ThroughPeers:
         """Begin the exchange of the gradient."""
         return Announced(self.peers.begin(mark[0]), None)
 
-    def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor) -> Tensor:
+    def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
         """The rows that have come, of as many bytes as `rows`."""
         counts = sizes.received or [self.segment + 1] * self.ranks
         return self.peers.arrive(rows.shape[1], counts)
 
-    def marks(self, got: Tensor, announced: Announced | None) -> Tensor:
-        assert announced is not None
+    def marks(self, announced: Announced) -> Tensor:
+        """[ranks, 4] i32."""
         return announced.message[:, :_MARK]
 
     def start_sums(

@@ -156,18 +156,15 @@ class _DeepEp:
     def receive(self, sent: Arrived) -> Arrived:
         return sent
 
-    def into(self, route: _Route) -> None:
-        return None
-
     def combine(self, out: Tensor, route: _Route) -> Tensor:
         combined: Tensor = self._combine(out, route)[0]
         return combined
 
-    def send_grad(self, dout: Tensor, route: _Route, recipe: Any) -> Fp8Tensor:
+    def send_grad(self, dout: Tensor, route: _Route, recipe: Any) -> tuple[Fp8Tensor, None]:
         sent = fp8.enter(dout, recipe, gradient=True)
         options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
         pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.handle, **options)[0]
-        return fp8_rows("experts", pair, sent.pow2)
+        return fp8_rows("experts", pair, sent.pow2), None
 
     def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: _Route) -> Any:
         return self._combine(dx, route, dprobs)
