@@ -81,10 +81,6 @@ class Exchange:
         transport: str = "nccl",
     ) -> None:
         check_group("MoEExperts", group)
-        if transport not in TRANSPORTS:
-            raise ValueError(
-                f"[MoEExperts] transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}"
-            )
         rank = dist.get_rank(group)
         ranks = dist.get_process_group_ranks(group)
         if num_experts % len(ranks):

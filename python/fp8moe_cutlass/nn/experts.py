@@ -16,6 +16,7 @@ from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.distributed.exchange import TRANSPORTS
 from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
 from fp8moe_cutlass.nn import fp8_checkpoint
 from fp8moe_cutlass.nn._validate import (
@@ -25,6 +26,7 @@ from fp8moe_cutlass.nn._validate import (
     check_options,
     check_size,
     check_sizes,
+    check_word,
 )
 from fp8moe_cutlass.nn.expert_block import ExpertBlock
 from fp8moe_cutlass.nn.fsdp import gathers_in_fp8, refuse_mixed
@@ -114,6 +116,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
         check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
+        check_word("MoEExperts", "transport", transport, *TRANSPORTS)
         _say_what_is_slow(recipe)
         self.num_experts = num_experts
         self.hidden_size = hidden_size

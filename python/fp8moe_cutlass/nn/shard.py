@@ -10,7 +10,9 @@ from torch import nn
 
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
+from fp8moe_cutlass.distributed.exchange import TRANSPORTS
 from fp8moe_cutlass.distributed.shards import Average, is_sharded
+from fp8moe_cutlass.nn._validate import check_word
 from fp8moe_cutlass.nn.experts import MoEExperts
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
@@ -57,6 +59,7 @@ def shard_experts(
         raise ValueError(
             f"[shard_experts] model must contain a MoEExperts; got {type(model).__name__}"
         )
+    check_word("shard_experts", "transport", transport, *TRANSPORTS)
     mesh = _mesh(group)
     for name, layer in layers:
         _refuse(name, layer)
