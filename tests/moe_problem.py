@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,15 @@ class Problem:
     down: Tensor  # [E, H, I]
     dout: Tensor  # [T, H]
 
+    def to(self, device: Any) -> Problem:
+        """With every tensor there."""
+        return moved(self, device)
+
     def experts(self, **options: Any) -> MoEExperts:
-        """A layer with these weights."""
+        """A layer with these weights, where they are."""
         e, h, i = self.down.shape
-        layer = MoEExperts(e, h, i, dtype=options.pop("dtype", self.gate_up.dtype), **options)
+        given = {"dtype": self.gate_up.dtype, "device": self.x.device, **options}
+        layer = MoEExperts(e, h, i, **given)
         with torch.no_grad():
             layer.gate_up_proj.copy_(self.gate_up)
             layer.down_proj.copy_(self.down)
@@ -75,6 +80,11 @@ def problem(
         gaussian(experts, hidden, intermediate) / intermediate**0.5,
         gaussian(tokens, hidden),
     )
+
+
+def moved(thing: Any, device: Any) -> Any:
+    """A Problem or Result with every tensor on `device`."""
+    return replace(thing, **{name: t.to(device) for name, t in vars(thing).items()})
 
 
 def unaligned(t: Tensor) -> Tensor:

@@ -94,24 +94,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "shared expert": {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True},
     "overlapped": {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "moe_act": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["moe_act"],
-        "moe_grouped_gemm": True,
-    },
 }
 
 
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("options", ROUTERS)
 def test_gradients(pool: ranks.Pool, options: str, ep: int) -> None:
-    """Of every parameter, in both forms, under the router's settings and the recomputations."""
+    """Of every parameter, in both forms, under the router's settings."""
     for found in mc.on_two(pool, _beside_sequential, ep, ROUTERS[options], {}):
         for loss, experts, rest in found.values():
             assert loss < 3e-3

@@ -10,17 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import LossCoefficients, MoE, MoEExperts, Router, RoutingRule, SharedExpert
-from moe_problem import assert_same, problem
-
-CASES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "recompute": {"preactivation": "recompute"},
-    "fp8_z": {"preactivation": "save_fp8"},
-    "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
-    "bf16": {"recipe": None},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -31,50 +21,6 @@ def _fresh_dynamo() -> None:
 def compiled(module: Any) -> Any:
     # aot_eager traces forward and backward as inductor does and leaves out its code generation.
     return torch.compile(module, fullgraph=True, backend="aot_eager")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_layer(name: str) -> None:
-    p = problem(96)
-    layer = p.experts(**CASES[name])
-    want = p.run(layer)
-    layer.zero_grad()
-    fast = compiled(layer)
-    assert_same(p.run(_Parameters(fast, layer)), want)
-    if name == "default":  # another graph: tracing is what takes the time here
-        with torch.no_grad():
-            assert torch.equal(fast(p.x, p.topk_idx, p.probs), want.out)
-
-
-def test_another_token_count_and_newer_weights() -> None:
-    p = problem(96)
-    layer = p.experts()
-    fast = _Parameters(compiled(layer), layer)
-    p.run(fast)
-    with torch.no_grad():
-        for w in layer.parameters():
-            w.mul_(1.25)
-    layer.zero_grad()
-    q = problem(160, seed=1)
-    got = q.run(fast)
-    q.gate_up, q.down = layer.gate_up_proj.detach(), layer.down_proj.detach()
-    assert_same(got, q.run(q.experts()))
-
-
-def test_main_grad() -> None:
-    p = problem(96)
-    grads = []
-    for wrap in (lambda layer: layer, compiled):
-        layer = p.experts()
-        for w in layer.parameters():
-            w.main_grad = torch.zeros(w.shape)
-        fast = _Parameters(wrap(layer), layer)
-        p.run(fast)
-        p.run(fast)
-        grads.append([w.main_grad for w in layer.parameters()])
-        assert layer.down_proj.grad is None
-    for eager, traced in zip(*grads, strict=True):
-        assert torch.equal(eager, traced)
 
 
 def moe_of(score: str = "softmax", shared: SharedExpert | None = None, **options: Any) -> MoE:
@@ -121,16 +67,3 @@ def test_export_of_any_token_count() -> None:
         run = exported.module()
         for some in (x, x[:24]):
             assert torch.equal(run(some), moe(some))
-
-
-class _Parameters:
-    """A compiled layer with the parameters of the layer it compiles."""
-
-    def __init__(self, call: Any, layer: Any) -> None:
-        self.call, self.layer = call, layer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)

@@ -441,10 +441,3 @@ def test_more_experts_than_a_plan_has_are_refused_when_made() -> None:
     MoEExperts(1025, 16, 16, device="meta", recipe=None)
     with pytest.raises(ValueError, match=r"\[MoEExperts\] num_experts must be at most 1024"):
         MoEExperts(1025, 16, 16, device="meta")
-
-
-@pytest.mark.parametrize("value", [True, "2", 2.0, None, torch.tensor(2)])
-def test_no_expert_is_an_int(value: Any) -> None:
-    p = problem(8)
-    with pytest.raises(ValueError, match=r"\[MoEExperts\] no_expert must be an int; got"):
-        p.experts()(p.x, p.topk_idx, p.probs, no_expert=value)

@@ -271,16 +271,6 @@ def test_a_constant_weight_is_refused_unless_asked_for(rule: RoutingRule) -> Non
     assert (Router(64, 4, 1, RoutingRule(**asked))(torch.randn(5, 64)).topk_weights == 1).all()
 
 
-@EACH
-def test_of_equals_the_lower_expert_wins(rule: RoutingRule) -> None:
-    for experts, top_k in ((12, 4), (192, 12)):
-        router = Router(8, experts, top_k, rule)
-        with torch.no_grad():
-            router.weight.zero_()
-        want = list(range(top_k))
-        assert router(torch.randn(30, 8)).topk_idx.tolist() == [want] * 30
-
-
 def test_the_selection_bias_stays_float32() -> None:
     router = Router(16, 2, 1, RoutingRule(selection_bias=True, normalize=False))
     router.selection_bias[0] = 1 + 2**-20

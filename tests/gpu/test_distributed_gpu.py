@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_layer_gpu import moved
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
-from moe_problem import assert_same
+from moe_problem import assert_same, moved
 from ranks import Pool, results
 from reference import relative_error
 from test_distributed import (

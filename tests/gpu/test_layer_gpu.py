@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,7 @@ from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
 from kernel_trace import PREFIX, kernels_of, spans, trace
 from moe_problem import Problem, assert_same, problem
 from reference import Result, relative_error
-from test_layer import RECIPES, SINGLE, check, routings
-
-# Gradients keep sums the GEMM takes in another order than the CPU; where that changes the bf16 z or
-# dh by an ulp, a code may flip. Far below the 6.6% of quantization itself.
-OTHER_BACKEND = 0.01
+from test_layer import zipf
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -37,19 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BOTH_COLUMNS = pytest.mark.parametrize("name", ["default", "column"])
 
 
-def moved(thing: Any, device: Any) -> Any:
-    """A Problem or Result with every tensor on `device`."""
-    parts = {name: t.to(device) for name, t in vars(thing).items()}
-    return dataclasses.replace(thing, **parts)
-
-
 def on(device: torch.device, *sizes: int, **options: Any) -> Problem:
-    return moved(problem(*sizes, **options), device)
-
-
-def layer_of(p: Problem, **options: Any) -> MoEExperts:
-    """A layer on the problem's device."""
-    return p.experts(device=p.x.device, **options)
+    return problem(*sizes, **options).to(device)
 
 
 def step(layer: Any, p: Problem, params: tuple[Tensor, ...]) -> Result:
@@ -62,94 +47,6 @@ def step(layer: Any, p: Problem, params: tuple[Tensor, ...]) -> Result:
 # ---- numbers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_against_float64_and_the_cpu(
-    name: str, device: torch.device, record_property: Callable[[str, object], None]
-) -> None:
-    recipe, options, limit = RECIPES[name]
-    p = problem(512, 2, 4, 256, 256)
-    cpu = p.run(p.experts(recipe=recipe, **options))
-    q = moved(p, device)
-    got = moved(q.run(q.experts(recipe=recipe, device=device, **options)), "cpu")
-    check(got, p.truth(), limit, record_property)
-    for field in vars(cpu):
-        assert relative_error(getattr(got, field), getattr(cpu, field)) < OTHER_BACKEND, field
-
-
-@BOTH_COLUMNS
-@pytest.mark.parametrize(
-    ("tokens", "slots", "experts", "hidden", "intermediate"),
-    [(1000, 3, 5, 208, 144), (515, 1, 1, 128, 112), (301, 8, 8, 272, 128), (2048, 6, 32, 512, 384)],
-)
-def test_sizes_off_the_tile(
-    tokens: int,
-    slots: int,
-    experts: int,
-    hidden: int,
-    intermediate: int,
-    name: str,
-    device: torch.device,
-    record_property: Callable[[str, object], None],
-) -> None:
-    p = on(device, tokens, slots, experts, hidden, intermediate)
-    check(p.run(layer_of(p, **OPTIONS[name])), p.truth(), SINGLE, record_property)
-
-
-def zipf(tokens: int, experts: int, slots: int) -> Tensor:
-    """Distinct experts a token, expert e with a weight of 1 / (e + 1)."""
-    weights = 1.0 / torch.arange(1, experts + 1).float()
-    return torch.multinomial(weights.expand(tokens, -1), slots)
-
-
-ROUTINGS = {**routings(), "zipf": zipf(1024, 4, 2)}
-
-
-@BOTH_COLUMNS
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_routings(
-    routing: str,
-    name: str,
-    device: torch.device,
-    record_property: Callable[[str, object], None],
-) -> None:
-    idx = ROUTINGS[routing]
-    p = on(device, *idx.shape, hidden=128, topk_idx=idx)
-    layer = layer_of(p, **OPTIONS[name])
-    got, want = p.run(layer), p.truth()
-    check(got, want, 0.12 if routing == "one_token" else SINGLE, record_property)
-    for e in range(4):
-        if not (idx == e).any():
-            assert not got.dgate_up[e].any()
-            assert not got.ddown[e].any()
-    assert not got.dprobs[p.topk_idx < 0].any()
-    if routing == "all_dropped":
-        assert not got.out.any()
-        assert not got.dx.any()
-
-
-@pytest.mark.parametrize("preactivation", ["save", "recompute"])
-def test_zero_tokens(preactivation: str, device: torch.device) -> None:
-    p = on(device, 0)
-    got = p.run(layer_of(p, preactivation=preactivation))
-    assert got.out.shape == got.dx.shape == (0, 256)
-    assert not got.dgate_up.any()
-    assert not got.ddown.any()
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_runs_are_bit_equal(name: str, device: torch.device) -> None:
-    p = on(device, 1500, 3, 5, 208, 144)
-    first = p.run(layer_of(p, **OPTIONS[name]))
-    assert_same(p.run(layer_of(p, **OPTIONS[name])), first)
-
-
-@BOTH_COLUMNS
-def test_recompute_is_bit_equal(name: str, device: torch.device) -> None:
-    p = on(device, 1500, 3, 5, 208, 144)
-    want = p.run(layer_of(p, **OPTIONS[name]))
-    assert_same(p.run(layer_of(p, preactivation="recompute", **OPTIONS[name])), want)
-
-
 def test_bad_expert_ids_are_dropped(device: torch.device) -> None:
     """CUDA has no sync to raise with: an id out of range counts as dropped."""
     p = on(device, 300)
@@ -159,7 +56,7 @@ def test_bad_expert_ids_are_dropped(device: torch.device) -> None:
     results = []
     for idx in (bad, dropped):
         p.topk_idx = idx
-        results.append(p.run(layer_of(p)))
+        results.append(p.run(p.experts()))
     assert_same(*results)
 
 
@@ -181,7 +78,7 @@ def test_two_casts_and_nothing_of_torch(preactivation: str, device: torch.device
     """The kernels of a step, as the profiler saw them on the device: those of the operators above,
     quantize twice, and of torch's no copy, no cast and one fill, of the backward's workspace."""
     p = on(device, 512, 4, 8, 512, 256)
-    layer = layer_of(p, preactivation=preactivation)
+    layer = p.experts(preactivation=preactivation)
     params = tuple(layer.parameters())
     step(layer, p, params)
     events = trace(lambda: step(layer, p, params), device)
@@ -222,7 +119,7 @@ def no_sync() -> Iterator[None]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_host_sync(name: str, device: torch.device) -> None:
     p = on(device, 512, 2, 4)
-    layer = layer_of(p, **OPTIONS[name])
+    layer = p.experts(**OPTIONS[name])
     for w in layer.parameters():
         w.main_grad = torch.zeros(w.shape, device=device)
     p.run(layer)
@@ -236,7 +133,7 @@ def test_no_host_sync(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_side_stream(name: str, device: torch.device) -> None:
     p = on(device, 512, 2, 4)
-    layer = layer_of(p, **OPTIONS[name])
+    layer = p.experts(**OPTIONS[name])
     params = tuple(layer.parameters())
     want = step(layer, p, params)
     stream = torch.cuda.Stream()
@@ -296,7 +193,7 @@ def other_inputs(p: Problem, idx: Tensor, seed: int) -> Problem:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_graph_for_every_routing(name: str, device: torch.device) -> None:
     p = on(device, 384, 3, 8, 256, 128)
-    layer = layer_of(p, **OPTIONS[name])
+    layer = p.experts(**OPTIONS[name])
     params = tuple(layer.parameters())
     captured = Captured(layer, p)
     kinds = routing_kinds(384, 3, 8)
@@ -307,7 +204,7 @@ def test_one_graph_for_every_routing(name: str, device: torch.device) -> None:
 
 def test_newer_weights_reach_the_graph(device: torch.device) -> None:
     p = on(device, 384, 2, 4)
-    layer = layer_of(p)
+    layer = p.experts()
     captured = Captured(layer, p)
     before = captured(p).out.clone()
     scale(layer)
@@ -324,7 +221,7 @@ def scale(layer: MoEExperts) -> None:
 
 def test_a_graph_over_weights_that_are_updated_in_place(device: torch.device) -> None:
     p = on(device, 384, 2, 4)
-    layer = layer_of(p)
+    layer = p.experts()
     weights = layer.quantize_weights()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -348,7 +245,7 @@ def test_captured_steps_train_as_eager_ones(name: str, inside: bool, device: tor
     p = on(device, 384, 2, 4, dtype=torch.float32)
     trained = []
     for captured in (False, True):
-        layer = layer_of(p, **OPTIONS[name])
+        layer = p.experts(**OPTIONS[name])
         adamw = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True, capturable=True)
         x = p.x.clone().requires_grad_()
 
@@ -402,7 +299,7 @@ def other_stream() -> torch.cuda.Stream:
 def test_two_streams_right_after_a_change(how: str, device: torch.device) -> None:
     """One is late with making what the other is to read."""
     p, q = on(device, 64, 2, 4), on(device, 64, 2, 4, seed=1)
-    layer = layer_of(p)
+    layer = p.experts()
     with torch.no_grad():
         layer(p.x, p.topk_idx, p.probs)
     for _ in range(10):
@@ -430,7 +327,7 @@ def test_two_streams_right_after_a_change(how: str, device: torch.device) -> Non
 def test_check_on_another_stream_than_the_scopes(device: torch.device) -> None:
     """Which compares codes that the scope's stream has yet to write."""
     p = on(device, 64, 2, 4)
-    layer = layer_of(p)
+    layer = p.experts()
     for _ in range(10):
         scale(layer)
         streams = other_stream(), other_stream()
@@ -447,7 +344,7 @@ def test_check_on_another_stream_than_the_scopes(device: torch.device) -> None:
 
 def test_a_graph_of_a_part_of_a_reuse_scope_is_refused(device: torch.device) -> None:
     p = on(device, 64, 2, 4)
-    layer = layer_of(p)
+    layer = p.experts()
     with torch.no_grad():
         want = layer(p.x, p.topk_idx, p.probs)
     with torch.no_grad(), reuse_fp8_weights(layer):
@@ -473,7 +370,7 @@ def test_backwards_at_once(beside: str, name: str, device: torch.device) -> None
     """Two captures of one backward, or one and an eager step, at once on two streams:
     sums of dprobs go from SM to SM, and tiles of wgrad are claimed, by counters of each call."""
     p = on(device, 768, 2, 16, 512, 1024)
-    layer = layer_of(p, **OPTIONS[name])
+    layer = p.experts(**OPTIONS[name])
     params = tuple(layer.parameters())
     capturing = other_stream()
     with torch.cuda.stream(capturing):
@@ -517,7 +414,7 @@ def test_main_grad_is_ordered_as_grad_is(device: torch.device) -> None:
     """Read on the default stream right after backward(), the forward having run on
     another, with no gradient that autograd itself would order."""
     p = on(device, 512, 2, 4)
-    layer = layer_of(p)
+    layer = p.experts()
     for w in layer.parameters():
         w.main_grad = torch.zeros(w.shape, device=device)
     p.run(layer)
@@ -541,8 +438,8 @@ def test_main_grad_is_ordered_as_grad_is(device: torch.device) -> None:
 def test_backward_dw_on_another_stream(main_grad: bool, device: torch.device) -> None:
     """Behind other work, while the default stream goes on and takes memory."""
     p = on(device, 512, 2, 4)
-    want = p.run(layer_of(p))
-    layer = layer_of(p, delay_wgrad=True)
+    want = p.run(p.experts())
+    layer = p.experts(delay_wgrad=True)
     if main_grad:
         for w in layer.parameters():
             w.main_grad = torch.zeros(w.shape, device=device)
@@ -562,7 +459,7 @@ def test_a_graph_accumulates_into_main_grad(device: torch.device) -> None:
     p = on(device, 384, 2, 4)
     grads = []
     for graph in (False, True):
-        layer = layer_of(p)
+        layer = p.experts()
         for w in layer.parameters():
             w.main_grad = torch.zeros(w.shape, device=device)
         x = p.x.clone().requires_grad_()
@@ -591,7 +488,7 @@ def test_weights_and_deferred_wgrads_in_the_graph(device: torch.device) -> None:
     """Forward, which quantizes, backward and backward_dw captured; replayed after the parameters
     changed, it gives what eager does with the new ones."""
     p = on(device, 384, 2, 4)
-    layer = layer_of(p, delay_wgrad=True)
+    layer = p.experts(delay_wgrad=True)
     x = p.x.clone().requires_grad_()
 
     def run() -> None:
@@ -625,7 +522,7 @@ def test_ten_thousand_replays(device: torch.device) -> None:
     """Every hundredth is compared with eager; between them routings change as well."""
     tokens, slots, experts = 512, 4, 16
     p = on(device, tokens, slots, experts, 512, 256)
-    layer = layer_of(p)
+    layer = p.experts()
     params = tuple(layer.parameters())
     captured = Captured(layer, p)
     kinds = routing_kinds(tokens, slots, experts)
@@ -647,7 +544,7 @@ def test_ten_thousand_replays(device: torch.device) -> None:
 def test_compiled_equals_eager(name: str, device: torch.device) -> None:
     torch._dynamo.reset()
     p = on(device, 512, 2, 4)
-    layer = layer_of(p, **OPTIONS[name])
+    layer = p.experts(**OPTIONS[name])
     params = tuple(layer.parameters())
     compiled = torch.compile(layer, fullgraph=True)
     assert_same(step(compiled, p, params), step(layer, p, params))
@@ -659,7 +556,7 @@ def test_compiled_reuse_equals_eager(device: torch.device) -> None:
     """`weights=` and reuse_fp8_weights under fullgraph, the codes made on this stream before."""
     torch._dynamo.reset()
     p = on(device, 512, 2, 4)
-    layer = layer_of(p)
+    layer = p.experts()
     params = tuple(layer.parameters())
     compiled = torch.compile(layer, fullgraph=True)
     want, weights = step(layer, p, params), layer.quantize_weights()
@@ -682,14 +579,14 @@ def microbatches(device: torch.device) -> list[Problem]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_main_grad_holds_the_sum(name: str, dtype: torch.dtype, device: torch.device) -> None:
     batches = microbatches(device)
-    layer = layer_of(batches[0], **OPTIONS[name])
+    layer = batches[0].experts(**OPTIONS[name])
     for w in layer.parameters():
         w.main_grad = torch.zeros(w.shape, dtype=dtype, device=device)
     for b in batches:
         b.run(layer)
     assert [w.grad for w in layer.parameters()] == [None, None]
     # Of float32 parameters the gradients are float32: what main_grad has to add up.
-    exact = [b.run(layer_of(b, dtype=torch.float32, **OPTIONS[name])) for b in batches]
+    exact = [b.run(b.experts(dtype=torch.float32, **OPTIONS[name])) for b in batches]
     for w, field in ((layer.gate_up_proj, "dgate_up"), (layer.down_proj, "ddown")):
         want = sum(getattr(r, field).double() for r in exact)
         assert relative_error(w.main_grad, want) < (1e-6 if dtype == torch.float32 else 1e-2)
@@ -697,8 +594,8 @@ def test_main_grad_holds_the_sum(name: str, dtype: torch.dtype, device: torch.de
 
 def test_grad_is_the_rounded_float32_gradient(device: torch.device) -> None:
     p = on(device, 512)
-    got = p.run(layer_of(p))
-    exact = p.run(layer_of(p, dtype=torch.float32))
+    got = p.run(p.experts())
+    exact = p.run(p.experts(dtype=torch.float32))
     for field in ("dgate_up", "ddown"):
         assert getattr(got, field).dtype == torch.bfloat16
         assert torch.equal(getattr(got, field), getattr(exact, field).bfloat16())
@@ -709,7 +606,7 @@ def test_deferred_wgrad_equals_immediate(main_grad: bool, device: torch.device) 
     batches = microbatches(device)
     grads = []
     for delay in (False, True):
-        layer = layer_of(batches[0], delay_wgrad=delay)
+        layer = batches[0].experts(delay_wgrad=delay)
         if main_grad:
             for w in layer.parameters():
                 w.main_grad = torch.zeros(w.shape, device=device)
@@ -739,7 +636,7 @@ def test_saved_for_backward_by_the_allocator(name: str, device: torch.device) ->
 
     t, s, e, h, i = 2048, 4, 8, 1024, 512
     p = on(device, t, s, e, h, i)
-    layer = layer_of(p, **OPTIONS[name])
+    layer = p.experts(**OPTIONS[name])
     x = p.x.clone().requires_grad_()
     layer(x, p.topk_idx, p.probs).backward(p.dout)
     before = requested_bytes()

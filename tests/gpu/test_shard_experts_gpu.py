@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_layer_gpu import moved
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import clip_grad_norm_, shard_experts
-from moe_problem import problem
+from moe_problem import moved, problem
 from ranks import Pool, results
 from reference import relative_error
 from test_shard_experts import Net, everything, whole

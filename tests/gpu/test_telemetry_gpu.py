@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_layer_gpu import Captured, layer_of, moved, no_sync, other_inputs, routing_kinds, step
+from test_layer_gpu import Captured, no_sync, other_inputs, routing_kinds, step
 
 from fp8moe_cutlass import Fp8Recipe, telemetry
-from moe_problem import problem
+from moe_problem import moved, problem
 
 COLUMNS = pytest.mark.parametrize("columns", ["block", "column"])
 
@@ -19,7 +19,7 @@ def test_counts_what_the_cpu_counts(columns: str, device: torch.device) -> None:
     p.x *= torch.exp2(torch.linspace(-9, 3, 300))[:, None].bfloat16()
     reports = []
     for q in (p, moved(p, device)):
-        layer = layer_of(q, recipe=Fp8Recipe(columns=columns))
+        layer = q.experts(recipe=Fp8Recipe(columns=columns))
         with telemetry.watch(layer) as seen:
             q.run(layer)
         reports.append(seen.report()[""])
@@ -34,7 +34,7 @@ def test_counts_what_the_cpu_counts(columns: str, device: torch.device) -> None:
 @COLUMNS
 def test_replays_count(columns: str, device: torch.device) -> None:
     p = moved(problem(384, 3, 8, 256, 128), device)
-    layer = layer_of(p, recipe=Fp8Recipe(columns=columns))
+    layer = p.experts(recipe=Fp8Recipe(columns=columns))
     params = tuple(layer.parameters())
     kinds = routing_kinds(384, 3, 8)
     inputs = [other_inputs(p, next(kinds), seed) for seed in range(6)]
@@ -53,7 +53,7 @@ def test_replays_count(columns: str, device: torch.device) -> None:
 
 def test_no_host_sync(device: torch.device) -> None:
     p = moved(problem(384, 2, 4), device)
-    layer = layer_of(p)
+    layer = p.experts()
     with telemetry.watch(layer):
         p.run(layer)
         with no_sync():
@@ -64,7 +64,7 @@ def test_snr(device: torch.device) -> None:
     p = problem(512, 2, 4, 256, 256)
     found = []
     for q in (p, moved(p, device)):
-        layer = layer_of(q)
+        layer = q.experts()
         found.append(telemetry.snr(layer, q.x, q.topk_idx, q.probs, q.dout))
     for name, decibels in found[0].items():
         assert found[1][name] == pytest.approx(decibels, abs=0.2), name
