@@ -8,8 +8,8 @@
 # --layer      benchmarks/layer.py: layer.json and layer.png
 # --gemm       benchmarks/gemm.py in GEMM_SECONDS (360) and gemm_accuracy.py: gemm.json, accuracy.json
 # --sweep      benchmarks/sweep.py in SWEEP_SECONDS (90): sweep.json and sweep.png
-# --ep         on all GPUs: the tests of distributed, ep.py (ep.json, ep.png), a trace (trace.json,
-#              trace.png), SOAK_STEPS (1000) of a soak (soak.json)
+# --ep         on all GPUs: the tests of distributed, ep.py by both transports (ep.json, ep-peer.json and
+#              .png), a trace (trace.json, trace.png), SOAK_STEPS (1000) of a soak (soak.json)
 # --oracle     builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize   the GPU tests under compute-sanitizer, SANITIZE_SECONDS (500) for each of SANITIZE_TOOLS
 #              (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test
@@ -106,16 +106,21 @@ if [[ ${on[ep]-} ]]; then
   ranks=$(nvidia-smi -L | wc -l)
   # NVLink multicast is shared by a whole host; the exchange has no use for it.
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-  run ep-tests -m pytest -m gpu -q -p no:cacheprovider tests/gpu/test_distributed_gpu.py
+  run ep-tests -m pytest -m gpu -q -p no:cacheprovider \
+    tests/gpu/test_distributed_gpu.py tests/gpu/test_peers_gpu.py
   record ep ep --ranks "$ranks"
   draw ep
+  record ep-peer ep --ranks "$ranks" --transport peer
+  draw ep-peer
   record trace ep_trace --ranks "$ranks"
   draw trace
   record soak ep_soak --ranks "$ranks" --steps "${SOAK_STEPS:-1000}"
 fi
 if [[ ${on[sanitize]-} ]]; then
-  # Large tensors, hundreds of random sizes and whole layers only make it slow.
+  # Large tensors, hundreds of random sizes and whole layers only make it slow. Kernels that wait for
+  # one another it runs one by one.
   slow="three_launches or model_sizes or random or layer or train or distributed or graph or replay"
+  slow+=" or reach_every_rank"
   # Not initcheck: it sees neither what torch's kernels wrote nor what TMA wrote (docs/notes).
   for tool in ${SANITIZE_TOOLS:-memcheck racecheck synccheck}; do
     step "$tool"

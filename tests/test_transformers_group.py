@@ -411,6 +411,21 @@ def test_adapters_on_shared_experts(two: Pool) -> None:
             assert error(found[name], grad) < BOUND, name
 
 
+def by_transport(transport: str) -> list[Tensor]:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    (name,) = fp8moe.swap(model, group=dist.group.WORLD, transport=transport)
+    assert f"transport='{transport}'" in repr(model.get_submodule(name))
+    ids = tokens(4).chunk(dist.get_world_size())[dist.get_rank()]
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return [out.logits.detach(), *(whole(p.grad) for p in model.parameters())]
+
+
+def test_swap_takes_a_transport(two: Pool) -> None:
+    for want, got in zip(*(run(two, by_transport, t) for t in ("nccl", "peer")), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
 def refused() -> None:
     model = model_of("Qwen3Moe", num_hidden_layers=1)
     with pytest.raises(ValueError, match="must have experts with a group; got none"):

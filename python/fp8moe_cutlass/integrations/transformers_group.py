@@ -37,6 +37,7 @@ def from_pretrained(
     *,
     group: Any,
     rank_capacity: int | tuple[int, int] | None = None,
+    transport: str = "nccl",
     options: dict[str, Any] | None = None,
     **given: Any,
 ) -> Any:
@@ -66,7 +67,7 @@ def from_pretrained(
     model = Shared.from_pretrained(None, config=config, state_dict=state, **given)
     model.__class__ = of
     model.config._name_or_path = str(path)
-    shard_experts(model, group, rank_capacity=rank_capacity)
+    shard_experts(model, group, rank_capacity=rank_capacity, transport=transport)
     return model
 
 

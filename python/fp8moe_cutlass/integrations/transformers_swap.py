@@ -38,6 +38,7 @@ def swap(
     *,
     group: Any = None,
     rank_capacity: int | tuple[int, int] | None = None,
+    transport: str = "nccl",
     **options: Any,
 ) -> list[str]:
     """Replaces the experts modules of `model` by nn.MoEExperts over the same Parameters: nothing is
@@ -50,12 +51,12 @@ def swap(
     ValueError for options of a model whose experts are swapped already. Hooks on the experts
     modules go on. Afterwards `set_experts_implementation` has nothing to act on: the next forward
     raises RuntimeError.
-    group, rank_capacity: as of nn.shard_experts, which then makes this rank's share of them, as new
-      parameters: swap before an optimizer or a Trainer is made.
+    group, rank_capacity, transport: as of nn.shard_experts, which then makes this rank's share of
+      them, as new parameters: swap before an optimizer or a Trainer is made.
     """
     names = _swap(model, **options)
     if group is not None:
-        shard_experts(model, group, rank_capacity=rank_capacity)
+        shard_experts(model, group, rank_capacity=rank_capacity, transport=transport)
     return names
 
 
