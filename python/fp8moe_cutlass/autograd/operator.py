@@ -117,42 +117,32 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
 
 def _fake(*arguments: Any) -> list[Tensor]:
     """Makes the shapes alone. Rows from a group without a rank capacity have unknown sizes."""
-    x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, need = _Forward(*arguments)
-    out = x.new_empty(x.shape)
-    if not need:
+    of = _Forward(*arguments)
+    out = of.x.new_empty(of.x.shape)
+    if not of.need:
         return [out]
-    _, kind, *words = how.split()
-    options, owner, route = _options_of(words), owners.get(key), []
-    if len(sizes) == 1:
+    _, kind, *words = of.how.split()
+    options, owner, route = _options_of(words), owners.get(of.key), []
+    if len(of.sizes) == 1:
         new_size: Any = torch.library.get_ctx().new_dynamic_size
-        slots = 0 if topk_idx is None else topk_idx.shape[1]
-        sizes = [new_size(), slots, gate_up.shape[0], 1, new_size()]
-    buffer = plan if kind == "plan" else None
+        slots = 0 if of.topk_idx is None else of.topk_idx.shape[1]
+        of = of._replace(sizes=[new_size(), slots, of.gate_up.shape[0], 1, new_size()])
+    buffer = of.plan if kind == "plan" else None
     if buffer is None:
-        buffer = x.new_empty(buffer_words(*sizes), dtype=torch.int32)
-    given = _weights_of(codes, options)
+        buffer = of.x.new_empty(buffer_words(*of.sizes), dtype=torch.int32)
     like = _fake_bf16 if options.recipe is None else _fake_fp8
-    saved = like(x, probs, buffer, gate_up, down, given, options, need, sizes, kind)
+    saved = like(of, buffer, options, kind)
     if kind == "group":
         move: Any = owner._move  # type: ignore[union-attr]
-        saved, route = move.fake(saved, x, topk_idx, options.recipe, sizes[0])
-    tensors = [*saved.tensors(), *route]
-    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes))]
+        saved, route = move.fake(saved, of.x, of.topk_idx, options.recipe, of.sizes[0])
+    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes)
+    return [out, *_owned([*saved.tensors(), *route], inputs)]
 
 
-def _fake_fp8(
-    x: Tensor,
-    probs: Tensor | None,
-    buffer: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    given: Fp8Weights | None,
-    options: Options,
-    need: list[bool],
-    sizes: Sequence[int],
-    kind: str,
-) -> fp8.Saved:
+def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.Saved:
     """fp8.forward's Saved."""
+    x, probs, gate_up, down, sizes, need = of.x, of.probs, of.gate_up, of.down, of.sizes, of.need
+    given = _weights_of(of.codes, options)
 
     def codes(shape: Sequence[int], layout: str) -> Fp8Tensor:
         data = x.new_empty(shape, dtype=torch.float8_e4m3fn)
@@ -190,20 +180,10 @@ def _fake_fp8(
     )
 
 
-def _fake_bf16(
-    x: Tensor,
-    probs: Tensor | None,
-    buffer: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    given: Fp8Weights | None,
-    options: Options,
-    need: list[bool],
-    sizes: Sequence[int],
-    kind: str,
-) -> bf16.Saved:
+def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf16.Saved:
     """bf16.forward's Saved."""
-    tokens, slots, experts, _, assignments = sizes
+    x, probs, gate_up, down = of.x, of.probs, of.gate_up, of.down
+    tokens, slots, experts, align, assignments = of.sizes
     grouped = kind in ("counts", "plan")
     rows = x.shape[0] if grouped else assignments
     order = row_of = padding = z = None
@@ -213,7 +193,7 @@ def _fake_bf16(
     if options.preactivation != "recompute":
         z = x.new_empty(rows, gate_up.shape[1], dtype=torch.bfloat16)
     x = x.bfloat16()
-    if kind == "plan" and sizes[3] > 1:
+    if kind == "plan" and align > 1:
         padding, x = x.new_empty(rows, dtype=torch.bool), torch.empty_like(x)
         probs = None if probs is None else torch.empty_like(probs)
     offsets = x.new_empty(experts, dtype=torch.int32)
