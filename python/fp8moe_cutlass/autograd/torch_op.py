@@ -37,7 +37,6 @@ def experts(
     move: Move | None = None,
     weights: Fp8Weights | None = None,
     need: Need | None = None,
-    owner: Owner | None = None,
 ) -> Tensor:
     """The block, its arguments checked.
 
@@ -46,24 +45,8 @@ def experts(
 
     move: None: gate_up and down are all experts. weights: the FP8 weights to multiply; None: the
     two tensors, quantized now. need: whose gradients a backward will be asked for; None: of what
-    requires one. owner: says where the gradients of the two weights go, and what counts.
+    requires one.
     """
-    _check(x, topk_idx, probs, gate_up, down, options, move, weights)
-    move = move or Local(gate_up.shape[0])
-    return run(x, topk_idx, probs, gate_up, down, options, move, weights, need, owner)
-
-
-def _check(
-    x: Any,
-    topk_idx: Any,
-    probs: Any,
-    gate_up: Any,
-    down: Any,
-    options: Any,
-    move: Any,
-    weights: Any,
-) -> None:
-    """ValueError unless these can be what `experts` takes."""
     check_weights("experts", gate_up, down)
     check_tensor("experts", "x", x)
     if x.ndim != 2 or x.shape[1] != down.shape[1]:
@@ -82,6 +65,8 @@ def _check(
         raise ValueError(f"[experts] weights must be Fp8Weights; got {type(weights).__name__}")
     if move is not None and not hasattr(move, "send"):
         raise ValueError(f"[experts] move must be a Move or None; got {type(move).__name__}")
+    move = move or Local(gate_up.shape[0])
+    return run(x, topk_idx, probs, gate_up, down, options, move, weights, need)
 
 
 def run(
@@ -96,7 +81,8 @@ def run(
     need: Need | None = None,
     owner: Owner | None = None,
 ) -> Tensor:
-    """`experts`, for a caller that has checked its arguments."""
+    """`experts`, for a caller that has checked its arguments. owner: says where the gradients of
+    the two weights go, and what counts."""
     refuse_transforms("experts", x, probs, gate_up, down)
     of_probs = probs is not None and probs.requires_grad
     required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad)
