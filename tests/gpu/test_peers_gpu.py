@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_layer_gpu import moved
 
 from fp8moe_cutlass import Fp8Recipe, ops
 from fp8moe_cutlass.nn import MoEExperts
-from moe_problem import assert_same
+from moe_problem import assert_same, moved
 from ranks import Pool, results
 from test_distributed import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, batch, layer_of, rank_of
 from test_peers import POISON, growing, in_flight, on_peers, random_routings
