@@ -148,8 +148,7 @@ def route(experts: I64, count: int, align: int, capacity: int) -> Plan:
     )
     first = np.cumsum(counts) - counts
     row_of[kept] = rows[flat[kept]] + np.arange(len(kept)) - first[flat[kept]]
-    row_of = row_of.reshape(experts.shape)
-    return Plan(row_of, counts, rows, columns)
+    return Plan(row_of.reshape(experts.shape), counts, rows, columns)
 
 
 @dataclass(frozen=True)
