@@ -30,7 +30,7 @@ class Collectives:
         return Announced(message, work)
 
     def told(self, message: Any, terms: int) -> Told:
-        """Of a message as lists."""
+        """Reads a message that is there as lists."""
         sent, received = list(zip(*message[0], strict=True)), list(zip(*message[1], strict=True))
         assignments = sum(received[1])
         return Told(list(sent[0]), list(received[0]), assignments, received[2:-1], sent[-1], 0, 0)

@@ -126,8 +126,8 @@ class Peers:
         return self._moving.meet(words)
 
     def make_room(self, needed: Needed, fixed: bool) -> None:
-        """For an exchange that takes `needed`, the same on all ranks. Unless it is fixed, there is
-        room for a quarter more. The device is idle when there had to be more."""
+        """Allocates for an exchange that takes `needed`, the same on all ranks; unless that is
+        fixed, a quarter more. The device is idle when there had to be more."""
         if all(n <= has for n, has in zip(needed, self._has, strict=True)):
             return
         sizes = (n if fixed else n + n // 4 for n in needed)
@@ -146,7 +146,7 @@ class Peers:
         return _Area(memory, size, [memory.peers(place * size) for place in ends])
 
     def place(self, width: int) -> Place | None:
-        """For rows of `width` bytes; None: there is no memory yet."""
+        """The place for rows of `width` bytes; None: there is no memory yet."""
         if self._wire is None:
             return None
         rows = self._wire.view(self.rank, self._wire.size // width, width, torch.uint8)
@@ -173,7 +173,7 @@ class Peers:
         return area.view(self._turn, rows, columns * dtype.itemsize, dtype)
 
     def sum(self, parts: list[Tensor | None], plan: RoutingPlan, first: Tensor) -> list[Any]:
-        """Of each part, rows of `sums`, the sum of each token's rows at all ranks."""
+        """Sums each token's rows at all ranks, for each part, rows of `sums`."""
         assert self._back is not None
         other = self._summed[self._turn ^ 1]
         if other is not None:
@@ -191,7 +191,7 @@ class Peers:
 
 
 def _again(event: Written | None, device: torch.device) -> Written | None:
-    """What is queued until now."""
+    """Marks what is queued until now."""
     if event is None:
         return written(device)
     event.record()

@@ -1,4 +1,4 @@
-"""What travels in one exchange, and what is on its way."""
+"""The sizes of one exchange, and the rows and words that are on their way."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _MARK = 4  # words
 
 
 class ThroughPeers:
-    """What Collectives does, by the same methods, and what it needs besides. A message is [ranks,
+    """Does what Collectives does, by the same methods, through peers' memory. A message is [ranks,
     words], told by each to all: its mark, what goes to each rank, its terms, and how often each
     rank has differed."""
 
