@@ -87,3 +87,16 @@ class Operators:
 
 
 ops = Operators()
+
+
+def capture(run: Callable[[], Any], eager_runs: int = 1) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of run() and what it gives, after eager runs on a side stream."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(eager_runs):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8moe_cutlass.autograd import router_logits
 from fp8moe_cutlass.autograd.router_logits import _RouterLogits, _split
 from fp8moe_cutlass.nn import Router, Routing, RoutingRule
+from on_device import capture
 from reference import relative_error
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -401,14 +402,7 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_in_a_graph() -> None:
     x, weight, dlogits = given = operands(512, 1024, 60, "cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients(router_logits, *given)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gradients(router_logits, *given)
+    graph, captured = capture(lambda: gradients(router_logits, *given))
     for _ in range(2):
         with torch.no_grad():
             for t in given:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
 from moe_problem import assert_same, moved
+from on_device import capture
 from ranks import Pool, results
 from reference import relative_error
 from test_distributed import (
@@ -89,14 +90,7 @@ def test_one_graph_for_every_routing(world: Any, recipe: Any, device: torch.devi
         out = layer(x, idx, probs)
         return out, torch.autograd.grad(out, leaves, p.dout)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, grads = run()
+    graph, (out, grads) = capture(run)
     for seed in range(4):
         q = moved(batch(200, seed=seed), device)
         with torch.no_grad():

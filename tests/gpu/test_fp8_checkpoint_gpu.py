@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
+from on_device import capture
 
 E, H, I, T, S = 8, 512, 384, 300, 3
 
@@ -63,14 +64,7 @@ def test_in_a_graph(kept: bool) -> None:
     frozen, batch = MoEExperts.from_fp8(tensors, num_experts=E, device="cuda"), inputs()
     how = {"weights": frozen.quantize_weights()} if kept else {}
     want = step(frozen, batch)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(frozen, batch, **how)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step(frozen, batch, **how)
+    graph, found = capture(lambda: step(frozen, batch, **how))
     for _ in range(2):
         graph.replay()
         assert same(found, want)

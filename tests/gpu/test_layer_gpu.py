@@ -17,6 +17,7 @@ from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoEExperts, reuse_fp8_weights
 from kernel_trace import PREFIX, kernels_of, spans, trace
 from moe_problem import Problem, assert_same, problem
+from on_device import capture
 from reference import Result, relative_error
 from test_layer import zipf
 
@@ -155,15 +156,7 @@ class Captured:
     def __init__(self, layer: MoEExperts, p: Problem) -> None:
         self.p = dataclasses.replace(p, **{name: t.clone() for name, t in vars(p).items()})
         params = tuple(layer.parameters())
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step(layer, self.p, params)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.result = step(layer, self.p, params)
+        self.graph, self.result = capture(lambda: step(layer, self.p, params), 2)
 
     def __call__(self, p: Problem) -> Result:
         for name in ("x", "topk_idx", "probs", "dout"):
@@ -465,14 +458,7 @@ def test_a_graph_accumulates_into_main_grad(device: torch.device) -> None:
         x = p.x.clone().requires_grad_()
         run = lambda x=x, layer=layer: layer(x, p.topk_idx, p.probs).backward(p.dout)  # noqa: E731
         if graph:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                run()
-            torch.cuda.current_stream().wait_stream(stream)
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                run()
+            captured, _ = capture(run)
             for w in layer.parameters():
                 w.main_grad.zero_()
             run = captured.replay
@@ -497,14 +483,7 @@ def test_weights_and_deferred_wgrads_in_the_graph(device: torch.device) -> None:
         layer(x, p.topk_idx, p.probs).backward(p.dout)
         layer.backward_dw()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = capture(run)
     grads = [leaf.grad for leaf in (x, *layer.parameters())]
     with torch.no_grad():
         for w in layer.parameters():

@@ -17,7 +17,7 @@ from backends import on_both
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import router_topk
 from fp8moe_cutlass.nn import RoutingRule
-from on_device import moved
+from on_device import capture, moved
 from reference import relative_error
 from reference_router import RULES
 
@@ -151,14 +151,7 @@ def test_in_a_graph(rule: RoutingRule, device: torch.device) -> None:
         (d,) = torch.autograd.grad(routed.topk_weights, logits, dweights)
         return [*(t.detach() for t in routed), d]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(3):
         with torch.no_grad():
             logits.normal_()
