@@ -285,18 +285,35 @@ def test_router_table_equals_its_record() -> None:
     assert table("docs/reference/routers.md", "router-h100.json") == want
 
 
-def test_several_gpus_table_equals_its_record() -> None:
+@pytest.mark.parametrize("record", ["several-gpus-h100.json", "several-gpus-h200.json"])
+def test_several_gpus_tables_equal_their_records(record: str) -> None:
     rows: dict[tuple[str, int], dict[str, dict]] = {}
-    for r in results("several-gpus-h100.json"):
+    for r in results(record):
         rows.setdefault((r["model"], r["shape"]["T"]), {})[r["variant"]] = r
     first, *of_fp8 = "bf16, fully_shard", "FP8, fully_shard", "FP8, group", "FP8, group, capacity"
     ways = (first, *of_fp8, "bf16, group")
     want = []
     for (model, tokens), of in rows.items():
-        of_ways = [of[way] for way in ways]
+        of_ways = [of[way] for way in ways if way in of]
         cells = [f"{r['ms']:.1f} ({r['ratio']:.2f}), {r['peak_gib']:.1f}" for r in of_ways]
         want.append([f"{model}, {tokens:,} tokens per rank", *cells])
-    assert table("docs/how-to/several-gpus.md", "several-gpus-h100.json") == want
+    assert table("docs/how-to/several-gpus.md", record) == want
+
+
+def test_frozen_table_equals_its_record() -> None:
+    rows: dict[str, dict[str, float]] = {}
+    for r in results("frozen-h200.json"):
+        rows.setdefault(r["model"], {})[r["op"]] = r["ms"]
+    layers = "quantized in each step", "frozen, turned", "frozen, kept"
+    want = [
+        [
+            model,
+            *(f"{ms[way]:.2f}" for way in layers),
+            *(f"{ms[op]:.3f}" for op in ("turn_weight", "copy")),
+        ]
+        for model, ms in rows.items()
+    ]
+    assert table("docs/how-to/fp8-checkpoints.md", "frozen-h200.json") == want
 
 
 def test_megatron_table_equals_its_record() -> None:
