@@ -104,6 +104,7 @@ def test_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "runs/several-gpus/checkpoint-2/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_tutorial_commands_run(tmp_path: Path) -> None:
     text = (ROOT / "docs/tutorial/first-layer.md").read_text()
     commands = re.findall(r"^(fp8moe-cutlass|python) (.*)$", text, re.MULTILINE)

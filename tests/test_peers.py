@@ -182,6 +182,7 @@ def test_wrong_peers() -> None:
 # ---- the protocol -------------------------------------------------------------------------------
 
 
+pytestmark = pytest.mark.slow
 pool = ranks.pool(8, MEMBERS)
 
 

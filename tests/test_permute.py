@@ -459,6 +459,8 @@ def test_random_cases() -> None:
 @LARGE
 @pytest.mark.parametrize("align", [1, 128])
 def test_model_sizes(align: int) -> None:
+    if ops.device.type == "cpu" and align > 1:
+        pytest.skip("36,000 rows of 7168: half a minute")
     _, plan = plan_of("random", tokens=512, experts=256, slots=8, align=align)
     check_all(plan, 7168, torch.bfloat16)
     check("permute_pad", ops.quantize(awkward(512, 7168)), plan, torch.rand(512, 8))
