@@ -271,7 +271,7 @@ def float32_gate(_: Any) -> None:
 @pytest.mark.xfail(
     strict=True,
     raises=Failure,
-    reason="fully_shard takes one dtype at a time: FSDP expects uniform original parameter dtype",
+    reason="fully_shard gathers experts in FP8: FSDP expects uniform original parameter dtype",
 )
 def test_a_float32_gate_beside_bfloat16_experts(pool: Pool) -> None:
     results(pool.run(2, float32_gate))
