@@ -87,8 +87,7 @@ struct TurnWeight {
   Fp8Tensor q{};
   Fp8Tensor q_t{};
 
-  static constexpr auto fields =
-      std::tuple{in("q", &TurnWeight::q), out("q_t", &TurnWeight::q_t)};
+  static constexpr auto fields = std::tuple{in("q", &TurnWeight::q), out("q_t", &TurnWeight::q_t)};
 };
 FP8MOE_API void outputs(TurnWeight& p);
 FP8MOE_API void turn_weight(const TurnWeight& p, Stream stream = {});
@@ -485,15 +484,12 @@ struct ShareWords {
   int64_t timeout_ms = 0;
   Tensor told{};
 
-  static constexpr auto fields = std::tuple{in("words", &ShareWords::words),
-                                            in("peers", &ShareWords::peers),
-                                            status("mailbox", &ShareWords::mailbox),
-                                            status("calls", &ShareWords::calls),
-                                            status("ended", &ShareWords::ended),
-                                            status("late", &ShareWords::late),
-                                            option("rank", &ShareWords::rank),
-                                            option("timeout_ms", &ShareWords::timeout_ms),
-                                            out("told", &ShareWords::told)};
+  static constexpr auto fields = std::tuple{
+      in("words", &ShareWords::words),         in("peers", &ShareWords::peers),
+      status("mailbox", &ShareWords::mailbox), status("calls", &ShareWords::calls),
+      status("ended", &ShareWords::ended),     status("late", &ShareWords::late),
+      option("rank", &ShareWords::rank),       option("timeout_ms", &ShareWords::timeout_ms),
+      out("told", &ShareWords::told)};
 };
 FP8MOE_API void outputs(ShareWords& p);
 FP8MOE_API void share_words(const ShareWords& p, Stream stream = {});

@@ -1,4 +1,5 @@
-// Argument checks of the operators: "[op] rule; got value", in the order ndim, device, dtype, shape.
+// Argument checks of the operators: "[op] rule; got value", in the order ndim, device, dtype,
+// shape.
 #pragma once
 
 #include <algorithm>

@@ -24,8 +24,8 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 8;
 
 // 16 lanes share a row, 8 codes each. A thread takes rows 64 half + 4 group + j.
-__global__ __launch_bounds__(kThreads, kBlocksPerSm) void turn_tiles(
-    const __grid_constant__ TurnParams p) {
+__global__ __launch_bounds__(kThreads,
+                             kBlocksPerSm) void turn_tiles(const __grid_constant__ TurnParams p) {
   __shared__ TransposedCodes codes;
   const int n_tile = blockIdx.x / p.k_tiles % p.n_tiles, k_tile = blockIdx.x % p.k_tiles;
   const int64_t expert = blockIdx.x / p.k_tiles / p.n_tiles;
@@ -40,7 +40,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void turn_tiles(
     for (int j = 0; j < 4; ++j) {
       const int i = row + 64 * half + j;
       rows[half][j] = {};
-      if (i < p.n && column < p.k) rows[half][j] = load<uint2>(p.q + base + int64_t{i} * p.k + column);
+      if (i < p.n && column < p.k)
+        rows[half][j] = load<uint2>(p.q + base + int64_t{i} * p.k + column);
     }
   if (threadIdx.x == 0)
     p.scale_t[(expert * p.k_tiles + k_tile) * p.n_tiles + n_tile] =
@@ -54,8 +55,8 @@ __global__ __launch_bounds__(kThreads, kBlocksPerSm) void turn_tiles(
     codes.put(8 * lane + 4, 16 * half + group, four[1]);
   }
   __syncthreads();
-  codes.store_to(p.q_t + base + int64_t{128} * k_tile * p.n + 128 * n_tile, p.n,
-                 p.k - 128 * k_tile, p.n - 128 * n_tile);
+  codes.store_to(p.q_t + base + int64_t{128} * k_tile * p.n + 128 * n_tile, p.n, p.k - 128 * k_tile,
+                 p.n - 128 * n_tile);
 }
 
 }  // namespace
