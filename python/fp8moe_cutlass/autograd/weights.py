@@ -54,7 +54,7 @@ class Fp8Weights:
             )
         for w, q, q_t in ((gate_up, self.gate_up, self.gate_up_t), (down, self.down, self.down_t)):
             both = q_t is not None
-            _quantize(w, layer.recipe, both, (q, q_t) if both else q)
+            quantize_weight(w, layer.recipe, transposed=both, out=(q, q_t) if both else q)
         if self.written is not None:
             self.written.record()
 
@@ -136,10 +136,12 @@ def of_one_forward(
     return Fp8Weights(parts[0], parts[2], parts[1], parts[3])
 
 
-def quantize_weight(w: Tensor, recipe: Fp8Recipe, *, transposed: bool) -> tuple[Any, Any]:
-    """w [E, N, K] as fprop reads it and, with `transposed`, as dgrad does, else None; in one
-    pass."""
-    made = _quantize(w, recipe, transposed)
+def quantize_weight(
+    w: Tensor, recipe: Fp8Recipe, *, transposed: bool, out: Any = None
+) -> tuple[Any, Any]:
+    """w [E, N, K] as fprop reads it and, with `transposed`, as dgrad does, else None; in one pass.
+    out: as of ops.quantize_weight."""
+    made = _quantize(w, recipe, transposed, out)
     return made if transposed else (made, None)
 
 

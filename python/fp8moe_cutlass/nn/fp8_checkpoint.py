@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.weights import is_codes
+from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
 from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.tensor import TILE, scale_shape
 
@@ -210,7 +209,5 @@ def _by_expert(
 def _quantized(layer: MoEExperts, w: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of w [E, N, K] by the layer's rule."""
     recipe: Any = layer.recipe
-    q = ops.quantize_weight(w.contiguous(), transposed=False, scale=recipe.scale, eps=recipe.eps)
-    data: Any = q.data
-    scale: Any = q.scale_inv
-    return data, scale
+    q, _ = quantize_weight(w, recipe, transposed=False)
+    return q.data, q.scale_inv

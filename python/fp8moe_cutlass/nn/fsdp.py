@@ -8,6 +8,7 @@ nothing to keep fresh; and what is gathered is freed after use, as any parameter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Fp8Weights
-from fp8moe_cutlass.ops._torch import no_torch_function, plain_results, wrapper_tensor
+from fp8moe_cutlass.autograd.weights import quantize_weight
+from fp8moe_cutlass.ops._torch import no_torch_function, wrapper_tensor
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
-from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
+from fp8moe_cutlass.tensor import Fp8Tensor, cdiv, scale_shape
 
 aten = torch.ops.aten
 
@@ -52,35 +54,42 @@ def gathered_weights(gate_up: Tensor, down: Tensor) -> Fp8Weights | None:
     return None
 
 
+def _again(method: Callable[..., Tensor]) -> Any:
+    """The method of Tensor, whose result is a shard again."""
+
+    def called(self: ExpertShard, *args: Any, **kwargs: Any) -> ExpertShard:
+        made = method(self, *args, **kwargs).as_subclass(type(self))
+        made.experts, made.recipe = self.experts, self.recipe
+        return made
+
+    return called
+
+
 class ExpertShard(Tensor):
     """A shard [e, N, K] of `experts` in all: a plain strided tensor that says how to gather it."""
 
     experts: int
     recipe: Fp8Recipe
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with plain_results():
-            out = func(*args, **kwargs or {})
-        # What fully_shard makes of a shard that was replaced or moved, and with CPU offload.
-        if func in (Tensor.new_zeros, Tensor.narrow, Tensor.to, Tensor.pin_memory):
-            out = out.as_subclass(cls)
-            out.experts, out.recipe = args[0].experts, args[0].recipe
-        return out
+    __torch_function__ = no_torch_function  # results are plain tensors
+    # But what fully_shard makes of a shard that was replaced or moved, and with CPU offload:
+    new_zeros = _again(Tensor.new_zeros)
+    narrow = _again(Tensor.narrow)
+    to = _again(Tensor.to)
+    pin_memory = _again(Tensor.pin_memory)
 
     # With one argument. Given torch's five, fully_shard asks that every input have the padded
     # shard's size where E does not divide, which scales cannot; and on some ranks alone.
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Codes as bytes and scales, padded to as many experts on every rank."""
         e, n, k = self.shape
-        size = (-(-self.experts // mesh.size()), n, k)
+        size = (cdiv(self.experts, mesh.size()), n, k)
         made = torch.empty if e == size[0] else torch.zeros
         codes = made(size, dtype=torch.uint8, device=self.device)
         scale_inv = made(scale_shape(size, "block"), dtype=torch.float32, device=self.device)
         if e:
-            recipe, shard = self.recipe, self.as_subclass(Tensor).detach().contiguous()
-            to = _fp8(codes, scale_inv, e, recipe.scale == "pow2")
-            ops.quantize_weight(shard, transposed=False, scale=recipe.scale, eps=recipe.eps, out=to)
+            to = _fp8(codes, scale_inv, e, self.recipe.scale == "pow2")
+            quantize_weight(self.as_subclass(Tensor), self.recipe, transposed=False, out=to)
         if mesh.size() == 1:  # fully_shard then takes the first input alone
             return (codes,), scale_inv
         return (codes, scale_inv), None
@@ -106,7 +115,7 @@ class FrozenShard(ExpertShard):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Its bytes."""
         held = self.as_subclass(Tensor).contiguous().view(torch.uint8)
-        padding = -(-self.experts // mesh.size()) - len(held)
+        padding = cdiv(self.experts, mesh.size()) - len(held)
         return (torch.cat([held, held.new_zeros(padding, *held.shape[1:])]),), None
 
     def fsdp_post_all_gather(

@@ -8,8 +8,8 @@ The only file with torch's private names, and with `is_compiling`.
 - torch._C._will_engine_execute_node: which gradients the backward that runs is for.
 - torch._C._are_functorch_transforms_active: whether a torch.func transform runs.
 - torch.autograd.forward_ad._current_level: whether tensors may have tangents.
-- torch.Tensor._make_wrapper_subclass, torch._C.DisableTorchFunctionSubclass and
-  torch._C._disabled_torch_function_impl: what torch's notes on subclasses make them with.
+- torch.Tensor._make_wrapper_subclass and torch._C._disabled_torch_function_impl: what torch's
+  notes on subclasses make them with.
 
 Without one of them the answer is the careful or plain one: watched, no backward, all gradients, no
 transform, no tangents.
@@ -30,10 +30,9 @@ _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 # Inside torch.func.grad, vmap, jvp and their kind.
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
-# Of tensor subclasses: a tensor without memory of its own; results that are plain tensors; and a
-# __torch_function__ that does nothing.
+# Of tensor subclasses: a tensor without memory of its own, and a __torch_function__ that leaves
+# results plain tensors.
 wrapper_tensor: Any = torch.Tensor._make_wrapper_subclass
-plain_results: Any = torch._C.DisableTorchFunctionSubclass
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
