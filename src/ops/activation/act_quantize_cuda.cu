@@ -158,7 +158,7 @@ void run(const ActQuantize& p, Stream stream) {
 // [2I, Kcap] and of h [I, Kcap], h recomputed.
 //
 // bf16 operands and I % 128 == 0 take one pass: backward_rows, or backward_tiles
-// (act_backward_tiles.cuh) where columns are asked for. The rest takes a pass per output.
+// (act_backward_tiles.cuh) where columns are asked for. Else each output takes a pass of its own.
 
 namespace {
 

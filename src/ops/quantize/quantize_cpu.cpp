@@ -65,40 +65,55 @@ void transpose(const CodeTile& tile, int rows, int cols, uint8_t* out, int64_t s
     memcpy(out + c * stride, turned.code[c], static_cast<size_t>(rows));
 }
 
+// A 128x128 tile of weights [E, N, K], and where it begins: in codes [E, N, K] and [E, K, N], and
+// in the scales of both.
+struct WeightTile {
+  int64_t at, at_t, scale, scale_t;
+  int rows, cols;
+};
+
+// f(tile) for every tile, on many threads.
+template <typename F>
+void for_each_tile(int64_t experts, int64_t n, int64_t k, const F& f) {
+  const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
+#pragma omp parallel for collapse(2) schedule(static)
+  for (int64_t e = 0; e < experts; ++e)
+    for (int64_t nt = 0; nt < n_tiles; ++nt) {
+      const int64_t row = nt * kTile;
+      for (int64_t kt = 0; kt < k_tiles; ++kt) {
+        const int64_t col = kt * kTile;
+        f(WeightTile{.at = (e * n + row) * k + col,
+                     .at_t = (e * k + col) * n + row,
+                     .scale = (e * n_tiles + nt) * k_tiles + kt,
+                     .scale_t = (e * k_tiles + kt) * n_tiles + nt,
+                     .rows = static_cast<int>(std::min(kTile, n - row)),
+                     .cols = static_cast<int>(std::min(kTile, k - col))});
+      }
+      finish_lines();
+    }
+}
+
 }  // namespace
 
 template <>
 void run(const QuantizeWeight& p, Stream) {
-  const int64_t experts = p.w.shape[0];
   const int64_t n = p.w.shape[1];
   const int64_t k = p.w.shape[2];
-  const int64_t n_tiles = cdiv(n, kTile);
-  const int64_t k_tiles = cdiv(k, kTile);
   dispatch_float(p.w.dtype, [&]<typename T>() {
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t e = 0; e < experts; ++e)
-      for (int64_t nt = 0; nt < n_tiles; ++nt) {
-        const int64_t row = nt * kTile;
-        const int rows = static_cast<int>(std::min(kTile, n - row));
-        for (int64_t kt = 0; kt < k_tiles; ++kt) {
-          const int64_t col = kt * kTile;
-          const int cols = static_cast<int>(std::min(kTile, k - col));
-          CodeTile tile;
-          const float scale_inv =
-              encode_tile(p.w.as<T>() + (e * n + row) * k + col, k, rows, cols, p.rule, tile);
-          if (p.q.defined()) {
-            uint8_t* out = p.q.data.as<uint8_t>() + e * n * k + col;
-            for (int i = 0; i < rows; ++i)
-              memcpy(out + (row + i) * k, tile.code[i], static_cast<size_t>(cols));
-            p.q.scale_inv.as<float>()[(e * n_tiles + nt) * k_tiles + kt] = scale_inv;
-          }
-          if (p.q_t.defined()) {
-            transpose(tile, rows, cols, p.q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
-            p.q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] = scale_inv;
-          }
-        }
-        finish_lines();
+    for_each_tile(p.w.shape[0], n, k, [&](const WeightTile& t) {
+      CodeTile tile;
+      const float scale_inv = encode_tile(p.w.as<T>() + t.at, k, t.rows, t.cols, p.rule, tile);
+      if (p.q.defined()) {
+        uint8_t* out = p.q.data.as<uint8_t>() + t.at;
+        for (int i = 0; i < t.rows; ++i)
+          memcpy(out + i * k, tile.code[i], static_cast<size_t>(t.cols));
+        p.q.scale_inv.as<float>()[t.scale] = scale_inv;
       }
+      if (p.q_t.defined()) {
+        transpose(tile, t.rows, t.cols, p.q_t.data.as<uint8_t>() + t.at_t, n);
+        p.q_t.scale_inv.as<float>()[t.scale_t] = scale_inv;
+      }
+    });
   });
 }
 
@@ -107,28 +122,15 @@ void run(const QuantizeWeight& p, Stream) {
 
 template <>
 void run(const TurnWeight& p, Stream) {
-  const int64_t experts = p.q.data.shape[0];
   const int64_t n = p.q.data.shape[1];
   const int64_t k = p.q.data.shape[2];
-  const int64_t n_tiles = cdiv(n, kTile);
-  const int64_t k_tiles = cdiv(k, kTile);
-#pragma omp parallel for collapse(2) schedule(static)
-  for (int64_t e = 0; e < experts; ++e)
-    for (int64_t nt = 0; nt < n_tiles; ++nt) {
-      const int64_t row = nt * kTile;
-      const int rows = static_cast<int>(std::min(kTile, n - row));
-      for (int64_t kt = 0; kt < k_tiles; ++kt) {
-        const int64_t col = kt * kTile;
-        const int cols = static_cast<int>(std::min(kTile, k - col));
-        CodeTile tile{};
-        const uint8_t* in = p.q.data.as<const uint8_t>() + (e * n + row) * k + col;
-        for (int i = 0; i < rows; ++i) memcpy(tile.code[i], in + i * k, static_cast<size_t>(cols));
-        transpose(tile, rows, cols, p.q_t.data.as<uint8_t>() + (e * k + col) * n + row, n);
-        p.q_t.scale_inv.as<float>()[(e * k_tiles + kt) * n_tiles + nt] =
-            p.q.scale_inv.as<const float>()[(e * n_tiles + nt) * k_tiles + kt];
-      }
-      finish_lines();
-    }
+  for_each_tile(p.q.data.shape[0], n, k, [&](const WeightTile& t) {
+    CodeTile tile{};
+    const uint8_t* in = p.q.data.as<const uint8_t>() + t.at;
+    for (int i = 0; i < t.rows; ++i) memcpy(tile.code[i], in + i * k, static_cast<size_t>(t.cols));
+    transpose(tile, t.rows, t.cols, p.q_t.data.as<uint8_t>() + t.at_t, n);
+    p.q_t.scale_inv.as<float>()[t.scale_t] = p.q.scale_inv.as<const float>()[t.scale];
+  });
 }
 
 // ---- dequantize ---------------------------------------------------------------------------------
