@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, SharedExpert
@@ -32,16 +28,6 @@ from test_distributed import (
 )
 
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Any]:
-    """A group of this process alone."""
-    store = Path(tempfile.mkdtemp()) / "store"
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @FP8_AND_BF16
@@ -133,16 +119,6 @@ def test_ids_out_of_range_are_dropped_and_counted(world: Any, device: torch.devi
 def on_a_gpu(group: Any, p: Any, counts: list[int], options: dict[str, Any]) -> Any:
     found, dropped = on_a_rank(group, moved(p, f"cuda:{rank_of(group)}"), counts, options)
     return moved(found, "cpu"), dropped
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    size = max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
-    if size == 1:
-        pytest.skip("needs two GPUs")
-    made = Pool(size, {size: list(range(size))}, backend="nccl")
-    yield made
-    made.close()
 
 
 @FP8_AND_BF16

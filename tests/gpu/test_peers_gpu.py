@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fp8moe_cutlass import Fp8Recipe, ops
 from fp8moe_cutlass.nn import MoEExperts
@@ -131,16 +127,6 @@ def test_rows_go_to_the_ranks_and_sums_come_from_them(
 # ---- a group of one -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[Any]:
-    """A group of this process alone."""
-    store = Path(tempfile.mkdtemp()) / "store"
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("capacity", [None, 300])
 def test_a_group_of_one(world: Any, capacity: Any, device: torch.device) -> None:
     p = moved(batch(300), device)
@@ -151,16 +137,6 @@ def test_a_group_of_one(world: Any, capacity: Any, device: torch.device) -> None
 
 
 # ---- several GPUs -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    size = max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
-    if size == 1:
-        pytest.skip("needs two GPUs")
-    made = Pool(size, {size: list(range(size))}, backend="nccl")
-    yield made
-    made.close()
 
 
 def run(pool: Pool, function: Any, *args: Any) -> list[Any]:
