@@ -16,11 +16,11 @@ from transformers.integrations.moe import use_experts_implementation
 from fp8moe_cutlass.autograd import Options
 from fp8moe_cutlass.integrations.transformers_fp8 import (
     SILU,
-    WEIGHTS,
     experts_refused,
     experts_unfit,
 )
 from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 

@@ -19,11 +19,10 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.weights import is_codes
+from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
 
-WEIGHTS = ("gate_up_proj", "down_proj")
-SCALES = ("gate_up_proj_scale_inv", "down_proj_scale_inv")
 SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _OTHERS = tuple(
     kind
@@ -36,13 +35,14 @@ def experts_refused(module: Any) -> str | None:
     """Why these FP8Experts are not MoEExperts'; None: they are."""
     if not module.has_gate:
         return "no gate"
+    other_blocks = _other_blocks(module)
     reasons = {
         "a gate of its own": module.swiglu_alpha is not None or module.limit is not None,
         "static scales of activations": module.activation_scheme != "dynamic",
         f"its activation is {type(module.act_fn).__name__}, not SiLU": not (
             isinstance(module.act_fn, SILU) or module.act_fn is F.silu
         ),
-        _other_blocks(module): _other_blocks(module) is not None,
+        other_blocks: other_blocks is not None,
     }
     return ", ".join(str(reason) for reason, holds in reasons.items() if holds) or None
 

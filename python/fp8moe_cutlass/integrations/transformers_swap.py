@@ -19,13 +19,12 @@ from fp8moe_cutlass.integrations.transformers_check import (
     refused,
 )
 from fp8moe_cutlass.integrations.transformers_fp8 import (
-    SCALES,
-    WEIGHTS,
     dequantize_linears,
     linears_unfit,
     quantized_otherwise,
 )
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
+from fp8moe_cutlass.nn.fp8_checkpoint import NAMES, WEIGHTS
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]  # a module's attributes for them
@@ -97,7 +96,7 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         layer = SwappedExperts(module, **options)
         if not meta:
             codes = isinstance(module, FP8Experts)
-            for key in WEIGHTS + SCALES if codes else WEIGHTS:
+            for key in NAMES if codes else WEIGHTS:
                 setattr(layer, key, getattr(module, key))
             if codes:
                 layer.requires_grad_(False)
@@ -143,7 +142,7 @@ def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options:
         return "the model is quantized"
     if "forward" in vars(module):
         return "its forward is replaced (by accelerate, for a device_map): swap before"
-    more = {name for name, _ in module.named_parameters()} - {*WEIGHTS, *SCALES}
+    more = {name for name, _ in module.named_parameters()} - {*NAMES}
     if more:
         return f"parameters of its own: {', '.join(sorted(more))}"
     for name, w in zip(WEIGHTS, weights, strict=True):

@@ -80,10 +80,11 @@ class MoEExperts(ExpertBlock, nn.Module):
       the whole model's. shard_experts divides the gradients, and makes DTensors of the parameters,
       of which torch knows the whole.
     rank_capacity: None (exact) drops nothing; the host waits for the device once per forward, to
-      learn how many rows arrive. An int, the rows a rank may send to each rank, or (rows,
-      assignments a rank may receive; W * rows * min(S, E / W) if not given): no host read, buffers
-      of fixed size, capturable in a CUDA graph after one forward like it. What finds no place is
-      dropped (its output and gradients are 0) and counted: `dropped`, `check()`.
+      learn how many rows arrive. An int is the most rows that a rank sends to each other rank.
+      (rows, assignments) also sets the most assignments that a rank receives; W * rows *
+      min(S, E / W) if not given. With either there is no host read, buffers have a fixed size, and
+      a CUDA graph captures it after one forward like it. What finds no place is dropped (its output
+      and gradients are 0) and counted: `dropped`, `check()`.
     transport: how rows in FP8 travel. "nccl": by the collectives of torch.distributed. "peer":
       through each other's memory, between GPUs of one host; the same bits. "auto": as "peer" where
       that is possible, else as "nccl", which a SlowPathWarning says. The same on all ranks.
@@ -136,10 +137,12 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory), trained)
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory), trained)
         if not trained:
-            for name, w in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
+            for name, w in zip(
+                fp8_checkpoint.SCALES, (self.gate_up_proj, self.down_proj), strict=True
+            ):
                 shape = scale_shape(tuple(w.shape), "block")
                 scale = torch.empty(shape, dtype=torch.float32, device=w.device)
-                setattr(self, f"{name}_scale_inv", nn.Parameter(scale, False))
+                setattr(self, name, nn.Parameter(scale, False))
         self.reset_parameters()
 
     @classmethod
@@ -216,7 +219,7 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     @property
     def rank_capacity(self) -> int | tuple[int, int] | None:
-        """The rows a rank may send to each rank, and the assignments it may receive, as given."""
+        """The constructor's rank_capacity; None without a group."""
         return None if self._exchange is None else self._exchange.rank_capacity
 
     @property
@@ -254,7 +257,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             errors += bad
             return
         if self._average is not None:
-            for name in ("gate_up_proj", "down_proj"):
+            for name in fp8_checkpoint.WEIGHTS:
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

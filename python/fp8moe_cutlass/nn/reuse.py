@@ -14,9 +14,8 @@ from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed.shards import held, is_sharded
 from fp8moe_cutlass.nn._validate import check_bool
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
+from fp8moe_cutlass.nn.fp8_checkpoint import NAMES
 from fp8moe_cutlass.ops._torch import compiling
-
-_NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
 
 
 class Reused:
@@ -53,7 +52,7 @@ class Reused:
     def compare(self, layer: ExpertBlock) -> None:
         """RuntimeError if a parameter is not what it was."""
         for name, now, (then, alias, version) in zip(
-            _NAMES, _parameters(layer), self.seen, strict=False
+            NAMES, _parameters(layer), self.seen, strict=False
         ):
             if now is not then:
                 changed = "is another tensor"
@@ -154,7 +153,7 @@ def _computed(layer: ExpertBlock) -> bool:
 
 
 def _parameters(layer: ExpertBlock) -> tuple[Tensor, ...]:
-    """The parameters of _NAMES; scales only of FP8 weights."""
+    """The parameters of NAMES; scales only of FP8 weights."""
     gate_up, down = layer.gate_up_proj, layer.down_proj
     if not is_codes(gate_up):
         return gate_up, down

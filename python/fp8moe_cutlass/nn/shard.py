@@ -14,8 +14,7 @@ from fp8moe_cutlass.distributed.exchange import TRANSPORTS
 from fp8moe_cutlass.distributed.shards import Average, is_sharded
 from fp8moe_cutlass.nn._validate import check_word
 from fp8moe_cutlass.nn.experts import MoEExperts
-
-_WEIGHTS = ("gate_up_proj", "down_proj")
+from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 
 
 def shard_experts(
@@ -104,7 +103,7 @@ def _refuse(name: str, layer: MoEExperts) -> None:
         got = "delay_wgrad=True"
     elif layer._reused is not None:
         got = "one inside reuse_fp8_weights"
-    elif any(is_sharded(getattr(layer, w)) for w in _WEIGHTS):
+    elif any(is_sharded(getattr(layer, w)) for w in WEIGHTS):
         got = "a DTensor (fully_shard): shard the experts first"
     if got is not None:
         raise RuntimeError(
