@@ -8,6 +8,7 @@ several blocks is equal up to these roundings: TOLERANCE. Checkpoints are bit-eq
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,26 @@ def test_tied_weights_stay_tied(pool: Pool, how: str) -> None:
     for weights in results(pool.run(2, tied, how)):
         for got, its, before in zip(weights, want, start, strict=True):
             assert relative_error(got - before, its - before) < TOLERANCE
+
+
+def early(group: Any, recipe: Any, first: bool) -> list[str]:
+    """What shard_experts warns of, with an optimizer made before it or after it."""
+    net = Net(recipe=recipe)
+    made = [torch.optim.SGD(net.parameters())] if first else []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shard_experts(net, group)
+    assert all(w.filename == __file__ for w in said)
+    made.append(torch.optim.SGD(net.parameters()))
+    return [str(w.message) for w in said]
+
+
+@FP8_AND_BF16
+def test_an_optimizer_made_before_is_warned_of(pool: Pool, recipe: Any) -> None:
+    for said in results(pool.run(2, early, recipe, True)):
+        assert len(said) == 1
+        assert "an optimizer made before it trains none of them; make it after" in said[0]
+    assert results(pool.run(2, early, recipe, False)) == [[], []]
 
 
 # ---- gradients ----------------------------------------------------------------------------------

@@ -282,9 +282,7 @@ def _say_what_repeats(recipe: Fp8Recipe | None) -> None:
         slow_path(
             "weights quantized in every forward",
             "[MoEExperts] several forwards before an optimizer step quantize the same weights; "
-            "run them `with fp8moe_cutlass.nn.reuse_fp8_weights(model):` to quantize once. After a "
-            "step and zero_grad(): the optimizer does not hold these parameters; make it after "
-            "shard_experts and fully_shard, which replace them",
+            "run them `with fp8moe_cutlass.nn.reuse_fp8_weights(model):` to quantize once",
         )
 
 

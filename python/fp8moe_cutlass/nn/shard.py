@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -36,8 +38,8 @@ def shard_experts(
       as fully_shard has with this mesh.
     rank_capacity, transport: as of MoEExperts.
 
-    New parameters replace the old ones, wherever the model has them (ties stay): make optimizers
-    and Trainers after this, and after fully_shard.
+    New parameters replace the old ones, wherever the model has them (ties stay), with a warning
+    where something still holds an old one: make optimizers after this, and after fully_shard.
 
     The parameters become DTensors [E, ...], sharded over the experts: state dicts, optimizers,
     torch.distributed.checkpoint and clip_grad_norm_ take them as they take those of fully_shard.
@@ -67,14 +69,27 @@ def shard_experts(
     made: dict[nn.Parameter, nn.Parameter] = {}  # by what they replace, wherever that is tied
     for (_, layer), exchange in zip(layers, exchanges, strict=True):
         _shard(layer, mesh, exchange, made)
+    _replace(model, made)
+    shares, replaced = set(made.values()), [weakref.ref(w) for w in made]
+    del made
+    if any(w() is not None for w in replaced):
+        warnings.warn(
+            "[shard_experts] something still holds parameters that it has replaced: an optimizer "
+            "made before it trains none of them; make it after shard_experts and fully_shard",
+            stacklevel=2,
+        )
+    return shares
+
+
+def _replace(model: nn.Module, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Puts the values of `made` where `model` has its keys; DDP ignores them."""
     names: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules():
-        for key, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if p in made:
-                setattr(module, key, made[p])
+        for key, w in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if w in made:
+                setattr(module, key, made[w])
                 names.append(f"{name}.{key}")
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-    return set(made.values())
 
 
 def _mesh(group: Any) -> Any:
