@@ -12,10 +12,12 @@ import copy
 import itertools
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -389,6 +391,24 @@ def test_autocast(pool: Pool, recipe: Any) -> None:
     want = alone(pool, expected, low, 2, {"recipe": recipe, "dtype": torch.float32})
     want.dx = want.dx.float()
     assert_equal(got, want)
+
+
+def kept_by_dcp(group: Any, folder: str) -> tuple[Tensor, Tensor]:
+    """This rank's experts, and what torch.distributed.checkpoint gives it back."""
+    layer = MoEExperts(4, 128, 128, group=group)
+    mine = layer.down_proj.detach().clone()
+    dcp.save({"layer": layer.state_dict()}, checkpoint_id=folder, process_group=group)
+    found = {"layer": layer.state_dict()}
+    dcp.load(found, checkpoint_id=folder, process_group=group)
+    return mine, found["layer"]["down_proj"]
+
+
+def test_a_checkpoint_of_plain_shares_keeps_one_rank(pool: Pool, tmp_path: Path) -> None:
+    """As several-gpus.md says; shares of shard_experts are DTensors, and kept."""
+    (first, one), (second, two) = results(pool.run(2, kept_by_dcp, str(tmp_path)))
+    assert not torch.equal(first, second)
+    assert torch.equal(one, two)
+    assert torch.equal(one, first) or torch.equal(one, second)
 
 
 def drawn(group: Any) -> tuple[Tensor, Tensor, Tensor]:

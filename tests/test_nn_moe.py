@@ -155,6 +155,29 @@ def test_losses_under_a_checkpoint(reentrant: bool) -> None:
     assert all(map(torch.equal, [*gradients(moe), x.grad], want))
 
 
+def biased(checkpointed: bool, early: bool) -> list[Tensor]:
+    """Gradients of a step whose selection bias moves before its backward, or behind it."""
+    torch.manual_seed(0)
+    rule = RoutingRule(score="sigmoid", selection_bias=True)
+    moe = MoE(Router(64, 8, 2, rule=rule), MoEExperts(8, 64, 32))
+    x = torch.randn(16, 64)
+    out = checkpoint(moe, x, use_reentrant=False) if checkpointed else moe(x)
+    load = moe.router(x).tokens_per_expert
+    if early:
+        moe.router.update_selection_bias(load, rate=1.0)
+    out.sum().backward()
+    if not early:
+        moe.router.update_selection_bias(load, rate=1.0)
+    assert moe.router.selection_bias is not None
+    return [*gradients(moe), moe.router.selection_bias]
+
+
+def test_a_selection_bias_moves_after_all_backwards() -> None:
+    """As routers.md says: a checkpointed forward would route by the new bias in its backward."""
+    assert all(map(torch.equal, biased(True, False), biased(False, False)))
+    assert not torch.equal(biased(True, True)[1], biased(False, True)[1])
+
+
 def test_an_evaluation_and_other_microbatches_change_nothing() -> None:
     """Two forwards in flight, backwards in either order, an evaluation between forward and loss."""
     moe = moe_of()

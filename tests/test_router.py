@@ -485,11 +485,17 @@ def test_a_loss_of_logits_that_are_not_finite_in_padding(bad: float) -> None:
     """Of a Routing that another router made."""
     router = Router(32, 4, 2)
     routing = router(torch.randn(6, 32), padding=torch.arange(6) == 3)
-    want = z_loss(routing), router.balancing_loss(routing)
-    for t in (routing.logits, routing.scores):
+    of = routing.logits, routing.scores
+
+    def losses() -> list[Tensor]:
+        made = [z_loss(routing), router.balancing_loss(routing)]
+        pairs = zip(made, of, strict=True)
+        return made + [torch.autograd.grad(a, b, retain_graph=True)[0] for a, b in pairs]
+
+    want = losses()
+    for t in of:
         t.detach()[3] = bad
-    got = z_loss(routing), router.balancing_loss(routing)
-    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, losses(), want))
 
 
 # ---- what is refused when made -------------------------------------------------------------------

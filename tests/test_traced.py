@@ -69,13 +69,15 @@ def test_a_function_mode_is_no_trace() -> None:
     assert all(w.main_grad.any() for w in experts.parameters())
 
 
-def one_of_exported(tokens: Any, **how: Any) -> torch.Tensor:
-    """What a program of any number of tokens makes of one."""
-    args = tuple(t.repeat(8, 1) for t in (X, IDS, PROBS))
-    program = torch.export.export(layer(8), args, dynamic_shapes=({0: tokens},) * 3, **how)
-    run = program.module()
-    out: torch.Tensor = run(*(t[:1] for t in args))
-    return out
+def one_of_exported(tokens: Any, **how: Any) -> None:
+    """A program of any number of tokens makes of one what the layer does."""
+    experts, args = (
+        layer(8),
+        [torch.randn(16, 128).bfloat16(), IDS.repeat(8, 1), PROBS.repeat(8, 1)],
+    )
+    program = torch.export.export(experts, (*args,), dynamic_shapes=({0: tokens},) * 3, **how)
+    one = [t[:1] for t in args]
+    assert torch.equal(program.module()(*one), experts(*one))
 
 
 def test_an_export_from_one_token_on() -> None:
@@ -92,6 +94,11 @@ def test_a_strict_export_with_gradients() -> None:
     one_of_exported(torch.export.Dim("T", min=1), strict=True)
 
 
+def gradients(run: Any, experts: MoEExperts) -> list[Any]:
+    out = run(X, IDS, PROBS)
+    return [out.detach(), *torch.autograd.grad(out.sum(), list(experts.parameters()))]
+
+
 def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
@@ -99,8 +106,8 @@ def save_all(*_: Any, **__: Any) -> CheckpointPolicy:
 def test_a_selective_checkpoint_that_saves_every_op() -> None:
     contexts = partial(create_selective_checkpoint_contexts, save_all)
     experts = layer(recipe=None)
-    out = checkpoint(experts, X, IDS, PROBS, use_reentrant=False, context_fn=contexts)
-    out.sum().backward()
+    run = partial(checkpoint, experts, use_reentrant=False, context_fn=contexts)
+    assert all(map(torch.equal, gradients(run, experts), gradients(experts, experts)))
 
 
 def test_flops_of_recipe_none() -> None:
@@ -110,8 +117,10 @@ def test_flops_of_recipe_none() -> None:
 
 
 def test_saved_tensors_that_may_be_written() -> None:
+    experts = layer()
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        layer()(X, IDS, PROBS).sum().backward()
+        got = gradients(experts, experts)
+    assert all(map(torch.equal, got, gradients(experts, experts)))
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
