@@ -40,7 +40,7 @@ CAUSES: dict[str, tuple[Callable[[Problem], None], str]] = {
     "float32 scales": (float32_scales, "float32 scales cannot be shifted"),
     "amax scales": (amax_scales, "float32 scales cannot be shifted"),
     "main_grad": (misaligned_main_grad, "begins at no multiple of 16 bytes"),
-    "quantized again": (quantized_again, "several forwards before .* reuse_fp8_weights"),
+    "quantized again": (quantized_again, "several forwards before .*reuse_fp8_weights"),
 }
 
 
