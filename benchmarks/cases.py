@@ -114,7 +114,7 @@ def ragged(rows: int, experts: int, device: torch.device) -> RoutingPlan:
     """A plan of `rows` rows that arrive grouped, in groups as a random routing makes them."""
     experts_of_rows = torch.randint(experts, (rows,))
     counts = torch.bincount(experts_of_rows, minlength=experts).to(device, torch.int32)
-    return RoutingPlan.from_counts(counts, capacity=rows)
+    return ops.plan_from_counts(counts, capacity=rows)
 
 
 @case("matrix")
@@ -320,7 +320,7 @@ def grouped_gemm(shape: Shape, device: torch.device) -> Iterator[Work]:
     x, w = normal(m, k, device=device), normal(e, n, k, device=device)
     a, (wq, _) = ops.quantize(x, scale_layout="gemm"), ops.quantize_weight(w)
     even = torch.full((e,), m // e, dtype=torch.int32, device=device)
-    balanced = RoutingPlan.from_counts(even, capacity=m)
+    balanced = ops.plan_from_counts(even, capacity=m)
     plans = {"balanced": balanced, "ragged": ragged(m, e, device)}
     for variant, plan in plans.items():
         run, d = into(ops.grouped_gemm, a, wq, plan)

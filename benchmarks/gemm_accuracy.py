@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common import OnResult, Record, environment, main, parser
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, ops
 from fp8moe_cutlass.tensor import scale_shape
 from fp8moe_cutlass.tools.verify import reference
 from fp8moe_cutlass.tools.verify.compare import array, gemm_error, quantized
@@ -79,7 +79,7 @@ def compare(name: str, make: Make, k: int, device: torch.device) -> Iterator[Rec
     m = n = 128
     a = scaled(make((m, k), True), "gemm", device)
     w = scaled(make((1, n, k), False), "block", device)
-    plan = RoutingPlan.from_counts(torch.tensor([m], dtype=torch.int32, device=device), capacity=m)
+    plan = ops.plan_from_counts(torch.tensor([m], dtype=torch.int32, device=device), capacity=m)
     left = reference.dequantize(quantized(a))
     right = reference.dequantize(reference.Quantized(array(w.data)[0], array(w.scale_inv)[0]), 128)
     exact, unit = reference.gemm(left, right)

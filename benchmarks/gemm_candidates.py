@@ -116,7 +116,7 @@ def plan_of(case: Case, device: torch.device) -> RoutingPlan:
     else:
         likely = torch.rand(case.e) + 0.5
         counts = torch.bincount(torch.multinomial(likely, case.m, True), minlength=case.e)
-    return RoutingPlan.from_counts(counts.to(device, torch.int32), capacity=case.m)
+    return ops.plan_from_counts(counts.to(device, torch.int32), capacity=case.m)
 
 
 def call_of(case: Case, pool: Pool, plan: RoutingPlan) -> tuple[Run, torch.Tensor]:

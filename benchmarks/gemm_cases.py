@@ -74,7 +74,7 @@ Factory = Callable[[Operands], Run | None]  # None: not on this device, or not t
 def operands(case: Case, device: torch.device) -> Operands:
     if case.routing == "balanced":
         each = torch.full((case.e,), case.m // case.e, dtype=torch.int32, device=device)
-        plan = RoutingPlan.from_counts(each, capacity=case.m)
+        plan = ops.plan_from_counts(each, capacity=case.m)
     else:
         plan = ragged(case.m, case.e, device)
     x = normal(case.m, case.k, device=device)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8moe_cutlass import RoutingPlan, ops
+from fp8moe_cutlass import ops
 from fp8moe_cutlass.integrations import transformer_engine as te
 from fp8moe_cutlass.nn import MoEExperts
 
@@ -59,7 +59,7 @@ class Flow(torch.autograd.Function):
         rows, row_probs, row_id_map, offsets, padded = grouped(
             te.as_blockwise_tensor(ops.quantize(x)), probs, mask
         )
-        plan = RoutingPlan.from_counts(padded, capacity=rows.shape[0])
+        plan = ops.plan_from_counts(padded, capacity=rows.shape[0])
         w1, w1_t = ops.quantize_weight(fc1)
         w2, w2_t = ops.quantize_weight(fc2)
         z = ops.grouped_gemm(rows, w1, plan)

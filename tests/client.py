@@ -103,8 +103,7 @@ def exchange() -> Tensor:
     assert words.shape == (1, S)
     per_expert = torch.tensor([T, 0, 0, 0], dtype=torch.int32)
     grouped: RoutingPlan = ops.plan_from_counts(per_expert, capacity=T)
-    same: RoutingPlan = RoutingPlan.from_counts(per_expert, capacity=T)
-    assert torch.equal(grouped.row_offsets, same.row_offsets)
+    assert int(grouped.row_offsets[-1]) == T
     total: Tensor = got.x.scale_inv.sum()
     return total
 

@@ -93,7 +93,7 @@ def awkward(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def plan_of(counts: list[int], align: int = 16) -> RoutingPlan:
-    return RoutingPlan.from_counts(torch.tensor(counts), sum(counts), align)
+    return ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts), align=align)
 
 
 def valid_rows(plan: RoutingPlan) -> Tensor:
@@ -393,7 +393,7 @@ def test_every_bf16_sigmoid():
 @pytest.mark.parametrize("columns", [None, "block", "column"])
 def test_every_gate_of_whole_tiles(columns, limit):
     """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
-    plan = RoutingPlan.from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
+    plan = ops.plan_from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
     dh = torch.ones(512, 128, dtype=torch.bfloat16)
@@ -409,7 +409,7 @@ def test_many_tiles(intermediate, columns):
     """More tiles than teams of blocks, across experts. Backward, I 1152: SMs with a few tiles of
     blocks of tokens of nine, whose sums of dprob go on to the next."""
     counts = torch.tensor([2500, 0, 3100, 1, 1903], dtype=torch.int32)
-    plan = RoutingPlan.from_counts(counts, capacity=7600, align=16)
+    plan = ops.plan_from_counts(counts, capacity=7600, align=16)
     z, dh, probs = inputs(plan, intermediate)
     backends.check("act_quantize", z, probs=probs, plan=plan)
     backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)
@@ -420,7 +420,7 @@ def test_many_tiles(intermediate, columns):
 def test_shares_of_several_blocks_of_tokens(columns):
     """Backward: an SM's tiles are the end of a block of tokens, whole ones and the start of one."""
     counts = torch.tensor([4100, 0, 13000, 77, 15000], dtype=torch.int32)
-    plan = RoutingPlan.from_counts(counts, capacity=32300, align=16)
+    plan = ops.plan_from_counts(counts, capacity=32300, align=16)
     z, dh, probs = inputs(plan, 896)
     backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)
 
@@ -432,7 +432,7 @@ def test_shares_of_several_blocks_of_tokens(columns):
 def test_large_intermediate(intermediate, columns, limit):
     """Backward: sums of dprob apart, and sums that go through many SMs."""
     counts = torch.tensor([3, 0, 17], dtype=torch.int32)
-    plan = RoutingPlan.from_counts(counts, capacity=32, align=1)
+    plan = ops.plan_from_counts(counts, capacity=32, align=1)
     z, dh, probs = inputs(plan, intermediate)
     options = {"probs": probs, "columns": columns, "plan": plan, "limit": limit}
     backends.check("act_quantize_backward", dh, z, **options)

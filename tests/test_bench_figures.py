@@ -20,7 +20,7 @@ import plot
 import sweep
 import timing
 from cases import transposed
-from fp8moe_cutlass import RoutingPlan, ops
+from fp8moe_cutlass import ops
 from kernel_trace import Kernel, kernels_of
 from layer import OURS, QUANTIZING, REUSING, SHAPES
 from layer_baselines import TORCH, IndexingTorchExperts
@@ -66,7 +66,7 @@ def test_calls_take_turns_and_the_best_counts(ticks: list[float]) -> None:
 
 def test_padded_rows_are_the_same_product() -> None:
     counts = [5, 0, 130, 64]
-    plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
+    plan = ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts))
     q = ops.quantize(torch.randn(sum(counts), 384), scale_layout="gemm")
     data, scale, of_row = gemm_baselines.padded_rows(q, counts)
     assert data.shape == (128 + 256 + 128, 384)
@@ -87,7 +87,7 @@ def test_padded_rows_are_the_same_product() -> None:
 @pytest.mark.parametrize("columns", ["block", "column"])
 def test_flat_segments_are_the_same_product(columns: str) -> None:
     counts = [5, 0, 130, 128]
-    plan = RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts))
+    plan = ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts))
     x = torch.randn(sum(counts), 272)
     t = transposed(x, plan, columns)  # type: ignore[arg-type]
     padded = gemm_baselines.whole_tiles(counts)

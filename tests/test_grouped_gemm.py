@@ -60,7 +60,7 @@ def largest(*shape: int, layout: str, fp8: str = "e4m3") -> Fp8Tensor:
 
 
 def plan_of(counts: list[int], spare: int = 0, align: int = 1) -> RoutingPlan:
-    return RoutingPlan.from_counts(torch.tensor(counts), capacity=sum(counts) + spare, align=align)
+    return ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts) + spare, align=align)
 
 
 def assert_gemm(d: Tensor, truth: GemmTruth) -> None:

@@ -178,7 +178,7 @@ def test_masks() -> None:
 
 def test_from_counts_moves_packed_rows() -> None:
     counts = torch.tensor([5, 0, 130, 1])
-    plan = RoutingPlan.from_counts(counts, 150, 32)
+    plan = ops.plan_from_counts(counts, capacity=150, align=32)
     packed = torch.randn(150, 16)
     y, _ = ops.permute_pad(packed, plan)
     start = plan.row_offsets.tolist()

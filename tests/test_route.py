@@ -134,7 +134,7 @@ def test_from_counts() -> None:
         for capacity in (total, total + 77, total // 2):
             align = draw.choice(ALIGNS)
             given = torch.tensor(counts, dtype=draw.choice((torch.int32, torch.int64)))
-            plan = RoutingPlan.from_counts(given, capacity, align)
+            plan = ops.plan_from_counts(given, capacity=capacity, align=align)
             packed = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
             ids = torch.nn.functional.pad(packed, (0, max(0, capacity - total)), value=-1)
             assert_plan(plan, ids[:, None], len(counts), align, capacity)
@@ -162,10 +162,10 @@ def test_bad_id_is_an_error_and_writes_nothing(bad: int) -> None:
 
 def test_bad_counts_are_errors() -> None:
     with pytest.raises(ValueError, match="got -1 for expert 1"):
-        RoutingPlan.from_counts(torch.tensor([2, -1]), 4)
+        ops.plan_from_counts(torch.tensor([2, -1]), capacity=4)
     huge = torch.tensor([2**62, 2**62])
     with pytest.raises(ValueError, match="sum to less than"):
-        RoutingPlan.from_counts(huge, 4)
+        ops.plan_from_counts(huge, capacity=4)
 
 
 def test_bad_arguments_are_errors() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8moe_cutlass import Fp8Recipe, RoutingPlan, __version__, autograd, telemetry
+from fp8moe_cutlass import Fp8Recipe, __version__, autograd, ops, telemetry
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, problem
 
@@ -111,7 +111,7 @@ def test_grouped_rows(recipe: Fp8Recipe | None, given: str) -> None:
     layer = p.experts(recipe=recipe)
     counts: Any = torch.tensor([30, 0, 50, 10])
     if given == "plan":
-        counts = RoutingPlan.from_counts(counts, capacity=96)
+        counts = ops.plan_from_counts(counts, capacity=96)
     elif given == "list":
         counts = counts.tolist()
     rows = lambda f: lambda x, _, probs: f(x, counts, probs[:, 0])  # noqa: E731

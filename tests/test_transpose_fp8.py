@@ -70,7 +70,7 @@ def test_every_code_under_every_shift(fp8_dtype: str, columns: str) -> None:
     scale_inv[0::2] = 2.0**126
     scale_inv[1::2] = torch.exp2(126.0 - torch.tensor(shifts, dtype=torch.float32))[:, None]
     counts = torch.full((len(shifts),), 2)
-    plan = RoutingPlan.from_counts(counts, 2 * len(shifts))
+    plan = ops.plan_from_counts(counts, capacity=2 * len(shifts))
     t = ops.transpose_fp8(rows_of(codes, scale_inv, fp8_dtype, "row"), plan, columns=columns)
     got = t.data.view(torch.uint8).numpy()
     value = fmt.values
@@ -89,7 +89,7 @@ def test_column_scales_are_tight(fp8_dtype: str) -> None:
     fmt = FORMATS[fp8_dtype]
     codes = torch.arange(256, dtype=torch.uint8).view(1, 256)
     scale_inv = torch.tensor([[2.0**3, 2.0**-120]])
-    plan = RoutingPlan.from_counts(torch.tensor([1]), 1)
+    plan = ops.plan_from_counts(torch.tensor([1]), capacity=1)
     t = ops.transpose_fp8(rows_of(codes, scale_inv, fp8_dtype, "gemm"), plan, columns="column")
     expected = ref.transpose(
         codes.numpy(), scale_inv.numpy(), ref.groups_of([1], 1), 128, fp8_dtype, "column"
@@ -105,7 +105,9 @@ def test_column_scales_are_tight(fp8_dtype: str) -> None:
 @pytest.mark.parametrize("fp8_dtype", FP8)
 @pytest.mark.parametrize("layout", ["row", "gemm"])
 def test_groups_of_every_size(layout: str, fp8_dtype: str, align: int, columns: str) -> None:
-    plan = RoutingPlan.from_counts(torch.tensor(GROUP_SIZES), sum(GROUP_SIZES) + 3, align)
+    plan = ops.plan_from_counts(
+        torch.tensor(GROUP_SIZES), capacity=sum(GROUP_SIZES) + 3, align=align
+    )
     codes, scale_inv = random_rows(align, plan.rows, 272, spread=6)
     t = rows_of(codes, scale_inv, fp8_dtype, layout)
     before = t.data.view(torch.uint8).clone(), t.scale_inv.clone(), plan.buffer.clone()
@@ -122,7 +124,7 @@ def test_groups_of_every_size(layout: str, fp8_dtype: str, align: int, columns: 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("counts", [[0, 0], [300, 0, 0], [0, 5], [1]], ids=str)
 def test_few_groups(counts: list[int], columns: str) -> None:
-    plan = RoutingPlan.from_counts(torch.tensor(counts), sum(counts))
+    plan = ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts))
     codes, scale_inv = random_rows(1, plan.rows, 128, spread=120)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", "row"), plan, columns=columns)
     groups = ref.groups_of(counts, 1)
@@ -136,7 +138,7 @@ def test_few_groups(counts: list[int], columns: str) -> None:
 def test_layout_is_never_guessed(layout: str) -> None:
     """T == K / 128: both layouts have scales of one shape."""
     codes, scale_inv = random_rows(2, 4, 512, spread=3)
-    plan = RoutingPlan.from_counts(torch.tensor([4]), 4)
+    plan = ops.plan_from_counts(torch.tensor([4]), capacity=4)
     assert rows_of(codes, scale_inv, "e4m3", layout).scale_inv.shape == (4, 4)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", layout), plan)
     groups = ref.groups_of([4], 1)
@@ -148,7 +150,7 @@ def test_a_zero_row_never_decides_the_scale() -> None:
     """Loss-masked tokens quantized at eps 0 carry scale 1 and must not flush small gradients."""
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(8)) * 1e-6
     x[::3] = 0
-    plan = RoutingPlan.from_counts(torch.tensor([64]), 64)
+    plan = ops.plan_from_counts(torch.tensor([64]), capacity=64)
     for eps in (0.0, 1e-10):
         q = ops.quantize(x, eps=eps)
         for columns in COLUMNS:
@@ -165,7 +167,7 @@ def test_any_rows(data: st.DataObject) -> None:
     columns = data.draw(st.sampled_from(COLUMNS))
     fp8_dtype = data.draw(st.sampled_from(sorted(FP8)))
     c = 16 * data.draw(st.integers(1, 10))
-    plan = RoutingPlan.from_counts(torch.tensor(counts), sum(counts), align)
+    plan = ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts), align=align)
     seed, spread = data.draw(st.integers(0, 1000)), data.draw(st.sampled_from([0, 1, 4, 12, 126]))
     codes, scale_inv = random_rows(seed, plan.rows, c, spread)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, fp8_dtype, "gemm"), plan, columns=columns)
@@ -213,7 +215,7 @@ def test_permute_transpose_is_the_two_ops(
 @pytest.mark.parametrize("layout", ["row", "gemm"])
 def test_requantize(layout: str, scale: str, columns: str) -> None:
     counts = [5, 0, 130]
-    plan = RoutingPlan.from_counts(torch.tensor(counts), sum(counts), 16)
+    plan = ops.plan_from_counts(torch.tensor(counts), capacity=sum(counts), align=16)
     x = torch.randn(plan.rows, 144, generator=torch.Generator().manual_seed(10))
     q = ops.quantize(x, scale="fp32", scale_layout=layout, fp8_dtype="e5m2")
     got = ops.transpose_fp8(q, plan, columns=columns, requantize=True, scale=scale)
@@ -236,7 +238,7 @@ def test_requantize(layout: str, scale: str, columns: str) -> None:
 def test_scales_that_are_no_powers_of_two(bad: float) -> None:
     codes, scale_inv = random_rows(11, 40, 256, spread=2)
     scale_inv[17, 1] = bad
-    plan = RoutingPlan.from_counts(torch.tensor([40]), 40)
+    plan = ops.plan_from_counts(torch.tensor([40]), capacity=40)
     untouched = torch.full((256, 128), 7, dtype=torch.uint8)
     out = Fp8Tensor(untouched.view(FP8["e4m3"]), torch.full((2, 1), 7.0), "block")
     for layout in ("row", "gemm"):
@@ -253,7 +255,7 @@ def test_scales_that_are_no_powers_of_two(bad: float) -> None:
 def test_bad_scales_of_padding_are_not_looked_at() -> None:
     codes, scale_inv = random_rows(12, 16, 128, spread=2)
     scale_inv[10:] = torch.nan
-    plan = RoutingPlan.from_counts(torch.tensor([10]), 10, 16)
+    plan = ops.plan_from_counts(torch.tensor([10]), capacity=10, align=16)
     got = ops.transpose_fp8(rows_of(codes, scale_inv, "e4m3", "row"), plan)
     groups = ref.groups_of([10], 16)
     expected = ref.transpose(codes.numpy(), scale_inv.numpy(), groups, 128, "e4m3", "block")
@@ -261,7 +263,7 @@ def test_bad_scales_of_padding_are_not_looked_at() -> None:
 
 
 def test_refusals() -> None:
-    plan = RoutingPlan.from_counts(torch.tensor([8]), 8)
+    plan = ops.plan_from_counts(torch.tensor([8]), capacity=8)
     q = ops.quantize(torch.randn(8, 128))
     with pytest.raises(ValueError, match="pow2"):
         ops.transpose_fp8(ops.quantize(torch.randn(8, 128), scale="fp32"), plan)
@@ -276,7 +278,7 @@ def test_refusals() -> None:
 @CPU_ONLY
 def test_a_plan_that_is_not_filled() -> None:
     q = ops.quantize(torch.randn(8, 128))
-    plan = RoutingPlan.from_counts(torch.tensor([8]), 8)
+    plan = ops.plan_from_counts(torch.tensor([8]), capacity=8)
     unfilled = RoutingPlan(torch.full_like(plan.buffer, 1 << 20), *plan.sizes)
     with pytest.raises(ValueError, match="plan must be filled"):
         ops.transpose_fp8(q, unfilled)
@@ -305,7 +307,7 @@ def any_rows(rows, c, fp8_dtype, layout, spread):
 @pytest.mark.parametrize("align", [1, 16, 32, 128])
 def test_transpose(align, fp8_dtype, layout, columns):
     counts = torch.tensor([0, 1, 15, 16, 127, 128, 129, 300])
-    plan = RoutingPlan.from_counts(counts, int(counts.sum()) + 9, align)
+    plan = ops.plan_from_counts(counts, capacity=int(counts.sum()) + 9, align=align)
     for c in (16, 128, 272, 2880):
         for spread in (0, 3, 12, 120):
             t = any_rows(plan.rows, c, fp8_dtype, layout, spread)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, RoutingPlan, autograd, nn, ops
+from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, autograd, nn, ops
 from moe_problem import problem
 
 P = problem(16)
@@ -127,10 +127,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "dequantize()": (FP8.dequantize, {"dtype": "float32"}),
     "to_layout": (FP8.to_layout, {"layout": "gemm"}),
-    "from_counts": (
-        RoutingPlan.from_counts,
-        {"tokens_per_expert": COUNTS, "capacity": 16, "align": 1},
-    ),
     "quantize": (
         ops.quantize,
         {"x": P.x, "scale": "pow2", "eps": 0.0, "scale_layout": "row", "out": None},

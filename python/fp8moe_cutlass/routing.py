@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8moe_cutlass.tensor import TILE, pad4
-from fp8moe_cutlass.typing import Array, DLPackArray
+from fp8moe_cutlass.typing import Array
 
 STATUS_WORDS = 8
 _STATUS = (
@@ -18,7 +18,8 @@ _STATUS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RoutingPlan:
-    """A routing of T tokens x S slots to E experts; built by `ops.route` or `from_counts`.
+    """A routing of T tokens x S slots to E experts; built by `ops.route` or
+    `ops.plan_from_counts`.
 
     One int32 buffer on the device (include/fp8moe/plan.h has its layout) and the sizes known on
     the host, so nothing here waits for the device but `check`. Letters: A = capacity, R = rows,
@@ -32,15 +33,6 @@ class RoutingPlan:
     experts: int
     align: int
     capacity: int
-
-    @classmethod
-    def from_counts(
-        cls, tokens_per_expert: DLPackArray, capacity: int, align: int = 1
-    ) -> RoutingPlan:
-        """The plan of rows that arrive grouped: ops.plan_from_counts."""
-        from fp8moe_cutlass import ops
-
-        return ops.plan_from_counts(tokens_per_expert, capacity=capacity, align=align)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fp8moe_cutlass import _C
+from fp8moe_cutlass.arrays import contiguous, dtype_name, zeros
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
@@ -168,11 +170,10 @@ class Fp8Tensor:
 
     def dequantize(self, dtype: DType = "bfloat16") -> Array:
         """The values, rounded once to `dtype`: ops.dequantize, also of rows that lie apart."""
-        from fp8moe_cutlass import ops
-        from fp8moe_cutlass.ops import _outputs
-
-        data, scale_inv = (_outputs.contiguous(t) for t in (self.data, self.scale_inv))
-        return ops.dequantize(replace(self, data=data, scale_inv=scale_inv), dtype=dtype)
+        name = dtype_name("dequantize", "dtype", dtype, "float32", "float16", "bfloat16")
+        data, scale_inv = contiguous(self.data), contiguous(self.scale_inv)
+        values: Array = _C.dequantize(replace(self, data=data, scale_inv=scale_inv), name)
+        return values
 
     def to_layout(self, layout: str) -> Fp8Tensor:
         """The same tensor with its 1x128 scales in layout "row" or "gemm"; data is shared."""
@@ -185,15 +186,11 @@ class Fp8Tensor:
                 "[to_layout] only 'row' and 'gemm' hold the same scales; "
                 f"got {self.scale_layout!r} to {layout!r}"
             )
-        from fp8moe_cutlass.ops import _outputs
-
         m = self.shape[0]
         if layout == "row":
-            scale = _outputs.contiguous(self.scale_inv[:, :m].T)
+            scale = contiguous(self.scale_inv[:, :m].T)
         else:
-            shape = scale_shape(self.shape, "gemm")
-            scale = _outputs.empty("to_layout", self.scale_inv, shape)
-            scale[:, m:] = 0
+            scale = zeros("to_layout", self.scale_inv, scale_shape(self.shape, "gemm"))
             scale[:, :m] = self.scale_inv.T
         return replace(self, scale_inv=scale, scale_layout=layout)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8moe_cutlass import RoutingPlan, ops
+from fp8moe_cutlass import ops
 from fp8moe_cutlass.typing import ScaleKind
 from gemm_baselines import padded_rows
 
@@ -25,7 +25,7 @@ def test_fprop_has_the_same_bits(counts: list[int], n: int, k: int, scale: Scale
     a = ops.quantize(x, scale=scale, scale_layout="gemm")
     w_q = ops.quantize_weight(w, scale=scale)[0]
     sizes = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    d = ops.grouped_gemm(a, w_q, RoutingPlan.from_counts(sizes, capacity=rows))
+    d = ops.grouped_gemm(a, w_q, ops.plan_from_counts(sizes, capacity=rows))
     data, scale_inv, of_row = padded_rows(a, counts)
     theirs = torch.zeros(len(of_row), n, dtype=torch.bfloat16, device="cuda")
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(

@@ -33,7 +33,7 @@ COUNTED = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 
 def plan_of(counts: list[int], spare: int = 0, align: int = 1) -> RoutingPlan:
     counted = torch.tensor(counts, dtype=torch.int32, device="cuda")
-    return RoutingPlan.from_counts(counted, capacity=sum(counts) + spare, align=align)
+    return ops.plan_from_counts(counted, capacity=sum(counts) + spare, align=align)
 
 
 def on_gpu(q: Fp8Tensor) -> Fp8Tensor:
@@ -446,7 +446,7 @@ def test_special_values_stand_where_float64_has_them() -> None:
 def test_one_graph_serves_other_routings() -> None:
     """Sizes are read on the device: a captured call replays under other counts."""
     counts = torch.tensor([100, 0, 29, 70], dtype=torch.int32, device="cuda")
-    plan = RoutingPlan.from_counts(counts, capacity=256)
+    plan = ops.plan_from_counts(counts, capacity=256)
     a = on_gpu(noise(plan.rows, 272, layout="gemm"))
     w = on_gpu(noise(4, 144, 272, layout="block"))
     dy = on_gpu(noise(144, plan.columns, layout="block"))
@@ -463,7 +463,7 @@ def test_one_graph_serves_other_routings() -> None:
     with torch.cuda.graph(graph):
         step()
     for routed in ([0, 256, 0, 0], [1, 2, 3, 4], [64, 64, 64, 64]):
-        other = RoutingPlan.from_counts(
+        other = ops.plan_from_counts(
             torch.tensor(routed, dtype=torch.int32, device="cuda"), capacity=256
         )
         plan.buffer.copy_(other.buffer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import Fp8Tensor, ops
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +80,8 @@ def test_transpose(device):
     )
     assert rows.data.numel() > 2**31
     counts = torch.full((experts,), each, device=device)
-    plan = RoutingPlan.from_counts(counts, experts * each)
-    one = RoutingPlan.from_counts(counts[:1], each)
+    plan = ops.plan_from_counts(counts, capacity=experts * each)
+    one = ops.plan_from_counts(counts[:1], capacity=each)
     small = ops.transpose_fp8(Fp8Tensor(codes.view(torch.float8_e4m3fn), scale_inv), one)
     for op in (ops.transpose_fp8, ops.permute_transpose_fp8):
         big = op(rows, plan)

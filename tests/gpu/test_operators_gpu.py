@@ -104,7 +104,7 @@ def test_on_the_other_device() -> None:
 def test_dprobs_on_several_streams_and_in_graphs_at_once(columns):
     """Every launch that runs hands on its own sums."""
     counts = torch.tensor([900, 0, 3500, 1], dtype=torch.int32, device="cuda")
-    plan = RoutingPlan.from_counts(counts, capacity=4401)
+    plan = ops.plan_from_counts(counts, capacity=4401)
     z, dh, probs = (t.cuda() for t in inputs(plan, 1664))
 
     def dprobs_of():
@@ -144,7 +144,7 @@ def test_one_workspace_for_calls_that_follow_one_another(columns):
         ([4100, 0, 13000], 128),
         ([40, 7, 0], 144),  # not in one pass
     ):
-        plan = RoutingPlan.from_counts(
+        plan = ops.plan_from_counts(
             torch.tensor(counts, dtype=torch.int32), capacity=sum(counts) + 5
         )
         z, dh, probs = (t.cuda() for t in inputs(plan, intermediate))
@@ -179,7 +179,7 @@ def test_scales_by_row_lie_anywhere(c, columns, device):
 @pytest.mark.parametrize("layout", ["row", "gemm"])
 def test_bad_scales_are_counted_and_poison_their_tiles(layout, columns, device):
     """Three bad scales of rows that carry tokens; two of padding rows do not count."""
-    plan = RoutingPlan.from_counts(torch.tensor([130, 10], device=device), 140, align=16)
+    plan = ops.plan_from_counts(torch.tensor([130, 10], device=device), capacity=140, align=16)
     t = any_rows(plan.rows, 256, "e4m3", "gemm", spread=2).to(device)
     t.scale_inv[0, 3] = 3.0
     t.scale_inv[1, 129] = torch.nan
@@ -201,7 +201,7 @@ def test_bad_scales_are_counted_and_poison_their_tiles(layout, columns, device):
 
 def test_nothing_to_do(device):
     for counts, capacity in (([0, 0], 0), ([0, 0], 256)):
-        plan = RoutingPlan.from_counts(torch.tensor(counts, device=device), capacity)
+        plan = ops.plan_from_counts(torch.tensor(counts, device=device), capacity=capacity)
         q = ops.quantize(torch.randn(plan.rows, 128, device=device))
         assert ops.transpose_fp8(q, plan).shape == (128, plan.columns)
     torch.cuda.synchronize()
@@ -223,7 +223,7 @@ def test_ids_out_of_range_are_dropped_and_counted(dtype: torch.dtype) -> None:
 
 
 def test_negative_counts_are_none() -> None:
-    got = RoutingPlan.from_counts(torch.tensor([3, -5, 2], device="cuda"), 8, 16)
+    got = ops.plan_from_counts(torch.tensor([3, -5, 2], device="cuda"), capacity=8, align=16)
     assert got.tokens_per_expert.tolist() == [3, 0, 2]
     assert got.status.tolist() == [0, 1] + [0] * (STATUS_WORDS - 2)
 

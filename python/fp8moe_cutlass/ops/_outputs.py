@@ -59,8 +59,3 @@ def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> A
     if dtype == "bfloat16":
         raise ValueError(f"[{op}] NumPy has no bfloat16; ask for 'float32'")
     return np.empty(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
-
-
-def contiguous(array: Array) -> Array:
-    """The array, copied into row-major order where it is not."""
-    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()

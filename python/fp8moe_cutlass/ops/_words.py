@@ -4,32 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from fp8moe_cutlass.arrays import dtype_name
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType
 
-# By name; a framework's object is known by its own.
-_NAMES: dict[Any, str] = {
-    **{name: name for name in ("float32", "float16", "bfloat16", "e4m3", "e5m2")},
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-}
 FORMATS = ("e4m3", "e5m2")
 FP8_TENSOR = "an Fp8Tensor (ops.quantize, of weights ops.quantize_weight)"
-
-
-def dtype_name(op: str, argument: str, dtype: DType, *allowed: str) -> str:
-    """The name among `allowed` of a dtype given by name or as a framework's object."""
-    name = _NAMES.get(dtype) if isinstance(dtype, str) else _NAMES.get(_own_name(dtype))
-    if name not in allowed:
-        raise ValueError(f"[{op}] {argument} must be one of {allowed}; got {dtype!r}")
-    return name
-
-
-def _own_name(dtype: Any) -> str:
-    """torch.float32, np.float32 and np.dtype("float32") are all "float32"."""
-    own = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    return str(own or dtype).removeprefix("torch.")
 
 
 def shown(value: Any) -> str:

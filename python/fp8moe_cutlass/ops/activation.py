@@ -6,10 +6,10 @@ import math
 from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass import _C
+from fp8moe_cutlass.arrays import dtype_name
 from fp8moe_cutlass.ops._words import (
     FORMATS,
     column_layout,
-    dtype_name,
     flag,
     given_fp8,
     is_pow2,

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8moe_cutlass import _C
+from fp8moe_cutlass.arrays import dtype_name
 from fp8moe_cutlass.ops._outputs import TORCH_DTYPES
-from fp8moe_cutlass.ops._words import FORMATS, count, dtype_name, flag, parts, require_out_plan
+from fp8moe_cutlass.ops._words import FORMATS, count, flag, parts, require_out_plan
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor, cdiv
 from fp8moe_cutlass.typing import Array, DType, ScaleKind

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass import _C
+from fp8moe_cutlass.arrays import dtype_name
 from fp8moe_cutlass.ops._words import (
     FORMATS,
     FP8_TENSOR,
-    dtype_name,
     given_fp8,
     is_pow2,
     parts,

@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fp8moe_cutlass import autograd
+from fp8moe_cutlass import autograd, ops
 from fp8moe_cutlass.integrations.transformer_engine.row_id_map import repack
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -51,7 +51,7 @@ class _Rows(nn.Module):
 
     def _plan(self, inp: Tensor | Fp8Tensor, m_splits: Sequence[int], rows: int) -> RoutingPlan:
         counts = torch.tensor(m_splits, dtype=torch.int64).to(inp.device, non_blocking=True)
-        plan = RoutingPlan.from_counts(counts, capacity=sum(m_splits), align=self.align_size)
+        plan = ops.plan_from_counts(counts, capacity=sum(m_splits), align=self.align_size)
         return repack(plan, rows)
 
 
