@@ -424,6 +424,26 @@ def test_reuse(how: str, quantized: list[int]) -> None:
         next(iter(experts_of(model).values())).gate_up_proj.zero_()
 
 
+def test_scopes_after_a_compiled_forward(quantized: list[int]) -> None:
+    """What was compiled before the model's first scope reuses and counts inside of it."""
+    torch._dynamo.reset()
+    model = model_of("Qwen3Moe")
+    model.set_experts_implementation("fp8moe")
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    want = gradients(model)
+    assert quantized == [2]
+    with reuse_fp8_weights(model), telemetry.watch(model, every=1) as seen:
+        got = [gradients(model) for _ in range(2)]
+    assert quantized == [4]
+    for report in seen.report().values():
+        assert sum(report["transposes"]["x columns"]["shifts"]) > 0
+    got.append(gradients(model))
+    assert quantized == [6]
+    for its in got:
+        assert all(torch.equal(its[name], grad) for name, grad in want.items())
+
+
 @pytest.mark.parametrize("what", ["reuse", "telemetry"])
 @pytest.mark.parametrize(
     "copied",

@@ -133,7 +133,7 @@ def _raise(module: Any, reason: str | None) -> None:
 
 def _kept(module: Any, options: Options) -> _Registered | None:
     """The block that `_find` has made for this module, not for one that it is a copy of."""
-    block: _Registered | None = module.__dict__.get("_fp8moe")
+    block: _Registered | None = getattr(module, "_fp8moe", None)  # of __dict__ dynamo has no guard
     own = block is not None and block._module is module and block._options is options
     return block if own else None
 
