@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ pool = ranks.pool(4, {1: [0], 2: [0, 1], 4: [0, 1, 2, 3]})
 
 
 def layer(experts: int, seed: int, options: Any) -> MoEExperts:
+    inner = options.pop("intermediate", INTERMEDIATE)
     if options.get("dtype") == torch.float8_e4m3fn:
-        return MoEExperts(experts, HIDDEN, INTERMEDIATE, **options)
-    return problem(1, 1, experts, seed=seed).experts(**options)
+        return MoEExperts(experts, HIDDEN, inner, **options)
+    return problem(1, 1, experts, HIDDEN, inner, seed=seed).experts(**options)
 
 
 class Net(nn.Module):
@@ -44,7 +46,7 @@ class Net(nn.Module):
 
     def __init__(self, experts: int = 4, **options: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layer(experts, s, options) for s in range(2))
+        self.layers = nn.ModuleList(layer(experts, s, {**options}) for s in range(2))
 
     def forward(self, p: Problem, through: Callable[..., Any] | None = None) -> torch.Tensor:
         x = p.x
@@ -304,9 +306,9 @@ def test_a_mixed_precision_policy(pool: Pool) -> None:
     results(pool.run(2, low_precision))
 
 
-def of_fp8(scale_dtype: torch.dtype) -> Net:
+def of_fp8(scale_dtype: torch.dtype, inner: int = INTERMEDIATE) -> Net:
     """Two layers of FP8 weights."""
-    net = Net(5)
+    net = Net(5, intermediate=inner)
     for n, layer in enumerate(net.layers):
         tensors = dict(layer.fp8_tensors(fused=True))
         for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
@@ -315,10 +317,12 @@ def of_fp8(scale_dtype: torch.dtype) -> Net:
     return net
 
 
-def as_they_lie(group: Any, scale_dtype: torch.dtype, policy: Any) -> None:
-    """FP8 weights, whatever the policy casts to; twice, since a gather fills the same memory."""
-    alone, net = of_fp8(scale_dtype), of_fp8(scale_dtype)
-    sharded(net, DeviceMesh.from_group(group, "cpu"), **policy)
+def as_they_lie(
+    group: Any, scale_dtype: torch.dtype, how: dict[str, Any], inner: int = INTERMEDIATE
+) -> None:
+    """FP8 weights, whatever a policy casts to; twice, since a gather fills the same memory."""
+    alone, net = of_fp8(scale_dtype, inner), of_fp8(scale_dtype, inner)
+    sharded(net, DeviceMesh.from_group(group, "cpu"), **how)
     for step in range(2):
         found = []
         for one in (alone, net):
@@ -330,7 +334,8 @@ def as_they_lie(group: Any, scale_dtype: torch.dtype, policy: Any) -> None:
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b)
     for name, t in net.named_parameters():
-        held = alone.get_parameter(name).chunk(group.size())[group.rank()]
+        dim = t.placements[0].dim
+        held = alone.get_parameter(name).chunk(group.size(), dim)[group.rank()]
         shard = t._local_tensor.as_subclass(torch.Tensor)
         assert torch.equal(shard.view(torch.uint8), held.view(torch.uint8))
 
@@ -364,19 +369,51 @@ def test_fp8_weights_from_the_meta_device(pool: Pool) -> None:
     results(pool.run(2, as_they_lie_from_meta))
 
 
-def other_dimension(group: Any) -> None:
+def inside_blocks(group: Any) -> None:
     slow_path._said.clear()
     mesh, how = DeviceMesh.from_group(group, "cpu"), {"shard_placement_fn": lambda _: Shard(1)}
     p, net, twin = tokens(0), Net(), Net()
-    with pytest.warns(SlowPathWarning, match="along another it gathers them in torch.bfloat16"):
+    with pytest.warns(SlowPathWarning, match="here it gathers them in torch.bfloat16; got H"):
         sharded(net, mesh, **how)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlowPathWarning)
         assert torch.equal(net(p), twin(p))
 
 
-def test_another_dimension_is_gathered_as_it_is(pool: Pool) -> None:
-    results(pool.run(2, other_dimension))
+def test_parts_that_cut_blocks_are_gathered_as_they_are(pool: Pool) -> None:
+    results(pool.run(2, inside_blocks))
+
+
+def along(dims: tuple[int, int], w: torch.Tensor) -> Shard:
+    """By gate_up_proj's dimension and down_proj's, and their scales'."""
+    return Shard(dims[w.shape[1] in (HIDDEN, HIDDEN // 128)])
+
+
+DIMENSIONS = pytest.mark.parametrize("dims", [(1, 1), (2, 2), (1, 2), (0, 1)], ids=str)
+
+
+@DIMENSIONS
+@pytest.mark.parametrize("a_step", [once, interleaved, frozen])
+def test_parts_of_whole_blocks(dims: tuple[int, int], a_step: Any, pool: Pool) -> None:
+    how = {"shard_placement_fn": partial(along, dims)}
+    results(pool.run(2, same_steps, 5, {"intermediate": 256}, how, a_step))
+
+
+@DIMENSIONS
+def test_fp8_weights_in_parts_of_whole_blocks(dims: tuple[int, int], pool: Pool) -> None:
+    how = {"shard_placement_fn": partial(along, dims)}
+    results(pool.run(2, as_they_lie, torch.float32, how, 256))
+
+
+def one_projection_alone(group: Any) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    net = sharded(Net(), mesh, shard_placement_fn=lambda w: Shard(int(w.shape[2] == INTERMEDIATE)))
+    with pytest.raises(RuntimeError, match="both projections in FP8 or neither"):
+        net(tokens(0))
+
+
+def test_one_projection_alone_is_refused(pool: Pool) -> None:
+    results(pool.run(2, one_projection_alone))
 
 
 # ---- what replaces shards -----------------------------------------------------------------------

@@ -203,7 +203,8 @@ class MoEExperts(ExpertBlock, nn.Module):
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES
-            gathers_in_fp8(value, self.recipe, frozen)  # fully_shard looks right after
+            sizes = self.hidden_size, self.intermediate_size
+            gathers_in_fp8(value, self.recipe, frozen, *sizes)  # fully_shard looks right after
         super().__setattr__(name, value)
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -21,36 +22,50 @@ from fp8moe_cutlass.autograd.weights import quantize_weight
 from fp8moe_cutlass.ops._torch import no_torch_function, wrapper_tensor
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
-from fp8moe_cutlass.tensor import Fp8Tensor, cdiv, scale_shape
+from fp8moe_cutlass.tensor import TILE, Fp8Tensor, cdiv, scale_shape
 
 aten = torch.ops.aten
 
 
-def gathers_in_fp8(weight: Any, recipe: Fp8Recipe | None, frozen: bool) -> None:
-    """Makes fully_shard gather `weight`, a DTensor [E, N, K] that it has made, in FP8. Weights
-    that are split along another dimension than E, or by no recipe, it gathers as they are.
+def gathers_in_fp8(
+    weight: Any, recipe: Fp8Recipe | None, frozen: bool, hidden: int, intermediate: int
+) -> None:
+    """Makes fully_shard gather `weight`, a DTensor [E, N, K] that it has made, in FP8. It gathers
+    weights by no recipe, or split along N or K inside 128x128 blocks, as they are.
 
-    frozen: `weight` holds codes or scales.
+    frozen: `weight` holds codes or scales. hidden, intermediate: the layer's sizes.
     """
     local = weight._local_tensor
     if recipe is None or type(local) is not Tensor:
         return
-    if not all(p.is_replicate() or p.is_shard(0) for p in weight.placements):
+    [(dim, parts)] = [
+        (p.dim, n)
+        for p, n in zip(weight.placements, weight.device_mesh.shape, strict=True)
+        if p.is_shard()
+    ]
+    if dim and any(n % (TILE * parts) for n in (hidden, intermediate)):
         slow_path(
-            "experts split along another dimension",
+            "experts split inside blocks",
             "[MoEExperts] fully_shard gathers experts in FP8 where it splits them along dimension "
-            f"0; along another it gathers them in {weight.dtype}; got {weight.placements}",
+            f"0, or H and I into parts of multiples of {TILE}; here it gathers them in "
+            f"{weight.dtype}; got H {hidden}, I {intermediate} along dimension {dim} in {parts}",
         )
         return
     shard = local.as_subclass(FrozenShard if frozen else ExpertShard)
-    shard.experts, shard.recipe = weight.shape[0], recipe
+    shard.whole, shard.split, shard.recipe = tuple(weight.shape), dim, recipe
     weight._local_tensor = shard
 
 
 def gathered_weights(gate_up: Tensor, down: Tensor) -> Fp8Weights | None:
-    """The weights that fully_shard has gathered, if it has gathered both in FP8."""
-    if isinstance(gate_up, GatheredExperts) and isinstance(down, GatheredExperts):
+    """The weights that fully_shard has gathered in FP8, if it has."""
+    found = isinstance(gate_up, GatheredExperts), isinstance(down, GatheredExperts)
+    if all(found):
         return Fp8Weights(_codes_of(gate_up), _codes_of(down))
+    if any(found):
+        raise RuntimeError(
+            "[MoEExperts] fully_shard must gather both projections in FP8 or neither; got one: "
+            "shard_placement_fn must split both along E, or both along dimensions that blocks fit"
+        )
     return None
 
 
@@ -59,16 +74,18 @@ def _again(method: Callable[..., Tensor]) -> Any:
 
     def called(self: ExpertShard, *args: Any, **kwargs: Any) -> ExpertShard:
         made = method(self, *args, **kwargs).as_subclass(type(self))
-        made.experts, made.recipe = self.experts, self.recipe
+        made.whole, made.split, made.recipe = self.whole, self.split, self.recipe
         return made
 
     return called
 
 
 class ExpertShard(Tensor):
-    """A shard [e, N, K] of `experts` in all: a plain strided tensor that says how to gather it."""
+    """A shard of experts [E, N, K], split along dimension `split`: a plain strided tensor that says how to
+    gather it."""
 
-    experts: int
+    whole: tuple[int, int, int]
+    split: int
     recipe: Fp8Recipe
 
     __torch_function__ = no_torch_function  # results are plain tensors
@@ -83,7 +100,7 @@ class ExpertShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Codes as bytes and scales, padded to as many experts on every rank."""
         e, n, k = self.shape
-        size = (cdiv(self.experts, mesh.size()), n, k)
+        size = (e if self.split else cdiv(self.whole[0], mesh.size()), n, k)
         made = torch.empty if e == size[0] else torch.zeros
         codes = made(size, dtype=torch.uint8, device=self.device)
         scale_inv = made(scale_shape(size, "block"), dtype=torch.float32, device=self.device)
@@ -92,6 +109,10 @@ class ExpertShard(Tensor):
             quantize_weight(self.as_subclass(Tensor), self.recipe, transposed=False, out=to)
         if mesh.size() == 1:  # fully_shard then takes the first input alone
             return (codes,), scale_inv
+        if self.split:  # it then takes inputs of the shard's size alone
+            parts = [torch.empty_like(scale_inv) for _ in range(mesh.size())]
+            dist.all_gather(parts, scale_inv, group=mesh.get_group())
+            return (codes,), torch.cat(parts, self.split)
         return (codes, scale_inv), None
 
     def fsdp_post_all_gather(
@@ -100,10 +121,12 @@ class ExpertShard(Tensor):
         """The gathered parameter and what of it to free; out: the parameter, whose memory has been
         filled again."""
         codes, scale_inv = outputs if metadata is None else (*outputs, metadata)
+        if metadata is not None and metadata.is_cuda:  # made on fully_shard's stream
+            metadata.record_stream(torch.cuda.current_stream(metadata.device))
         if out is None:
-            size = (self.experts, *codes.shape[1:])
             pow2 = self.recipe.scale == "pow2"
-            return GatheredExperts(codes, scale_inv, pow2, dtype, size), outputs
+            codes = codes.view(-1, *self.whole[1:])
+            return GatheredExperts(codes, scale_inv, pow2, dtype, self.whole), outputs
         if metadata is not None:
             out.scale_inv = scale_inv
         return None
@@ -113,15 +136,17 @@ class FrozenShard(ExpertShard):
     """A shard of codes or of scales."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Its bytes."""
-        held = self.as_subclass(Tensor).contiguous().view(torch.uint8)
-        padding = cdiv(self.experts, mesh.size()) - len(held)
+        """Itself, FP8 as bytes."""
+        held = self.as_subclass(Tensor).contiguous()
+        held = held.view(torch.uint8) if held.element_size() == 1 else held
+        padding = 0 if self.split else cdiv(self.whole[0], mesh.size()) - len(held)
         return (torch.cat([held, held.new_zeros(padding, *held.shape[1:])]),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        return None if out is not None else (outputs[0].view(self.dtype), outputs)
+        whole = outputs[0].view(self.dtype).view(-1, *self.whole[1:])
+        return None if out is not None else (whole, outputs)
 
 
 class GatheredExperts(Tensor):
@@ -209,7 +234,7 @@ def refuse_mixed(name: str, sharded: Any, group: Any) -> None:
     """RuntimeError where fully_shard would put one parameter together from the experts of several
     ranks of `group`."""
     ranks = set(sharded.device_mesh.mesh.flatten().tolist())
-    if group is not None and len(ranks & set(torch.distributed.get_process_group_ranks(group))) > 1:
+    if group is not None and len(ranks & set(dist.get_process_group_ranks(group))) > 1:
         raise RuntimeError(
             "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "
             "that group, which hold other experts each: make the layer without a group and use "
