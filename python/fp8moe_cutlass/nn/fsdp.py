@@ -52,7 +52,7 @@ def gathers_in_fp8(
         )
         return
     shard = local.as_subclass(FrozenShard if frozen else ExpertShard)
-    shard.whole, shard.split, shard.recipe = tuple(weight.shape), dim, recipe
+    shard.whole, shard.along, shard.recipe = tuple(weight.shape), dim, recipe
     weight._local_tensor = shard
 
 
@@ -74,18 +74,18 @@ def _again(method: Callable[..., Tensor]) -> Any:
 
     def called(self: ExpertShard, *args: Any, **kwargs: Any) -> ExpertShard:
         made = method(self, *args, **kwargs).as_subclass(type(self))
-        made.whole, made.split, made.recipe = self.whole, self.split, self.recipe
+        made.whole, made.along, made.recipe = self.whole, self.along, self.recipe
         return made
 
     return called
 
 
 class ExpertShard(Tensor):
-    """A shard of experts [E, N, K], split along dimension `split`: a plain strided tensor that says how to
-    gather it."""
+    """A shard of experts [E, N, K], split along dimension `along`: a plain strided tensor that says
+    how to gather it."""
 
     whole: tuple[int, int, int]
-    split: int
+    along: int
     recipe: Fp8Recipe
 
     __torch_function__ = no_torch_function  # results are plain tensors
@@ -100,7 +100,7 @@ class ExpertShard(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Codes as bytes and scales, padded to as many experts on every rank."""
         e, n, k = self.shape
-        size = (e if self.split else cdiv(self.whole[0], mesh.size()), n, k)
+        size = (e if self.along else cdiv(self.whole[0], mesh.size()), n, k)
         made = torch.empty if e == size[0] else torch.zeros
         codes = made(size, dtype=torch.uint8, device=self.device)
         scale_inv = made(scale_shape(size, "block"), dtype=torch.float32, device=self.device)
@@ -109,10 +109,10 @@ class ExpertShard(Tensor):
             quantize_weight(self.as_subclass(Tensor), self.recipe, transposed=False, out=to)
         if mesh.size() == 1:  # fully_shard then takes the first input alone
             return (codes,), scale_inv
-        if self.split:  # it then takes inputs of the shard's size alone
+        if self.along:  # it then takes inputs of the shard's size alone
             parts = [torch.empty_like(scale_inv) for _ in range(mesh.size())]
             dist.all_gather(parts, scale_inv, group=mesh.get_group())
-            return (codes,), torch.cat(parts, self.split)
+            return (codes,), torch.cat(parts, self.along)
         return (codes, scale_inv), None
 
     def fsdp_post_all_gather(
@@ -139,7 +139,7 @@ class FrozenShard(ExpertShard):
         """Itself, FP8 as bytes."""
         held = self.as_subclass(Tensor).contiguous()
         held = held.view(torch.uint8) if held.element_size() == 1 else held
-        padding = 0 if self.split else cdiv(self.whole[0], mesh.size()) - len(held)
+        padding = 0 if self.along else cdiv(self.whole[0], mesh.size()) - len(held)
         return (torch.cat([held, held.new_zeros(padding, *held.shape[1:])]),), None
 
     def fsdp_post_all_gather(
