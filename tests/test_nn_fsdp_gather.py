@@ -405,15 +405,16 @@ def test_fp8_weights_in_parts_of_whole_blocks(dims: tuple[int, int], pool: Pool)
     results(pool.run(2, as_they_lie, torch.float32, how, 256))
 
 
-def one_projection_alone(group: Any) -> None:
+def one_projection_alone(group: Any, dims: tuple[int, int]) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
-    net = sharded(Net(), mesh, shard_placement_fn=lambda w: Shard(int(w.shape[2] == INTERMEDIATE)))
+    net = sharded(Net(), mesh, shard_placement_fn=lambda w: Shard(dims[w.shape[2] == HIDDEN]))
     with pytest.raises(RuntimeError, match="both projections in FP8 or neither"):
         net(tokens(0))
 
 
-def test_one_projection_alone_is_refused(pool: Pool) -> None:
-    results(pool.run(2, one_projection_alone))
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0)], ids=str)
+def test_one_projection_alone_is_refused(dims: tuple[int, int], pool: Pool) -> None:
+    results(pool.run(2, one_projection_alone, dims))
 
 
 # ---- what replaces shards -----------------------------------------------------------------------

@@ -191,7 +191,7 @@ class ExpertBlock(Owner):
             weights = self._reused.weights_of(self)
         elif codes:
             weights = self._codes(False)
-        elif type(gate_up) is GatheredExperts:  # not isinstance: a plain tensor asks its metaclass
+        elif GatheredExperts in (type(gate_up), type(down)):  # isinstance asks a metaclass
             weights = gathered_weights(gate_up, down)
         elif not compiling() and self.gate_up_proj.is_leaf and self.gate_up_proj.grad is not None:
             _say_what_repeats(self.recipe)

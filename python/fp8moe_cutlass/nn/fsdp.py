@@ -58,10 +58,9 @@ def gathers_in_fp8(
 
 def gathered_weights(gate_up: Tensor, down: Tensor) -> Fp8Weights | None:
     """The weights that fully_shard has gathered in FP8, if it has."""
-    found = isinstance(gate_up, GatheredExperts), isinstance(down, GatheredExperts)
-    if all(found):
+    if isinstance(gate_up, GatheredExperts) and isinstance(down, GatheredExperts):
         return Fp8Weights(_codes_of(gate_up), _codes_of(down))
-    if any(found):
+    if isinstance(gate_up, GatheredExperts) or isinstance(down, GatheredExperts):
         raise RuntimeError(
             "[MoEExperts] fully_shard must gather both projections in FP8 or neither; got one: "
             "shard_placement_fn must split both along E, or both along dimensions that blocks fit"
