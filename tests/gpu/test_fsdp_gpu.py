@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import ranks
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import moved
 from ranks import Pool, results
-from test_nn_fsdp_gather import Net, as_they_are, loss_of, sharded, tokens
+from test_nn_fsdp_gather import Net, along, as_they_are, loss_of, sharded, tokens
 
 pool = ranks.pool(2, backend="nccl")
 
@@ -24,7 +25,7 @@ def steps(group: Any, how: dict[str, Any], compiled: bool) -> None:
     torch._dynamo.reset()
     here, mesh = f"cuda:{dist.get_rank()}", DeviceMesh.from_group(group, "cuda")
     offloaded = "offload_policy" in how
-    nets = as_they_are(Net(5)), Net(5)
+    nets = as_they_are(Net(5, intermediate=256)), Net(5, intermediate=256)
     losses: list[list[torch.Tensor]] = [[], []]
     for net, found in zip(nets, losses, strict=True):
         sharded(net if offloaded else net.to(here), mesh, **how)
@@ -46,6 +47,11 @@ def steps(group: Any, how: dict[str, Any], compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_same_bits(compiled: bool, pool: Pool) -> None:
     results(pool.run(2, steps, {"reshard_after_forward": True}, compiled))
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (1, 2)], ids=str)
+def test_parts_of_whole_blocks(dims: tuple[int, int], pool: Pool) -> None:
+    results(pool.run(2, steps, {"shard_placement_fn": partial(along, dims)}, False))
 
 
 def test_cpu_offload(pool: Pool) -> None:
