@@ -286,7 +286,9 @@ def test_router_table_equals_its_record() -> None:
     assert table("docs/reference/routers.md", "router-h100.json") == want
 
 
-@pytest.mark.parametrize("record", ["several-gpus-h100.json", "several-gpus-h200.json"])
+@pytest.mark.parametrize(
+    "record", ["several-gpus-h100.json", "several-gpus-h200.json", "several-gpus-4-h200.json"]
+)
 def test_several_gpus_tables_equal_their_records(record: str) -> None:
     rows: dict[tuple[str, int], dict[str, dict]] = {}
     for r in results(record):
