@@ -48,7 +48,7 @@ int64_t work(const Tile& tile, int64_t n) {
   return elements * kBlockK;
 }
 
-// Walks the tiles of an evenly routed batch as one CTA would.
+// Walks the tiles of an evenly routed batch as one CTA would, which has no last wave to fill.
 template <Kind kKind, int TileM, int TileN>
 GemmChoice walk(const Candidate& candidate, int64_t m, int64_t n, int64_t k, int64_t experts) {
   std::vector<int32_t> row_offsets(experts + 1), tokens(experts), col_offsets(experts + 1);

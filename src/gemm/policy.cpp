@@ -54,7 +54,8 @@ struct Tiles {
 
 // Rows of fprop are spread over the experts as a random routing does it, whose standard deviation
 // is sqrt(rows per expert * (1 - 1 / experts)): where the mean fills whole tiles, half of the
-// experts have a few rows more, and with them one more row of tiles.
+// experts have a few rows more, and with them tail tiles. Beside whole tiles these cost what half
+// of the experts' do; apart from them they hold up the others, and cost what all experts' would.
 Tiles tiles_of(const Problem& p, const TileShape& shape) {
   const auto experts = static_cast<double>(p.experts), k_blocks = static_cast<double>(p.k_blocks);
   if (p.kind != Kind::fprop)
@@ -62,8 +63,12 @@ Tiles tiles_of(const Problem& p, const TileShape& shape) {
                 ceil_div(static_cast<double>(p.n), shape.n),
             k_blocks / experts};
   const double mean = ceil_div(static_cast<double>(p.m), experts);
-  const auto rows = static_cast<int>(mean + kSpread * std::sqrt(mean * (1 - 1 / experts)));
-  return {experts * row_tiles(shape, static_cast<int>(p.n), rows).all(), k_blocks};
+  const auto tiles = [&](double rows) {
+    return row_tiles(shape, static_cast<int>(p.n), static_cast<int>(rows));
+  };
+  const RowTiles more = tiles(mean + kSpread * std::sqrt(mean * (1 - 1 / experts)));
+  const bool beside = tails_beside(shape, raster_group(p.kind, false), more);
+  return {experts * (beside ? (tiles(mean).all() + more.all()) / 2.0 : more.all()), k_blocks};
 }
 
 int launches(const Problem& p, const TileShape& shape, int64_t sm_count) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "common/host_device.h"
 #include "gemm/tile.h"
@@ -23,20 +24,39 @@ struct Sizes {
   int raster_group;                  // rows of tiles in a raster group, see place_in_raster_groups
 };
 
-// The tiles of an expert's rows.
+// The tiles of an expert's rows: whole ones of the first `rows`, tail tiles of the others.
 struct RowTiles {
-  int rows;  // without those of tail tiles
+  int rows;
   int whole, tail;
 
   constexpr int all() const { return whole + tail; }
 };
+constexpr int tiles_in(int length, int tile) { return (length + tile - 1) / tile; }
+constexpr RowTiles row_tiles(const TileShape& shape, int n, int rows, int rows_of_whole) {
+  return {.rows = rows_of_whole,
+          .whole = tiles_in(rows_of_whole, shape.m) * tiles_in(n, shape.n),
+          .tail = tiles_in(rows - rows_of_whole, kBox) * tiles_in(n, kTailColumns)};
+}
 constexpr RowTiles row_tiles(const TileShape& shape, int n, int rows) {
   const int last = rows % shape.m;
-  const bool tail = shape.tail && last > 0 && last <= kBox;
-  if (tail) rows -= last;
-  return {.rows = rows,
-          .whole = (rows + shape.m - 1) / shape.m * ((n + shape.n - 1) / shape.n),
-          .tail = tail ? (n + kTailColumns - 1) / kTailColumns : 0};
+  return row_tiles(shape, n, rows, shape.tail && last <= kBox ? rows - last : rows);
+}
+
+// The last expert's tiles, `before` tiles into the order. Rows of whole tiles that begin another
+// wave become tail tiles, where one wave holds them: they take less time.
+constexpr RowTiles fill_last_wave(const TileShape& shape, int n, int rows, int before, int ctas,
+                                  const RowTiles& tiles) {
+  const int over = (before + tiles.whole) % ctas,
+            kept = tiles_in(tiles.rows, shape.m) - tiles_in(over, tiles_in(n, shape.n));
+  if (!shape.tail || over == 0 || kept < 0) return tiles;
+  const RowTiles filled = row_tiles(shape, n, rows, kept * shape.m);
+  return filled.tail <= ctas ? filled : tiles;
+}
+
+// Whether an expert's tail tiles lie beside its whole ones: they read the same columns of B, which
+// weigh most where there are few rows. With more rows CTAs leave step by it (docs/notes).
+constexpr bool tails_beside(const TileShape& shape, int raster_group, const RowTiles& tiles) {
+  return tiles.tail > 0 && tiles.rows < raster_group * shape.m;
 }
 
 inline constexpr int kNoMore = -1;  // as Tile::k_blocks: the last tile was the last
@@ -69,7 +89,8 @@ FP8MOE_HD Place place_in_raster_groups(int raster_group, int within, int tiles_m
 template <Kind kKind, int TileM, int TileN>
 class Schedule;
 
-// Tiles of an expert's rows, scheduled statically: whole ones, then tail tiles.
+// Tiles of an expert's rows, scheduled statically: whole ones, then tail tiles; of few rows strip
+// by strip of the columns, so that both read a strip's B.
 template <int TileM, int TileN>
 class Schedule<Kind::fprop, TileM, TileN> {
  public:
@@ -84,25 +105,38 @@ class Schedule<Kind::fprop, TileM, TileN> {
   // The next tile of this CTA; false when there is none.
   FP8MOE_HD bool next(Tile& tile) {
     constexpr TileShape kShape = tile_shape(TileM, TileN);
+    constexpr int kStrip = std::lcm(TileN, kTailColumns);
     int first = 0, rows = 0;
+    bool last = false;
     RowTiles tiles;
     for (;; ++expert_) {
       if (expert_ >= sizes_.experts) return false;
       first = row_offsets_[expert_];
       rows = row_offsets_[expert_ + 1] - first;
       tiles = row_tiles(kShape, sizes_.n, rows);
+      last = expert_ + 1 == sizes_.experts;
+      if (last) tiles = fill_last_wave(kShape, sizes_.n, rows, before_, ctas_, tiles);
       if (at_ < before_ + tiles.all()) break;
       before_ += tiles.all();
     }
-    const int within = at_ - before_;
+    const int tiles_m = tiles_in(tiles.rows, TileM), tails_m = tiles_in(rows - tiles.rows, kBox);
+    int whole = tiles.whole, tail = tiles.tail;  // of a strip; the one strip may have all columns
+    if (!last && tails_beside(kShape, sizes_.raster_group, tiles)) {
+      whole = kStrip / TileN * tiles_m;
+      tail = kStrip / kTailColumns * tails_m;
+    }
+    const int within = at_ - before_, strip = within / (whole + tail),
+              in_strip = within - strip * (whole + tail),
+              of_whole = std::min(whole, tiles.whole - strip * whole);
     Place place;  // in rows and columns
-    tile.tail = within >= tiles.whole;
+    tile.tail = in_strip >= of_whole;
     if (tile.tail) {
-      place = {tiles.rows, (within - tiles.whole) * kTailColumns};
+      const int at = strip * tail + in_strip - of_whole;
+      place = {tiles.rows + at % tails_m * kBox, at / tails_m * kTailColumns};
     } else {
       rows = tiles.rows;
-      place = place_in_raster_groups(sizes_.raster_group, within, (rows + TileM - 1) / TileM,
-                                     (sizes_.n + TileN - 1) / TileN);
+      place = place_in_raster_groups(sizes_.raster_group, strip * whole + in_strip, tiles_m,
+                                     tiles_in(sizes_.n, TileN));
       place = {place.row * TileM, place.column * TileN};
     }
     tile.expert = expert_;
@@ -154,8 +188,8 @@ class Schedule {
   }
 
  private:
-  FP8MOE_HD int tiles_m() const { return (sizes_.m + TileM - 1) / TileM; }
-  FP8MOE_HD int tiles_n() const { return (sizes_.n + TileN - 1) / TileN; }
+  FP8MOE_HD int tiles_m() const { return tiles_in(sizes_.m, TileM); }
+  FP8MOE_HD int tiles_n() const { return tiles_in(sizes_.n, TileN); }
 
   const Sizes& sizes_;
   int at_, ctas_;

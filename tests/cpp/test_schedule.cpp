@@ -31,7 +31,7 @@ void walk_launch(const Sizes& sizes, int ctas, const std::vector<int>& d_row,
       CHECK(tile.expert >= last && tile.expert < sizes.experts);  // an expert after the other
       last = tile.expert;
       tails += tile.tail;
-      CHECK(!tile.tail || (kKind == Kind::fprop && tile.rows <= kBox));
+      CHECK(!tile.tail || kKind == Kind::fprop);
       const int width = tile.tail ? kTailColumns : TileN;
       const int end = std::min(sizes.n, tile.column + width);
       CHECK(tile.column % width == 0 && tile.column < end);
@@ -133,9 +133,58 @@ void tokens(const std::vector<int>& counts, int m, int n, int raster_group, int 
   }
 }
 
+// The tiles of 128x192 of experts of `counts` rows that CTA `cta` of `ctas` has.
+std::vector<Tile> tiles_of(const std::vector<int>& counts, int n, int cta, int ctas) {
+  std::vector<int> offsets{0};
+  for (int rows : counts) offsets.push_back(offsets.back() + rows);
+  Sizes sizes{};
+  sizes.row_offsets = offsets.data();
+  sizes.experts = static_cast<int>(counts.size());
+  sizes.n = n;
+  sizes.raster_group = 4;
+  Schedule<Kind::fprop, 128, 192> schedule(sizes, offsets.data(), cta, ctas);
+  std::vector<Tile> tiles;
+  for (Tile tile; schedule.next(tile);) tiles.push_back(tile);
+  return tiles;
+}
+
+// Of few rows tail tiles lie beside the whole ones of the same 768 columns, of more behind all.
+void tails_lie_beside_whole_tiles() {
+  for (const int whole : {1, 3, 4}) {
+    int columns = 0;  // of whole tiles so far
+    for (const Tile& tile : tiles_of({128 * whole + 5, 128}, 4096, 0, 1)) {
+      if (tile.expert > 0) break;
+      if (tile.tail)
+        CHECK(whole < 4 ? columns / 768 == tile.column / 768 : columns == 4096);
+      else
+        columns = std::max(columns, std::min(tile.column + 192, 4096) - (whole < 4));
+    }
+    CHECK(columns >= 4095);
+  }
+}
+
+// A last wave of a few whole tiles is one of tail tiles, where one wave holds them.
+void the_last_wave_is_filled() {
+  const auto longest = [](const std::vector<int>& counts, int n) {
+    double most = 0;
+    for (int cta = 0; cta < 132; ++cta) {
+      double all = 0;
+      for (const Tile& tile : tiles_of(counts, n, cta, 132)) all += tile.tail ? 0.75 : 1;
+      most = std::max(most, all);
+    }
+    return most;
+  };
+  CHECK(longest({4096}, 4096) == 5.75);
+  CHECK(longest({256, 3840}, 4096) == 5.75);
+  CHECK(longest({6 * 128}, 22 * 192) == 1);   // a whole wave
+  CHECK(longest({11 * 128}, 22 * 192) == 2);  // its tail tiles would take two
+}
+
 }  // namespace
 
 int main() {
+  tails_lie_beside_whole_tiles();
+  the_last_wave_is_filled();
   std::mt19937 random(7);
   const auto below = [&](int end) { return static_cast<int>(random() % end); };
   for (int problem = 0; problem < 500; ++problem) {
