@@ -99,9 +99,9 @@ def tile(gemm: str, m: int, n: int, k: int, e: int) -> object:
 
 
 def test_rows_are_spread_over_the_experts() -> None:
-    """Half of 256 experts have more than the mean of 128 rows, and tail tiles beside the whole ones:
-    with these 128x192 is no slower than 192x128, and faster where all have 128 rows. Of 16 rows of
-    tiles and more, tail tiles cost as if all experts had them."""
+    """Half of 256 experts have more than the mean of 128 rows, and tail tiles beside whole ones: so
+    128x192 is no slower than 192x128, and faster where all have 128. Of 16 rows of tiles, tail
+    tiles cost as if all experts had them."""
     assert tile("fprop", 256 * 128, 4096, 7168, 256) == (128, 192)
     assert tile("fprop", 16 * 2048, 3072, 4096, 16) == (192, 128)
     assert tile("fprop", 128 * 256, 1536, 2048, 128) == (128, 192)
