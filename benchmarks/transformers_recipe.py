@@ -1,10 +1,11 @@
 """The steps of a Hugging Face model as the recipe of docs/how-to/hugging-face.md makes them faster.
 
-    python benchmarks/transformers_recipe.py --json FILE [--case NAME] [--losses] [--quick]
+    python benchmarks/transformers_recipe.py --json FILE [--case NAME] [--losses STEPS] [--quick]
 
 Each piece alone and all together, with the experts by `grouped_mm` and by "fp8moe": milliseconds,
 tokens per second, peak memory, where the time goes, and losses of steps over fresh tokens. The
 share of the limit is that of the model's arithmetic at the dense bf16 rate of the same run.
+transformers_pieces.py has the pieces by themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 import transformers_step as steps
@@ -30,39 +32,25 @@ from common import environment
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from kernel_trace import durations
 from timing import Limits
-
-BF16, OURS = "grouped_mm", "fp8moe"
-DEFAULT = f"{BF16}: default"
-# What a variant has over Hugging Face's default. Pieces are compared alone and together.
-LAYERS, LOSS, DENSE = "layers", "loss", "dense FP8"
-ADAMW, STATES = "AdamW compiled", "AdamW FP8"  # optimizers
-ALONE = ((), (LAYERS,), (LOSS,), (DENSE,), (ADAMW,), (STATES,))
-TOGETHER = [(LAYERS, LOSS, *more) for more in ((), (DENSE,), (ADAMW,), (STATES,))]
-ALL = [(LAYERS, LOSS, optimizer, DENSE) for optimizer in (ADAMW, STATES)]
-QWEN, V3 = (next(c for c in steps.CASES if c.name == n) for n in ("qwen3-30b", "deepseek-v3-sizes"))
-LARGE = replace(
+from transformers_variants import (
+    ADAMW,
+    BF16,
+    CASES,
+    DENSE,
+    GRAPH,
+    HEAD,
+    LAYERS,
+    LOSS,
+    OPTIMIZERS,
+    OURS,
     QWEN,
-    name="qwen3-30b-vocabulary",
-    model=QWEN.model + ", vocabulary 151,936",
-    config=QWEN.config | {"vocab_size": 151936},
+    Pieces,
+    SgdInBackward,
+    fp8_linear,
+    name_of,
+    tokens,
+    variants_of,
 )
-CASES = [QWEN, LARGE, V3]
-
-
-def variants_of(case: steps.Case) -> list[tuple[str, ...]]:
-    if case is V3:
-        found = [(), (LAYERS, LOSS)]
-    elif case is LARGE:
-        found = [(), (LAYERS, LOSS), (LAYERS, LOSS, ADAMW)]
-    else:
-        found = [*ALONE, *TOGETHER, *ALL]
-    if importlib.util.find_spec("torchao") is None:
-        found = [pieces for pieces in found if not {DENSE, STATES} & {*pieces}]
-    return found
-
-
-def name_of(experts: str, pieces: tuple[str, ...]) -> str:
-    return f"{experts}: {' + '.join(pieces) or 'default'}"
 
 
 class Recipe(steps.Bench):
@@ -82,25 +70,49 @@ class Recipe(steps.Bench):
         self.plain = {
             n: m
             for n, m in self.model.named_modules()
-            if isinstance(m, torch.nn.Linear) and n != "lm_head" and m.out_features >= self.wide
+            if isinstance(m, torch.nn.Linear) and m.out_features >= self.wide
         }
-        self.dense = dict(self.plain)
+        self.fp8 = dict(self.plain)
         if importlib.util.find_spec("torchao") is not None:
-            self.dense = {n: fp8_linear(m, self.device) for n, m in self.plain.items()}
-        self.wants: tuple[str, ...] = ()
+            self.fp8 = {n: fp8_linear(m, self.device) for n, m in self.plain.items()}
+            self.fp8["lm_head"].compile()
+        self.wants: Pieces = ()
 
     def choose(self, variant: str) -> None:
         experts, _, rest = variant.partition(": ")
         self.wants = () if rest == "default" else tuple(rest.split(" + "))
         self.model.set_experts_implementation(experts)
+        # Of a captured step: a batch is full, so that nothing has to be read to know its mask.
+        self.model.set_attn_implementation("full batches" if GRAPH in self.wants else "sdpa")
         for layer, compiled in zip(self.layers, self.calls, strict=True):
             layer._compiled_call_impl = compiled if LAYERS in self.wants else None
         self.model.loss_function = self.compiled_loss if LOSS in self.wants else self.loss
-        for name, module in (self.dense if DENSE in self.wants else self.plain).items():
-            self.model.set_submodule(name, module)
+        for name, module in self.plain.items():
+            wanted = (HEAD if name == "lm_head" else DENSE) in self.wants
+            self.model.set_submodule(name, self.fp8[name] if wanted else module)
 
-    def use(self, pieces: tuple[str, ...]) -> None:
+    def ready(self) -> Callable[[], Any]:
+        """The chosen variant's step, captured if it wants that."""
+        if GRAPH not in self.wants or self.device.type != "cuda":
+            return self.step
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.tidy()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            self.optimizer.step()
+        return graph.replay
+
+    def use(self, pieces: Pieces) -> None:
         """The optimizer of such variants, new."""
+        if isinstance(self.optimizer, SgdInBackward):
+            self.optimizer.end()
         self.optimizer = None
         self.tidy()
         made = next((OPTIMIZERS[p] for p in pieces if p in OPTIMIZERS), self.case.optimizer)
@@ -119,51 +131,84 @@ class Recipe(steps.Bench):
 
     def turns(self, names: list[str]) -> None:
         times: dict[str, list[float]] = {name: [] for name in names}
-        more: dict[str, dict[str, Any]] = {name: {} for name in names}
-        for turn in range(6):
+        more: dict[str, dict[str, Any]] = {}
+        for turn in range(5):
             for name in list(times):
                 self.choose(name)
                 try:
                     if not turn:
-                        start = time.perf_counter()
-                        self.step()
-                        self.wait()
-                        more[name] = {"first_s": time.perf_counter() - start}
-                        more[name] |= {"peak_gib": self.peak(self.step), "kernels": {}}
-                        if not self.wants or LAYERS in self.wants:
-                            more[name]["kernels"] = self.kernels()
-                    self.wait()
-                    start = time.perf_counter()
-                    for _ in range(2):
-                        self.step()
-                    self.wait()
+                        more[name] = self.first()
+                    times[name].append(self.timed())
                 except Exception as failed:
                     print(f"failed: {name}: {failed!r}"[:2000], flush=True)
                     del times[name]
-                    continue
-                if turn:
-                    times[name].append(1e3 * (time.perf_counter() - start) / 2)
+                self.clear()
+        for of in times.values():
+            del of[0]  # warms up
         for name, taken in times.items():
             ms = statistics.median(taken)
             self.done({
                 "op": "step", "model": self.case.model, "shape": self.shape, "variant": name,
-                "ms": ms, "host_us": None, "bytes": 0, "flops": self.flops(),
+                "ms": ms, "host_us": None, "bytes": 0, "flops": int(sum(self.flops().values())),
+                "flops_of": self.flops(), "bytes_of": self.bytes(),
                 "tokens_per_s": self.ids.numel() / ms * 1e3, "peers": {},
                 "repeat": {"min": min(taken), "max": max(taken)}, **more[name],
             })  # fmt: skip
 
-    def flops(self) -> int:
+    def first(self) -> dict[str, Any]:
+        """What a first step takes, the peak of memory, and where the time goes."""
+        start = time.perf_counter()
+        self.step()
+        self.wait()
+        found: dict[str, Any] = {"first_s": time.perf_counter() - start, "kernels": {}}
+        found["peak_gib"] = self.peak(self.ready if GRAPH in self.wants else self.step)
+        self.clear()
+        if GRAPH not in self.wants and (LAYERS in self.wants or not self.wants):
+            found["kernels"] = self.kernels()
+        return found
+
+    def timed(self) -> float:
+        """Milliseconds of a step, of three."""
+        step = self.ready()
+        step()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(3):
+            step()
+        self.wait()
+        return 1e3 * (time.perf_counter() - start) / 3
+
+    def clear(self) -> None:
+        """No gradients, which may lie in a graph's memory."""
+        for p in self.model.parameters():
+            p.grad = None
+        if GRAPH in self.wants:
+            self.tidy()
+
+    def flops(self) -> dict[str, float]:
         """Of a step's products: the parameters that a token meets, and causal attention."""
         config = self.model.config
         slots, experts = self.case.config["num_experts_per_tok"], self.case.config["num_experts"]
-        met = 0.0
+        met = {"experts": 0.0, "other GEMMs": 0.0}
         for name, p in self.model.named_parameters():
-            if p.ndim >= 2 and "embed" not in name:
-                met += p.numel() * (slots / experts if p.ndim == 3 else 1)
-        length = self.ids.shape[1]
+            if p.ndim == 3:
+                met["experts"] += p.numel() * slots / experts
+            elif p.ndim == 2 and "embed" not in name:
+                met["other GEMMs"] += p.numel()
         wide = config.num_attention_heads * self.case.config["head_dim"]
-        scores = 2 * config.num_hidden_layers * wide * length / 2
-        return int(6 * (met + scores) * self.ids.numel())
+        met["attention"] = config.num_hidden_layers * wide * self.ids.shape[1]
+        return {of: 6 * count * self.ids.numel() for of, count in met.items()}
+
+    def bytes(self) -> dict[str, float]:
+        """What a step must read and write for the weights, and for a compiled loss."""
+        per_weight = 14 if self.case.optimizer is steps.adamw else 6  # gradient, weight, states
+        weights = {p: p.numel() for p in self.model.parameters()}
+        quantized = sum(n for p, n in weights.items() if p.ndim == 3)
+        return {
+            "weights to FP8": 4 * quantized,
+            "optimizer": per_weight * sum(weights.values()),
+            "loss": 6 * self.ids.numel() * self.case.config["vocab_size"],
+        }
 
     def kernels(self) -> dict[str, float]:
         """Milliseconds of a step's kernels by what they are for."""
@@ -184,9 +229,9 @@ class Recipe(steps.Bench):
     def losses_of(self, count: int) -> Iterator[tuple[str, list[float]]]:
         """Of `count` steps over fresh tokens from the same start."""
         data = tokens(count, self.ids.shape, self.case.config["vocab_size"])
-        compiled = (LAYERS, LOSS)
-        first: tuple[tuple[str, tuple[str, ...]], ...] = ((BF16, ()), (BF16, compiled))
-        for experts, pieces in (*first, (OURS, (*compiled, ADAMW)), (BF16, (*compiled, ADAMW))):
+        recipe = (LAYERS, LOSS, ADAMW)
+        runs = [(BF16, ()), (BF16, recipe), (OURS, recipe), (OURS, (*recipe, HEAD))]
+        for experts, pieces in runs:
             self.start()
             self.use(pieces)
             name = name_of(experts, pieces)
@@ -201,8 +246,9 @@ class Recipe(steps.Bench):
 
 
 FAMILIES = {
+    "weights to FP8": r"fp8moe.*quantize_tiles",
     "experts": r"fp8moe|GroupProblemShape|grouped_mm|GroupedGemm",
-    "attention": r"flash|fmha|sdpa|flex_attention",
+    "attention": r"flash|fmha|sdpa|cudnn",
     "loss": r"log_?softmax|nll_loss|cross_entropy",
     "other GEMMs": r"nvjet|gemm|cutlass|xmma|cublas",
 }
@@ -215,70 +261,20 @@ def family(kernel: str) -> str:
     return "elementwise, moves"
 
 
-def tokens(count: int, shape: torch.Size, vocabulary: int) -> Tensor:
-    """[count, *shape]: each token follows from the one before it, or in one of four is random."""
-    chosen = torch.Generator().manual_seed(1)
-    following = torch.randperm(vocabulary, generator=chosen)
-    # Of few tokens, so that some hundred steps learn what follows.
-    random = torch.randint(vocabulary // 16, (count, *shape), generator=chosen)
-    free = torch.rand(count, *shape, generator=chosen) < 0.25
-    made = random.clone()
-    for at in range(1, shape[1]):
-        follows = following[made[..., at - 1]] % (vocabulary // 16)
-        made[..., at] = torch.where(free[..., at], random[..., at], follows)
-    return made
-
-
-def fp8_linear(module: torch.nn.Linear, device: torch.device) -> torch.nn.Module:
-    """torchao's, over the same weight."""
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    if device.type == "cpu":
-        config = replace(config, emulate=True)
-    made: torch.nn.Module = Float8Linear.from_float(module, config)
-    return made
-
-
-class CompiledAdamW(torch.optim.AdamW):
-    @torch.compile
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-def compiled_adamw(parameters: list[Any]) -> torch.optim.Optimizer:
-    device = parameters[0].device
-    lr = torch.tensor(1e-4, device=device)
-    return CompiledAdamW(parameters, lr=lr, capturable=device.type == "cuda")
-
-
-def fp8_states(parameters: list[Any]) -> torch.optim.Optimizer:
-    from torchao.optim import AdamWFp8
-
-    made: torch.optim.Optimizer = AdamWFp8(parameters, lr=1e-4)
-    return made
-
-
-OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
-    ADAMW: compiled_adamw,
-    STATES: fp8_states,
-}
-
-
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--losses", type=int, default=0, help="of so many steps, instead")
     given = parser.parse_args()
     cases = [c for c in CASES if given.case is None or c.name in given.case]
-    count = 8192
+    count = 2048 if given.losses else 8192
     if given.quick:
         cases, count = [replace(QWEN, config=steps.QUICK[0].config)], 256
         Recipe.wide = 1
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(given.device)
     fp8moe.register()
+    AttentionInterface.register("full batches", sdpa_attention_forward)  # without a mask function
     limits = Limits(device)
     limits.wake()
     record: dict[str, Any] = {"environment": environment(limits), "results": [], "losses": {}}
