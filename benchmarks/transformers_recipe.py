@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 import transformers_step as steps
@@ -37,6 +35,7 @@ from transformers_variants import (
     BF16,
     CASES,
     DENSE,
+    FULL,
     GRAPH,
     HEAD,
     LAYERS,
@@ -82,8 +81,7 @@ class Recipe(steps.Bench):
         experts, _, rest = variant.partition(": ")
         self.wants = () if rest == "default" else tuple(rest.split(" + "))
         self.model.set_experts_implementation(experts)
-        # Of a captured step: a batch is full, so that nothing has to be read to know its mask.
-        self.model.set_attn_implementation("full batches" if GRAPH in self.wants else "sdpa")
+        self.model.set_attn_implementation(FULL if GRAPH in self.wants else "sdpa")
         for layer, compiled in zip(self.layers, self.calls, strict=True):
             layer._compiled_call_impl = compiled if LAYERS in self.wants else None
         self.model.loss_function = self.compiled_loss if LOSS in self.wants else self.loss
@@ -274,7 +272,6 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(given.device)
     fp8moe.register()
-    AttentionInterface.register("full batches", sdpa_attention_forward)  # without a mask function
     limits = Limits(device)
     limits.wake()
     record: dict[str, Any] = {"environment": environment(limits), "results": [], "losses": {}}

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import transformers_step as steps
 
@@ -45,6 +47,22 @@ def variants_of(case: steps.Case) -> list[Pieces]:
 
 def name_of(experts: str, pieces: Pieces) -> str:
     return f"{experts}: {' + '.join(pieces) or 'default'}"
+
+
+def no_mask(
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any
+) -> None:
+    """transformers' own would read whether the batch needs a mask, which a capture forbids, and
+    makes one then. So a captured step takes full sequences; others are refused while it warms up.
+    """
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if attention_mask is not None or not (allow_is_causal_skip or capturing):
+        raise ValueError(f"[{FULL}] batches must be full sequences; got padded or packed ones")
+
+
+FULL = "full batches"
+AttentionInterface.register(FULL, sdpa_attention_forward)
+AttentionMaskInterface.register(FULL, no_mask)
 
 
 def fp8_linear(

@@ -14,11 +14,14 @@ from torch.fx import GraphModule, Node
 
 pytest.importorskip("transformers")
 
+from transformers import masking_utils
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from transformers_models import model_of, tokens
+from transformers_step import sgd
+from transformers_variants import FULL, SgdInBackward
 
 LENGTH = 16
 IDS = tokens(2, LENGTH)
@@ -103,6 +106,39 @@ def test_attention_of_compiled_layers_is_right(
     assert counters["stats"]["unique_graphs"] == 3  # with no mask; padded; packed
     # They differ from a batch whose mask is lost, for the check above to say something.
     assert abs(found["packed"] - found["plain"]) > 1e-4
+
+
+def test_full_batches_have_no_mask_or_are_refused(
+    dense: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention of a captured step. A capture cannot read what a batch is; the steps before it
+    refuse what the captured one would get wrong."""
+    exact, model = dense("sdpa"), dense(FULL)
+    want = loss_and_grad(exact)
+    for capturing in (False, True):
+        with monkeypatch.context() as patched:
+            patched.setattr(masking_utils, "is_tracing", lambda _, yes=capturing: yes)
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            patched.setattr(torch.cuda, "is_current_stream_capturing", lambda yes=capturing: yes)
+            got = loss_and_grad(model)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for name in ("padded on the left", "padded on the right", "packed"):
+        with pytest.raises(ValueError, match=r"\[full batches\].* full sequences; got"):
+            loss_and_grad(model, **BATCHES[name])
+
+
+def test_sgd_in_backward_is_sgd(dense: Callable[[str], Any]) -> None:
+    """And leaves no gradient behind."""
+    one, other = dense("sdpa"), dense("sdpa")
+    loss_and_grad(one)
+    sgd(one.parameters()).step()
+    hooks = SgdInBackward(list(other.parameters()))
+    other(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert b.grad is None
+    hooks.end()
+    loss_and_grad(other)
 
 
 def through(node: Node) -> Node:
