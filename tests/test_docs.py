@@ -271,6 +271,66 @@ def test_recipe_tables_equal_their_record() -> None:
     assert table("docs/notes/transformers-step.md", name) == tried
 
 
+LIMITS = "transformers-limits-h200.json"
+NOTES = "docs/notes/transformers-step.md"
+
+
+def test_limits_of_a_step_equal_their_record() -> None:
+    """Kernels of a step, and what they take at the machine's limits."""
+    place = recorded(LIMITS)["environment"]
+    rates = {"experts": place["tensor_tflops"]}
+    want: dict[str, list[str]] = {}
+    for r in results(LIMITS):
+        if r["variant"] != "fp8moe: layers + loss" or "run" in r:
+            continue
+        limits = {k: n / rates.get(k, place["bf16_tflops"]) for k, n in r["flops_of"].items()}
+        limits |= {k: n / place["copy_tb_s"] for k, n in r["bytes_of"].items()}
+        both = {k: (ms, min(ms, limits.get(k, 1e99) / 1e9)) for k, ms in r["kernels"].items()}
+        both["all"] = tuple(map(sum, zip(*both.values(), strict=True)))  # type: ignore[assignment]
+        for part, (ms, limit) in both.items():
+            want.setdefault(part, []).append(f"{ms:.1f}, {limit:.1f}")
+    assert table(NOTES, LIMITS) == [[part, *cells] for part, cells in want.items()]
+
+
+def test_captured_steps_and_heads_equal_their_record() -> None:
+    steps, heads = {}, {}
+    for r in results(LIMITS):
+        if r["op"] == "step" and "run" in r:
+            experts, _, pieces = r["variant"].partition(": ")
+            steps.setdefault(pieces, {})[experts] = r["ms"]
+        elif r["op"] == "head and loss":
+            shape = f"{r['shape']['H']:,}, {r['shape']['V']:,}"
+            heads.setdefault(shape, {})[r["variant"]] = f"{r['ms']:.1f}"
+    default = steps.pop("default")["grouped_mm"]
+    want = []
+    for pieces, ms in steps.items():
+        if "grouped_mm" in ms:
+            bf16, ours = ms["grouped_mm"], ms["fp8moe"]
+            what = pieces.removeprefix("layers + loss + AdamW compiled").removeprefix(" + ")
+            ratios = (f"{ours / base:.3f}" for base in (default, bf16))
+            want.append([what or "as they are", f"{bf16:.1f}", f"{ours:.1f}", *ratios])
+    assert table(NOTES, f"{LIMITS}, captured") == want
+    names = "bf16", "torchao tensorwise", "torchao rowwise", "this library's operators"
+    want = [[shape, *(of.get(name, "") for name in names)] for shape, of in heads.items()]
+    assert table(NOTES, f"{LIMITS}, heads") == want
+
+
+def test_losses_equal_their_record() -> None:
+    """FP8 experts' are closer to the default's than those of bf16 by another implementation."""
+    [losses] = recorded(LIMITS)["losses"].values()
+    first, *_ = losses.values()
+    experts, want, furthest = {"grouped_mm": "bf16", "fp8moe": "FP8 experts"}, [], []
+    for variant, its in losses.items():
+        name, _, pieces = variant.partition(": ")
+        apart = [abs(a - b) for a, b in zip(its, first, strict=True)]
+        furthest.append(max(apart))
+        figures = (max(apart), sum(apart) / len(apart), sum(its[-20:]) / 20)
+        cells = ["" if f == 0 else f"{f:.3f}" for f in figures]
+        want.append([f"{experts[name]}, {pieces}", *cells])
+    assert table(NOTES, f"{LIMITS}, losses") == want
+    assert furthest[2] < furthest[1] < furthest[3]
+
+
 def test_router_table_equals_its_record() -> None:
     rows: dict[tuple[str, int], dict[str, dict]] = {}
     for r in results("router-h100.json"):
