@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +89,41 @@ def test_a_model_by_name_swapped_reused_and_compiled(device: torch.device) -> No
         assert error(compiled[name], its) < 0.1
         back = wrong[name].roll(wrong[name].shape[1] // 2, 1) if "gate_up" in name else wrong[name]
         assert error(back, its) > 0.2
+
+
+def test_a_captured_step_trains_as_an_eager_one(device: torch.device) -> None:
+    """The how-to's, by torch's own AdamW: batches in turn, after the two steps that warm up."""
+    pytest.importorskip("transformers")
+    from fp8moe_cutlass.integrations import transformers as fp8moe
+    from transformers_models import model_of, tokens
+
+    fp8moe.register()
+    page = (Path(__file__).parents[2] / "docs/how-to/hugging-face.md").read_text()
+    [code] = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "captured_" in b]
+    batches = [tokens(seed=seed).to(device) for seed in range(4)]
+    models = [model_of("Qwen3Moe", torch.bfloat16).to(device) for _ in range(2)]
+    made: list[Any] = []
+    for model in models:
+        model.set_experts_implementation("fp8moe")
+        made.append({"lr": torch.tensor(3e-3, device=device), "capturable": True})
+    eager, captured = models
+    optimizer = torch.optim.AdamW(eager.parameters(), **made[0])
+    want = []
+    for ids in [batches[0], batches[0], *batches]:
+        loss = eager(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(float(loss))
+    names: dict[str, Any] = {"torch": torch, "model": captured, "adamw": made[1]}
+    names["CompiledAdamW"] = torch.optim.AdamW
+    exec(code, names)
+    ids = batches[0].clone()
+    graph, loss = names["captured_step"](ids)
+    got = []
+    for batch in batches:
+        ids.copy_(batch)
+        graph.replay()
+        got.append(float(loss))
+    assert got == pytest.approx(want[2:], abs=0.02)
+    assert want[2] < want[0] - 0.1
