@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -158,19 +159,17 @@ def _forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> 
 
 
 def of_experts(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of experts, SequentialMLP's stacked under our names."""
-    found: dict[str, Tensor] = {}
-    for name, ours in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-        mark = f"mlp.experts.{ours}"
-        found |= {k: g for k, g in grads.items() if k.endswith(mark)}
-        for key in grads:
-            if key.endswith(f"local_experts.0.{name}.weight"):
-                before, after = key.split("local_experts.0.")
-                mine = [k for k in grads if k.startswith(before) and k.endswith(after)]
-                found[f"{before}{ours}"] = torch.stack(
-                    [grads[f"{before}local_experts.{e}.{after}"] for e in range(len(mine))]
-                )
-    return found
+    """Those of experts, stacked under one name for each projection; SequentialMLP's, too."""
+    found: dict[str, list[Tensor]] = {}
+    for key, grad in grads.items():  # by expert: SequentialMLP's ascend, ours descend
+        match = re.fullmatch(
+            r"(.*mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12])\.weight(\d*)", key
+        )
+        if match is not None:
+            before, theirs, linear, ours = match.groups()
+            found.setdefault(before + linear, []).insert(0 if ours else len(grads), grad)
+            assert (theirs is None) == bool(ours)
+    return {key: torch.stack(of) for key, of in found.items()}
 
 
 def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

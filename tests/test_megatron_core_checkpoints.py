@@ -117,10 +117,11 @@ def _state_dicts() -> None:
     spec = mc.layer_spec("experts", config)
     experts = spec.submodules.mlp(config=config).experts
     wanted = {k: v.clone() for k, v in experts.state_dict().items()}
-    both = (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2"))
     for form in ("local_experts.{}.{}.weight", "{1}.weight{0}"):
         state: dict[str, Any] = {
-            form.format(e, linear): wanted[name][e] for name, linear in both for e in range(8)
+            form.format(e, linear): wanted[f"{linear}.weight{e}"]
+            for linear in ("linear_fc1", "linear_fc2")
+            for e in range(8)
         }
         state |= {"linear_fc1._extra_state": None, "local_experts.3.linear_fc2._extra_state": None}
         for p in experts.parameters():
@@ -128,7 +129,7 @@ def _state_dicts() -> None:
         assert not any(experts.load_state_dict(state))
         assert all(torch.equal(v, wanted[k]) for k, v in experts.state_dict().items())
     del state["linear_fc2.weight7"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*down_proj"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*linear_fc2.weight7"):
         experts.load_state_dict(state)
 
 

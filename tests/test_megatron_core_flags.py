@@ -225,7 +225,7 @@ def test_parameters(pool: ranks.Pool) -> None:
     """Every rank draws its own experts of one sequence, or from the experts' random state; Megatron
     sees parameters of experts."""
     for attributes, forks in mc.on_two(pool, _parameters):
-        assert attributes == [(False, True, 1), (False, True, 2)]
+        assert attributes == [(False, True, 0)] * 4 + [(False, True, 1)] * 4
         assert forks == ["expert-parallel-rng"]
 
 
@@ -245,7 +245,7 @@ def _rows(counts: list[int], more: int) -> Any:
     assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(*found, strict=True))
     with pytest.raises(ValueError, match="sum at most"):
         experts(rows, torch.tensor([*counts[:-1], len(rows) + 1]), probs)
-    return [bool(g[e].any()) for g in found[0][1:] for e in range(4)]
+    return [bool(g.any()) for g in found[0][1:]]
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 7, 33], [0, 0, 0, 0], [0, 41, 0, 0]])
@@ -254,7 +254,7 @@ def test_rows(pool: ranks.Pool, counts: list[int], more: int) -> None:
     """As dispatchers call it: empty experts, no rows at all, rows past the counts, either dtype;
     two runs are bit-equal; counts beyond the rows are refused."""
     for used in mc.on_two(pool, _rows, counts, more):
-        assert used == [n > 0 for n in counts] * 2
+        assert used == [n > 0 for n in reversed(counts)] * 2
 
 
 def _kept() -> None:

@@ -222,7 +222,7 @@ def _saved_codes(group: Any, options: dict[str, Any], swapped: dict[str, Any]) -
     mc.parallel(1)
     config = mc.config(**options)
     experts = mc.layer_spec("experts", config, **swapped).submodules.mlp(config=config).experts
-    sizes = {p.numel() for p in experts.parameters()}
+    sizes = {experts.gate_up_proj.numel(), experts.down_proj.numel()}
     held = 0
 
     def pack(t: torch.Tensor) -> torch.Tensor:

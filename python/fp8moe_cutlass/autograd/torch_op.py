@@ -100,7 +100,7 @@ def run(
     of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
     pending = average = None
     if owner is not None:
-        of, pending, average = (owner.gate_up_proj, owner.down_proj), owner._delayed, owner._average
+        of, pending, average = _own(owner, gate_up, down), owner._delayed, owner._average
         counters = owner._counters
     how = How(options, move, weight_grads(of, shapes, pending, average), counters, need)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
@@ -178,6 +178,11 @@ class Owner:
     key = -1
 
 
+def _own(owner: Owner, gate_up: Tensor, down: Tensor) -> tuple[Any, Any]:
+    """The tensors that get the gradients of a forward over gate_up and down."""
+    return (gate_up, down) if owner._average is None else (owner.gate_up_proj, owner.down_proj)
+
+
 owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _keys = itertools.count()
 
@@ -204,7 +209,7 @@ def _through_torch(
     """`experts` by the operator: everything as tensors, numbers and words."""
     if owner is not None and owner._delayed is not None:
         raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be traced or compiled")
-    own = (gate_up, down) if owner is None else (owner.gate_up_proj, owner.down_proj)
+    own = (gate_up, down) if owner is None else _own(owner, gate_up, down)
     in_place = [hasattr(w, "main_grad") for w in own]
     plan, op, key = None, torch.ops.fp8moe.experts, -1
     tokens, experts = x.shape[0], gate_up.shape[0]

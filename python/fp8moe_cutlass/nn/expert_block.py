@@ -221,7 +221,7 @@ class ExpertBlock(Owner):
         delayed = self._delayed or []
         while delayed:
             wanted = delayed[0].to.weight
-            if not any(wanted is w for w in (self.gate_up_proj, self.down_proj)):
+            if not any(wanted is w for w in self.local_weights()):
                 raise RuntimeError(
                     "[MoEExperts] backward_dw() needs the parameters that forward saw; got others "
                     "(fully_shard, or a new Parameter), which would not see the gradients"

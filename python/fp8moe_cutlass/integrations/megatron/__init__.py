@@ -6,7 +6,8 @@
     spec = megatron.swap(spec, layer=True)  # the whole layer: tokens travel in FP8, too
 
 `swap` takes the spec of a model and returns another one. `Experts` and `MoELayer` are what it puts
-in. `replace_permutation()` leaves the model as it is and moves its tokens. These need
+in; their parameters have Megatron's names, and `keep_together()` keeps their memory together.
+`replace_permutation()` leaves the model as it is and moves its tokens. These need
 megatron-core, written against 0.19.2, and are loaded when first asked for; the functions of
 moe_utils.py need only this library. docs/how-to/megatron-core.md.
 """
@@ -24,6 +25,7 @@ from fp8moe_cutlass.integrations.megatron.moe_utils import (
 )
 
 if TYPE_CHECKING:
+    from fp8moe_cutlass.integrations.megatron.buffers import keep_together
     from fp8moe_cutlass.integrations.megatron.experts import Experts
     from fp8moe_cutlass.integrations.megatron.layer import MoELayer
     from fp8moe_cutlass.integrations.megatron.permutation import replace_permutation
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Experts",
     "MoELayer",
+    "keep_together",
     "permute",
     "replace_permutation",
     "sort_chunks_by_idxs",
@@ -43,6 +46,7 @@ __all__ = [
 _ROOMS = {
     "Experts": "experts",
     "MoELayer": "layer",
+    "keep_together": "buffers",
     "replace_permutation": "permutation",
     "swap": "spec",
 }

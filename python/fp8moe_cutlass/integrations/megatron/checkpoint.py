@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
-_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+_LINEARS = ("linear_fc1", "linear_fc2")
 
 
 class Place(NamedTuple):
@@ -33,20 +33,14 @@ def sharded_state_dict(
     single = bool((metadata or {}).get("singleton_local_shards", False))
     place, local = experts.place, experts.num_local_experts
     found: dict[str, Any] = {}
-    for name, linear in _LINEARS.items():
-        shards = [
-            _Shard(place.rank * local + e, place.ranks * local, single, tuple(sharded_offsets))
-            for e in range(local)
-        ]
-        found[f"{prefix}{name}"] = _factory(
-            f"{prefix}experts.{linear}.weight",
-            getattr(experts, name),
-            shards,
-            halves=name == "gate_up_proj",
-            replica=place.replica,
-        )
-        # Theirs have one per linear, of nothing without FP8; strict loads look for it.
-        for e, shard in enumerate(shards):
+    for linear in _LINEARS:
+        for e, weight in enumerate(getattr(experts, linear).weights):
+            at = place.rank * local + e
+            shard = _Shard(at, place.ranks * local, single, tuple(sharded_offsets))
+            found[f"{prefix}{linear}.weight{e}"] = _factory(
+                f"{prefix}experts.{linear}.weight", weight, shard, linear, place.replica
+            )
+            # Theirs have one per linear, of nothing without FP8; strict loads look for it.
             found[f"{prefix}{linear}._extra_state{e}"] = make_sharded_object_for_checkpoint(
                 None,
                 shard.key(f"{prefix}experts.{linear}._extra_state", linear),
@@ -58,13 +52,12 @@ def sharded_state_dict(
 
 def translate(state_dict: dict[str, Any], prefix: str, experts: int) -> None:
     """Translates what load_state_dict was given: drops extra states; the weights of SequentialMLP
-    (local_experts.0.linear_fc1.weight) or TEGroupedMLP (linear_fc1.weight0), by local expert,
-    become ours."""
-    for name, linear in _LINEARS.items():
-        for form in ("local_experts.{}." + linear + ".weight", linear + ".weight{}"):
-            keys = [prefix + form.format(e) for e in range(experts)]
-            if all(key in state_dict for key in keys):
-                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+    (local_experts.0.linear_fc1.weight), by local expert, get our names."""
+    for linear in _LINEARS:
+        for e in range(experts):
+            key = f"{prefix}local_experts.{e}.{linear}.weight"
+            if key in state_dict:
+                state_dict[f"{prefix}{linear}.weight{e}"] = state_dict.pop(key)
     for key in [k for k in state_dict if k.startswith(prefix) and "._extra_state" in k]:
         del state_dict[key]
 
@@ -91,11 +84,11 @@ class _Shard(NamedTuple):
 
 
 def _factory(
-    key: str, weight: Tensor, shards: list[_Shard], *, halves: bool, replica: int
+    key: str, weight: Tensor, shard: _Shard, linear: str, replica: int
 ) -> ShardedTensorFactory:
-    """Makes the factory of weight [E, N, K]; halves: [gate | up] along N, which Megatron saves
-    apart. weight is the Parameter itself: the optimizer finds its states by it."""
-    linear = "linear_fc1" if halves else "linear_fc2"
+    """Makes the factory of one expert's weight [N, K]; of linear_fc1 [gate | up] along N, which
+    Megatron saves apart. weight is the Parameter itself: the optimizer finds its states by it."""
+    halves = linear == "linear_fc1"
 
     @torch.no_grad()
     def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
@@ -104,14 +97,13 @@ def _factory(
             ShardedTensor.from_rank_offsets(
                 name, part, *offsets, replica_id=replica_id, prepend_axis_num=len(shard.offsets)
             )
-            for matrix, shard in zip(t, shards, strict=True)
-            for name, part, offsets in _parts(shard.key(key, linear), matrix, shard)
+            for name, part, offsets in _parts(shard.key(key, linear), t)
         ]
 
-    def _parts(key: str, matrix: Tensor, shard: _Shard) -> list[tuple[str, Tensor, Any]]:
+    def _parts(key: str, t: Tensor) -> list[tuple[str, Tensor, Any]]:
         if not halves:
-            return [(key, matrix, shard.offsets)]
-        gate, up = matrix.chunk(2)
+            return [(key, t, shard.offsets)]
+        gate, up = t.chunk(2)
         if shard.single:
             return [(f"{key}_w", gate, shard.offsets), (f"{key}_v", up, shard.offsets)]
         axis = len(shard.offsets)
@@ -119,9 +111,6 @@ def _factory(
 
     @torch.no_grad()
     def merge(parts: list[Tensor]) -> Tensor:
-        matrices = parts
-        if halves:
-            matrices = [torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
-        return torch.stack(list(matrices))
+        return torch.cat(parts)
 
     return ShardedTensorFactory(key, weight, build, merge, (0, 0, replica))

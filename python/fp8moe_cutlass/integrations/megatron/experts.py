@@ -14,8 +14,9 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
-from fp8moe_cutlass.autograd import Fp8Weights
+from fp8moe_cutlass.autograd import Fp8Weights, quantize_weights
 from fp8moe_cutlass.integrations.megatron import checkpoint, flags
+from fp8moe_cutlass.integrations.megatron.linears import ExpertLinear
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.recipe import Fp8Recipe
 
@@ -33,9 +34,10 @@ class Experts(MoEExperts):
       with "moe_act", which saves no codes at all.
     group: of MoELayer, whose experts exchange tokens themselves.
 
-    main_grad is always added to. A parameter is an expert's to Megatron (`allreduce`) as in
-    TEGroupedMLP. Weight gradients wait for `backward_dw` with delay_wgrad_compute or
-    overlap_dispatch_backward_with_experts_wgrad.
+    Parameters: linear_fc1.weight{i} [2I, H] and linear_fc2.weight{i} [H, I] of each local expert,
+    as TEGroupedMLP's. main_grad is always added to. A parameter is an expert's to Megatron
+    (`allreduce`) as in TEGroupedMLP. Weight gradients wait for `backward_dw` with
+    delay_wgrad_compute or overlap_dispatch_backward_with_experts_wgrad.
 
     is_first_microbatch: Megatron's schedules set it at the first microbatch of a step, but only
     with config.fp8, fp4, use_kitchen or quant_recipe. Then (and without
@@ -43,6 +45,9 @@ class Experts(MoEExperts):
     step; elsewhere each forward quantizes its own. Who steps an optimizer without those schedules
     sets it.
     """
+
+    linear_fc1: ExpertLinear
+    linear_fc2: ExpertLinear
 
     def __init__(
         self,
@@ -88,6 +93,14 @@ class Experts(MoEExperts):
         self.place = checkpoint.Place(
             get_pg_rank(pg_collection.ep), ranks, get_pg_rank(pg_collection.expt_dp)
         )
+        own_groups = ranks > 1 or get_pg_size(pg_collection.tp) != get_pg_size(
+            pg_collection.expt_tp
+        )
+        for of, linear, dim in (("gate_up_proj", "linear_fc1", 0), ("down_proj", "linear_fc2", 1)):
+            weight: Any = self._parameters.pop(of)
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+            weight.allreduce, weight.skip_backward_post_hook = not own_groups, delay
+            self.add_module(linear, ExpertLinear(weight.shape, weight.dtype, vars(weight)))
         if not config.init_model_with_meta_device:
             self.to_empty(device="cpu" if config.use_cpu_initialization else _gpu())
             self.reset_parameters()
@@ -95,14 +108,26 @@ class Experts(MoEExperts):
         self.is_first_microbatch = True
         self._kept: Fp8Weights | None = None  # of the first microbatch
         self._wgrad_hooks: list[Callable[[], None]] = []
-        own_groups = ranks > 1 or get_pg_size(pg_collection.tp) != get_pg_size(
-            pg_collection.expt_tp
-        )
-        for weight, dim in ((self.gate_up_proj, 1), (self.down_proj, 2)):
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
-            attributes: Any = weight
-            attributes.allreduce = not own_groups
-            attributes.skip_backward_post_hook = delay
+
+    @property
+    def gate_up_proj(self) -> Any:
+        """[E, 2I, H] over the weights of linear_fc1, without a gradient."""
+        return self._whole("linear_fc1")
+
+    @property
+    def down_proj(self) -> Any:
+        """[E, H, I] over the weights of linear_fc2, without a gradient."""
+        return self._whole("linear_fc2")
+
+    def _whole(self, linear: str) -> Tensor:
+        if linear not in self._modules:
+            raise AttributeError(linear)  # nn.Module then finds the parameter that MoEExperts made
+        whole: Tensor = getattr(self, linear).whole()
+        return whole
+
+    def local_weights(self) -> tuple[Tensor, Tensor]:
+        """Both projections [E, N, K], whose gradients are those of the parameters."""
+        return self.linear_fc1(self.delay_wgrad), self.linear_fc2(self.delay_wgrad)
 
     def forward(  # type: ignore[override]
         self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -126,12 +151,17 @@ class Experts(MoEExperts):
             return None
         if self.is_first_microbatch or self._kept is None:
             self._kept = None  # before the next are made
-            self._kept = self.quantize_weights()
+            transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
+            with torch.no_grad():
+                weights = self.local_weights()
+            self._kept = quantize_weights(*weights, self.recipe, transposed=transposed)
         return self._kept
 
     def backward_dw(self) -> None:
         """Runs nn.MoEExperts', then the hooks that DistributedDataParallel has registered."""
         super().backward_dw()
+        self.linear_fc1.hand_out()
+        self.linear_fc2.hand_out()
         for hook in self._wgrad_hooks:
             hook()
 

@@ -1,0 +1,178 @@
+"""A projection of Megatron's experts: a parameter per expert, over one tensor for the kernels.
+
+Names are TEGroupedMLP's, linear_fc1.weight{i}, by which bridges to other checkpoints and rollout
+engines walk a model. Megatron fills its gradient buffers from the last parameter to the first: the
+parameters are registered from the last expert to the first, so that experts ascend in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe_cutlass.slow_path import slow_path
+
+_REMEDY = "call integrations.megatron.keep_together() before the model is wrapped"
+
+
+class ExpertLinear(nn.Module):
+    """weight0 [N, K] to weight{E-1}. Called, it gives [E, N, K], whose gradients are theirs.
+
+    shape: (E, N, K). attributes: Megatron's, of each parameter, which a conversion may lose.
+    """
+
+    tensor_model_parallel = True  # Megatron-Bridge asks a module for this and partition_dim
+
+    def __init__(self, shape: Any, dtype: torch.dtype, attributes: dict[str, Any]) -> None:
+        super().__init__()
+        experts, *matrix = shape
+        self.partition_dim = attributes["partition_dim"]
+        self._attributes = {**attributes, "expert_stack": object()}
+        self._later: Any = None
+        self._names = [f"weight{e}" for e in range(experts)]
+        for name in reversed(self._names):
+            self.register_parameter(
+                name, nn.Parameter(torch.empty(matrix, dtype=dtype, device="meta"))
+            )
+        self._stack()
+
+    @property
+    def weights(self) -> list[Any]:
+        """The parameters, from the first expert to the last."""
+        return [self._parameters[name] for name in self._names]
+
+    def whole(self) -> Tensor:
+        """[E, N, K] without a gradient; a copy, with a SlowPathWarning, where Megatron has put
+        something between the parameters."""
+        weights = self.weights
+        found = _one_tensor(weights)
+        if found is None:
+            if not weights[0].is_meta:
+                slow_path(
+                    "experts apart",
+                    "[Experts] experts whose weights do not lie behind one another are copied for "
+                    f"each forward; {_REMEDY}",
+                )
+            found = torch.stack([w.detach() for w in weights])
+        return found
+
+    def forward(self, later: bool = False) -> Tensor:
+        """[E, N, K]. later: a leaf, whose gradients come outside of a backward; `hand_out` gives
+        them to the parameters. Called as a module for the hooks that wait for gathered weights."""
+        weights = self.weights
+        whole = self.whole()
+        if later:
+            if self._later is None or self._later.data_ptr() != whole.data_ptr():
+                self._later = whole.requires_grad_()
+            _give_main_grad(self._later, weights, None)
+            return self._later  # type: ignore[no-any-return]
+        if not (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
+            return whole
+        scratch: list[Tensor] = []
+        made: Any = _Stacked.apply(whole, scratch, *weights)  # type: ignore[no-untyped-call]
+        _give_main_grad(made, weights, scratch)
+        return made  # type: ignore[no-any-return]
+
+    def hand_out(self) -> None:
+        """Gives the gradient of the leaf of `later` to the parameters."""
+        leaf = self._later
+        if leaf is None or leaf.grad is None:
+            return
+        added = getattr(leaf, "grad_added_to_main_grad", False)
+        for w, grad in zip(self.weights, leaf.grad.unbind(0), strict=True):
+            if added:
+                w.grad_added_to_main_grad = True
+            if w.grad is None:
+                w.grad = grad
+            elif not added:
+                w.grad.add_(grad)
+        leaf.grad = None
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._stack()
+        return made
+
+    def __setstate__(self, state: Any) -> None:  # of a copy
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._later = None
+        self._stack()
+
+    @torch.no_grad()
+    def _stack(self) -> None:
+        """Gives parameters Megatron's attributes, and one memory, which a conversion ends."""
+        weights = self.weights
+        for w in weights:
+            for name, value in self._attributes.items():
+                if not hasattr(w, name):
+                    setattr(w, name, value)
+        if weights[0].is_meta or _one_tensor(weights) is not None:
+            return
+        for w, part in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
+            w.data = part
+
+
+def _one_tensor(parts: list[Any]) -> Tensor | None:
+    """Parts [N, K] as [E, N, K] over their memory, or None. They never overlap and lie in order:
+    the first and the last say where all others are."""
+    first, last, count = parts[0], parts[-1], len(parts)
+    size = first.numel()
+    apart = last.storage_offset() - first.storage_offset() != (count - 1) * size
+    if apart or first.is_meta or not first.is_contiguous():
+        return None
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    shape, strides = (count, *first.shape), (size, *first.stride())
+    found: Tensor = first.detach().as_strided(shape, strides, first.storage_offset())
+    return found
+
+
+def _give_main_grad(made: Any, weights: list[Any], scratch: list[Tensor] | None) -> None:
+    """Gives `made` the main_grads of the weights, if they have some, and Megatron's flag. Where
+    they lie apart it gets a tensor of its own, which `scratch` gets, too."""
+    first = weights[0]
+    if getattr(first, "main_grad", None) is None:
+        return
+    grads = [w.main_grad for w in weights]
+    made.main_grad = _one_tensor(grads)
+    if made.main_grad is None:
+        if scratch is None:
+            raise RuntimeError(
+                "[Experts] main_grads of delayed weight gradients must lie behind one another; "
+                f"{_REMEDY}"
+            )
+        slow_path(
+            "main_grads apart",
+            "[Experts] main_grads that do not lie behind one another are added to in a second pass;"
+            f" {_REMEDY}",
+        )
+        made.main_grad = torch.zeros(made.shape, dtype=grads[0].dtype, device=made.device)
+        scratch.append(made.main_grad)
+    if hasattr(first, "grad_added_to_main_grad"):
+        made.grad_added_to_main_grad = False
+        made.zero_out_wgrad = getattr(first, "zero_out_wgrad", False)
+
+
+class _Stacked(torch.autograd.Function):
+    """The weights as one tensor. With main_grad, that has the gradient already, or `scratch` has
+    it; each weight then gets Megatron's flag, and a placeholder for hooks to see."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, scratch: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.scratch, ctx.weights = scratch, weights
+        ctx.set_materialize_grads(False)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        weights: Any = ctx.weights
+        if getattr(weights[0], "main_grad", None) is not None:
+            for part in ctx.scratch:
+                torch._foreach_add_([w.main_grad for w in weights], list(part.unbind(0)))
+            ctx.scratch.clear()
+            if hasattr(weights[0], "grad_added_to_main_grad"):
+                for w in weights:
+                    w.grad_added_to_main_grad = True
+        return None, None, *((None,) * len(weights) if grad is None else grad.unbind(0))
