@@ -85,7 +85,12 @@ def operators() -> Tensor:
     assert zeros is None or zeros.numel() > 0
     total: Tensor = dw.sum() + dx.dx.sum() + values.sum() + dy_t.float().sum() + counts.sum()
     total = total + ops.grouped_gemm(rows, down_t, plan).sum()
-    return total
+    factor = torch.randn(E, 2 * I, 16).bfloat16()
+    low: ops.Projected = ops.lora_project(permuted.y, torch.randn(E, 16, H).bfloat16(), plan)
+    w2: Fp8Tensor = ops.quantize_lora(factor)
+    z = ops.grouped_gemm(permuted.y, weight.q, plan, a2=low.u_q, w2=w2)
+    dfactor: Tensor = ops.lora_wgrad(low.u, permuted.y, plan)
+    return total + z.sum() + dfactor.sum()
 
 
 def exchange() -> Tensor:

@@ -31,6 +31,10 @@ class Problem:
     w: torch.Tensor  # [E, H, H] f32
     w8: Fp8Tensor
     w8_t: Fp8Tensor
+    factor: torch.Tensor  # [E, H, 16] bf16
+    u: torch.Tensor  # [R, 16] bf16
+    a2: Fp8Tensor  # [R, 48] gemm
+    w2: Fp8Tensor  # [E, H, 48] block
     dispatch: RoutingPlan  # of topk_idx to 3 ranks of 2 experts
     packed: torch.Tensor  # [dispatch.rows, row bytes] u8
     mailbox: torch.Tensor  # [2, 1, 8] i32, of one rank
@@ -51,6 +55,9 @@ def problem() -> Problem:
     x8 = ops.quantize(x)
     w = torch.randn(EXPERTS, WIDTH, WIDTH, generator=generator)
     assert row_probs is not None
+    rows8 = ops.permute_pad(x8, plan)[0]
+    factor = w[..., :16].bfloat16().contiguous()
+    u, a2 = ops.lora_project(rows8, factor, plan, rank_first=False)
     dispatch, _ = ops.dispatch_plan(topk_idx, 2 * EXPERTS, EXPERTS)
     packed = torch.zeros(dispatch.rows, ops.packed_row_bytes(WIDTH, SLOTS), dtype=torch.uint8)
     ops.quantize_pack(x, dispatch, topk_idx, probs, num_experts=2 * EXPERTS, out=packed)
@@ -62,10 +69,14 @@ def problem() -> Problem:
         rows,
         row_probs,
         x8,
-        ops.permute_pad(x8, plan)[0],
+        rows8,
         ops.permute_transpose_fp8(x8, plan),
         w,
         *ops.quantize_weight(w),
+        factor,
+        u,
+        a2,
+        ops.quantize_lora(factor),
         dispatch,
         packed,
         torch.zeros(2, 1, 8, dtype=torch.int32),
@@ -271,6 +282,8 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **fp8("w", p.w8),
             **plan,
             "d": torch.zeros(rows, width, dtype=torch.bfloat16),
+            **fp8("a2", p.a2),
+            **fp8("w2", p.w2),
         },
         "grouped_gemm_wgrad": {
             **fp8("dy_t", p.columns8),
@@ -279,6 +292,29 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "dw": torch.zeros(EXPERTS, width, width),
             "accumulate": False,
             "workspace": None,
+        },
+        "lora_project": {
+            **fp8("rows", p.rows8),
+            "factor": p.factor,
+            **plan,
+            "u": torch.zeros(rows, 16, dtype=torch.bfloat16),
+            **new("u_q", rows, 48, layout="gemm"),
+            "rank_first": False,
+            "scaling": 2.0,
+            **rule,
+        },
+        "lora_wgrad": {
+            "u": p.u,
+            **fp8("rows", p.rows8),
+            **plan,
+            "dfactor": torch.zeros(EXPERTS, width, 16, dtype=torch.bfloat16),
+            "rank_first": False,
+        },
+        "quantize_lora": {
+            "factor": p.factor,
+            **new("w2", EXPERTS, width, 48, layout="block"),
+            "rank_first": False,
+            **rule,
         },
     }
 

@@ -315,12 +315,18 @@ def test_opcheck(name: str) -> None:
         return [x]
 
     through = autograd.torch_op.torch.ops.fp8moe.experts
-    need = [True] * 4 + [False] * 2
+    need = [True] * 4 + [False] * 3
     how = f"{__version__} tokens {autograd.torch_op.words_of(layer._options)}"
     x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
-    given = (x, p.topk_idx, probs, None, *layer.parameters(), [], how, [33, 2, 4, 1, 66], -1, need)
-    torch.library.opcheck(
-        through,
-        given,
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
+    weights = tuple(layer.parameters())
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    rest = how, [33, 2, 4, 1, 66], -1
+    given = (x, p.topk_idx, probs, None, *weights, [], [], 0.0, *rest, need)
+    torch.library.opcheck(through, given, test_utils=utils)
+    if layer.recipe is None:
+        return
+    layer.add_lora(16, alpha=32)
+    factors = list(layer.parameters())[2:]
+    need = [True, True, False, False, True, False, False]
+    given = (x, p.topk_idx, probs, None, *weights, [], factors, 2.0, *rest, need)
+    torch.library.opcheck(through, given, test_utils=utils)

@@ -32,6 +32,8 @@ PACKED = ops.quantize_pack(P.x, TO_RANKS.plan, P.topk_idx, P.probs, num_experts=
 COLUMNS = ops.permute_transpose_fp8(FP8, PLAN)
 GEMM_ROWS = ops.permute_pad(FP8, PLAN).y
 WEIGHT = ops.quantize_weight(P.gate_up)
+FACTOR = torch.ones(4, P.gate_up.shape[1], 16).bfloat16()
+LOW = ops.lora_project(GEMM_ROWS, torch.ones(4, 16, 256).bfloat16(), PLAN)
 LAYER, BF16 = P.experts(), P.experts(recipe=None)
 ROUTER = nn.Router(256, 4, 2, nn.RoutingRule(selection_bias=True))
 MOE = nn.MoE(nn.Router(256, 4, 2), LAYER)
@@ -186,7 +188,21 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "grouped_gemm": (
         ops.grouped_gemm,
-        {"a": GEMM_ROWS, "w": WEIGHT[0], "plan": PLAN, "out_dtype": "bfloat16", "out": None},
+        {"a": GEMM_ROWS, "w": WEIGHT[0], "plan": PLAN, "out_dtype": "bfloat16", "out": None}
+        | {"a2": LOW.u_q, "w2": ops.quantize_lora(FACTOR)},
+    ),
+    "lora_project": (
+        ops.lora_project,
+        {"rows": GEMM_ROWS, "factor": FACTOR, "plan": PLAN, "rank_first": False, "scaling": 2.0}
+        | {"scale": "pow2", "eps": 0.0, "out": None},
+    ),
+    "lora_wgrad": (
+        ops.lora_wgrad,
+        {"u": LOW.u, "rows": GEMM_ROWS, "plan": PLAN, "rank_first": True, "out": None},
+    ),
+    "quantize_lora": (
+        ops.quantize_lora,
+        {"factor": FACTOR, "rank_first": False, "scale": "pow2", "eps": 0.0, "out": None},
     ),
     "grouped_gemm_wgrad": (
         ops.grouped_gemm_wgrad,

@@ -414,6 +414,8 @@ typedef struct fp8moe_grouped_gemm_args {
   const fp8moe_fp8_tensor* w;
   const fp8moe_plan* plan;
   const fp8moe_tensor* d;
+  const fp8moe_fp8_tensor* a2; /* optional, with w2 */
+  const fp8moe_fp8_tensor* w2; /* optional */
 } fp8moe_grouped_gemm_args;
 FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm(const fp8moe_grouped_gemm_args* args, void* stream);
 
@@ -432,6 +434,41 @@ FP8MOE_C_API fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_grouped_gemm_w
  * FP8MOE_ZERO_WORKSPACE_BYTES. */
 FP8MOE_C_API fp8moe_status
 fp8moe_grouped_gemm_wgrad_workspace(const fp8moe_grouped_gemm_wgrad_args* args, int64_t* bytes);
+
+/* ---- low-rank terms ---- */
+
+typedef struct fp8moe_lora_project_args {
+  size_t size;
+  const fp8moe_fp8_tensor* rows;
+  const fp8moe_tensor* factor;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* u;
+  const fp8moe_fp8_tensor* u_q;
+  int32_t rank_first;
+  float scaling;
+  fp8moe_scale_rule rule;
+} fp8moe_lora_project_args;
+FP8MOE_C_API fp8moe_status fp8moe_lora_project(const fp8moe_lora_project_args* args, void* stream);
+
+typedef struct fp8moe_lora_wgrad_args {
+  size_t size;
+  const fp8moe_tensor* u;
+  const fp8moe_fp8_tensor* rows;
+  const fp8moe_plan* plan;
+  const fp8moe_tensor* dfactor;
+  int32_t rank_first;
+} fp8moe_lora_wgrad_args;
+FP8MOE_C_API fp8moe_status fp8moe_lora_wgrad(const fp8moe_lora_wgrad_args* args, void* stream);
+
+typedef struct fp8moe_quantize_lora_args {
+  size_t size;
+  const fp8moe_tensor* factor;
+  const fp8moe_fp8_tensor* w2;
+  int32_t rank_first;
+  fp8moe_scale_rule rule;
+} fp8moe_quantize_lora_args;
+FP8MOE_C_API fp8moe_status fp8moe_quantize_lora(const fp8moe_quantize_lora_args* args,
+                                                void* stream);
 
 #ifdef __cplusplus
 }

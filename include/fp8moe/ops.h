@@ -635,8 +635,9 @@ FP8MOE_API int64_t workspace_bytes(const ActQuantizeBackward& p);  // of the out
 
 // ---- grouped GEMM ------------------------------------------------------------------------------
 
-// d[rows of e] = a[rows of e] w[e]^T. a [R, K] e4m3 or e5m2, gemm layout; w [E, N, K] e4m3, block
-// layout; d [R, N] bf16/f32.
+// d[rows of e] = a[rows of e] w[e]^T + a2[rows of e] w2[e]^T. a [R, K] e4m3 or e5m2, gemm layout;
+// w [E, N, K] e4m3, block layout; d [R, N] bf16/f32. a2 [R, K2] in a's format and w2 [E, N, K2],
+// both or neither: one more K-block, the last one summed; K2 at most 128.
 struct GroupedGemm {
   static constexpr const char* op = "grouped_gemm";
 
@@ -644,10 +645,15 @@ struct GroupedGemm {
   Fp8Tensor w{};
   RoutingPlan plan{};
   Tensor d{};
+  Fp8Tensor a2{};
+  Fp8Tensor w2{};
 
-  static constexpr auto fields =
-      std::tuple{in("a", &GroupedGemm::a), in("w", &GroupedGemm::w), in("plan", &GroupedGemm::plan),
-                 out("d", &GroupedGemm::d, kAligned)};
+  static constexpr auto fields = std::tuple{in("a", &GroupedGemm::a),
+                                            in("w", &GroupedGemm::w),
+                                            in("plan", &GroupedGemm::plan),
+                                            out("d", &GroupedGemm::d, kAligned),
+                                            optional_in("a2", &GroupedGemm::a2),
+                                            optional_in("w2", &GroupedGemm::w2)};
 };
 FP8MOE_API void outputs(GroupedGemm& p);
 FP8MOE_API void grouped_gemm(const GroupedGemm& p, Stream stream = {});
@@ -677,6 +683,89 @@ FP8MOE_API void outputs(GroupedGemmWgrad& p);
 FP8MOE_API void grouped_gemm_wgrad(const GroupedGemmWgrad& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const GroupedGemmWgrad& p);  // of dw's device alone
 
+// ---- low-rank terms (LoRA) ---------------------------------------------------------------------
+// d = a w^T + s (a A^T) B^T per expert. u = s a A^T is small; as FP8 it is the a2 of a grouped_gemm
+// whose w2 is B. Factors lie as A does, [E, r, C] (rank_first), or as B does, [E, C, r]; r is a
+// multiple of 8, 8 to kMaxLoraRank.
+
+constexpr int64_t kMaxLoraRank = 64;
+
+// Of u and B a K-block holds parts: the codes `high` of E4M3 or E5M2, and `low`, those of what
+// rounding to `high` left, at the same scale. r' is r rounded up to 16; each part has r' columns,
+// zero from r on.
+//   r' <= 32: a2 = [high low high],  w2 = [high high low]
+//   else:     a2 = [high low],       w2 = [high high]
+constexpr int64_t lora_depth(int64_t rank) {
+  const int64_t columns = round_up(rank, 16);
+  return (columns <= 32 ? 3 : 2) * columns;
+}
+
+// u[row] = scaling * rows[row] factor[e]^T of an expert's rows, summed over K-blocks in f32 and
+// rounded to bf16; u_q: the parts of that u in rows' format, one scale per row. rows [R, C] in gemm
+// layout, or [T, C] in row layout, which the plan takes to their experts (rows and scales may lie
+// apart); factor bf16; u [R, r]; u_q [R, lora_depth(r)], gemm layout.
+struct LoraProject {
+  static constexpr const char* op = "lora_project";
+
+  Fp8Tensor rows{};
+  Tensor factor{};
+  RoutingPlan plan{};
+  Tensor u{};
+  Fp8Tensor u_q{};
+  bool rank_first = true;
+  float scaling = 1.0f;
+  ScaleRule rule{};
+
+  static constexpr auto fields = std::tuple{in("rows", &LoraProject::rows, kStridedRows),
+                                            in("factor", &LoraProject::factor, kAligned),
+                                            in("plan", &LoraProject::plan),
+                                            out("u", &LoraProject::u, kAligned),
+                                            out("u_q", &LoraProject::u_q),
+                                            option("rank_first", &LoraProject::rank_first),
+                                            option("scaling", &LoraProject::scaling),
+                                            option("rule", &LoraProject::rule)};
+};
+FP8MOE_API void outputs(LoraProject& p);
+FP8MOE_API void lora_project(const LoraProject& p, Stream stream = {});
+
+// dfactor[e] = u[rows of e]^T rows[rows of e], [E, r, C] or its transpose [E, C, r]: the values of
+// u times the scales of rows, rounded to bf16, times the codes, summed in f32 over rows in
+// ascending order. rows as of lora_project; u [R, r] bf16; dfactor f32/bf16, zero of an expert
+// without tokens.
+struct LoraWgrad {
+  static constexpr const char* op = "lora_wgrad";
+
+  Tensor u{};
+  Fp8Tensor rows{};
+  RoutingPlan plan{};
+  Tensor dfactor{};
+  bool rank_first = true;
+
+  static constexpr auto fields =
+      std::tuple{in("u", &LoraWgrad::u, kAligned), in("rows", &LoraWgrad::rows, kStridedRows),
+                 in("plan", &LoraWgrad::plan), out("dfactor", &LoraWgrad::dfactor, kAligned),
+                 option("rank_first", &LoraWgrad::rank_first)};
+};
+FP8MOE_API void outputs(LoraWgrad& p);
+FP8MOE_API void lora_wgrad(const LoraWgrad& p, Stream stream = {});
+
+// w2 [E, C, lora_depth(r)], e4m3, block layout: the parts of a factor, bf16, one scale per 128 of
+// C.
+struct QuantizeLora {
+  static constexpr const char* op = "quantize_lora";
+
+  Tensor factor{};
+  Fp8Tensor w2{};
+  bool rank_first = false;
+  ScaleRule rule{};
+
+  static constexpr auto fields = std::tuple{
+      in("factor", &QuantizeLora::factor, kAligned), out("w2", &QuantizeLora::w2),
+      option("rank_first", &QuantizeLora::rank_first), option("rule", &QuantizeLora::rule)};
+};
+FP8MOE_API void outputs(QuantizeLora& p);
+FP8MOE_API void quantize_lora(const QuantizeLora& p, Stream stream = {});
+
 // ---- what is here ------------------------------------------------------------------------------
 
 // All of them: what bindings and tests fold over.
@@ -703,7 +792,10 @@ inline constexpr auto operators = std::tuple{&quantize,
                                              &act_quantize,
                                              &act_quantize_backward,
                                              &grouped_gemm,
-                                             &grouped_gemm_wgrad};
+                                             &grouped_gemm_wgrad,
+                                             &lora_project,
+                                             &lora_wgrad,
+                                             &quantize_lora};
 
 struct BuildInfo {
   const char* version;

@@ -333,7 +333,12 @@ ActQuantizeBackward params(const fp8moe_act_quantize_backward_args& c) {
 }
 
 GroupedGemm params(const fp8moe_grouped_gemm_args& c) {
-  return {.a = fp8(c.a), .w = fp8(c.w), .plan = plan(c.plan), .d = tensor(c.d)};
+  return {.a = fp8(c.a),
+          .w = fp8(c.w),
+          .plan = plan(c.plan),
+          .d = tensor(c.d),
+          .a2 = fp8(c.a2),
+          .w2 = fp8(c.w2)};
 }
 
 GroupedGemmWgrad params(const fp8moe_grouped_gemm_wgrad_args& c) {
@@ -343,6 +348,32 @@ GroupedGemmWgrad params(const fp8moe_grouped_gemm_wgrad_args& c) {
           .dw = tensor(c.dw),
           .accumulate = c.accumulate != 0,
           .workspace = tensor(c.workspace)};
+}
+
+LoraProject params(const fp8moe_lora_project_args& c) {
+  return {.rows = fp8(c.rows),
+          .factor = tensor(c.factor),
+          .plan = plan(c.plan),
+          .u = tensor(c.u),
+          .u_q = fp8(c.u_q),
+          .rank_first = c.rank_first != 0,
+          .scaling = c.scaling,
+          .rule = rule(c.rule)};
+}
+
+LoraWgrad params(const fp8moe_lora_wgrad_args& c) {
+  return {.u = tensor(c.u),
+          .rows = fp8(c.rows),
+          .plan = plan(c.plan),
+          .dfactor = tensor(c.dfactor),
+          .rank_first = c.rank_first != 0};
+}
+
+QuantizeLora params(const fp8moe_quantize_lora_args& c) {
+  return {.factor = tensor(c.factor),
+          .w2 = fp8(c.w2),
+          .rank_first = c.rank_first != 0,
+          .rule = rule(c.rule)};
 }
 
 // The caller's struct, of whatever size it has there; zeros where it is shorter. What a newer
@@ -515,6 +546,15 @@ fp8moe_status fp8moe_grouped_gemm_wgrad(const fp8moe_grouped_gemm_wgrad_args* ar
 fp8moe_status fp8moe_grouped_gemm_wgrad_workspace(const fp8moe_grouped_gemm_wgrad_args* args,
                                                   int64_t* bytes) {
   return workspace(args, bytes, "grouped_gemm_wgrad_workspace");
+}
+fp8moe_status fp8moe_lora_project(const fp8moe_lora_project_args* args, void* stream) {
+  return run(&lora_project, args, stream);
+}
+fp8moe_status fp8moe_lora_wgrad(const fp8moe_lora_wgrad_args* args, void* stream) {
+  return run(&lora_wgrad, args, stream);
+}
+fp8moe_status fp8moe_quantize_lora(const fp8moe_quantize_lora_args* args, void* stream) {
+  return run(&quantize_lora, args, stream);
 }
 
 }  // extern "C"

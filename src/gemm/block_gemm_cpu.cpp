@@ -79,13 +79,11 @@ void pack_b(const BlockOperand& b, int64_t row, int64_t columns, int64_t k, int6
 void sum_blocks(const Task& task, const TileKernel& kernel, Scratch& s) {
   const BlockProduct& product = *task.product;
   for (int64_t i = 0; i < task.rows; ++i) std::fill_n(s.sum + i * kColumns, task.columns, 0.0f);
-  for (int64_t k = 0; k < product.depth; k += kTile) {
-    const int64_t depth = std::min(kTile, product.depth - k);
-    pack_a(product.a, task.row, task.rows, k, depth, kernel.rows, s.a);
-    pack_b(product.b, task.column, task.columns, k, depth, kernel.columns, s.codes, s.b);
-    for (int64_t i = 0; i < task.rows; ++i) s.scale_a[i] = product.a.scale(task.row + i, k / kTile);
-    for (int64_t j = 0; j < task.columns; ++j)
-      s.scale_b[j] = product.b.scale(task.column + j, k / kTile);
+  const auto add = [&](const BlockOperand& a, const BlockOperand& b, int64_t k, int64_t depth) {
+    pack_a(a, task.row, task.rows, k, depth, kernel.rows, s.a);
+    pack_b(b, task.column, task.columns, k, depth, kernel.columns, s.codes, s.b);
+    for (int64_t i = 0; i < task.rows; ++i) s.scale_a[i] = a.scale(task.row + i, k / kTile);
+    for (int64_t j = 0; j < task.columns; ++j) s.scale_b[j] = b.scale(task.column + j, k / kTile);
     for (int64_t j = 0; j < task.columns; j += kernel.columns)
       for (int64_t i = 0; i < task.rows; i += kernel.rows) {
         kernel.run(s.a + i * kTile, s.b + j * kTile, static_cast<int>(depth), s.partial);
@@ -93,7 +91,11 @@ void sum_blocks(const Task& task, const TileKernel& kernel, Scratch& s) {
                 std::min<int64_t>(kernel.columns, task.columns - j), s.scale_a + i, s.scale_b + j,
                 s.sum + i * kColumns + j);
       }
-  }
+  };
+  for (int64_t k = 0; k < product.depth; k += kTile)
+    add(product.a, product.b, k, std::min(kTile, product.depth - k));
+  for (int64_t k = 0; k < product.depth2; k += kTile)
+    add(product.a2, product.b2, k, std::min(kTile, product.depth2 - k));
 }
 
 template <typename T>

@@ -33,6 +33,8 @@ struct BlockProduct {
   int64_t columns;
   int64_t depth;
   int64_t out;  // offset of C's first element in the output, whose rows are `columns` long
+  BlockOperand a2{}, b2{};  // a second pair, whose blocks are added after the first's
+  int64_t depth2 = 0;
 };
 
 // out[product] (+)= sum over 128-blocks of the depth of partial * (scale_a scale_b): each partial a

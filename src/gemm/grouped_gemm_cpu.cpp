@@ -1,4 +1,4 @@
-// d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N]
+// d[rows of e] [m, N] = a[rows of e] [m, K] w[e]^T [K, N], and the same of a2 and w2 added
 #include "common/backends.h"
 #include "cpu/plan_check.h"
 #include "gemm/block_gemm_cpu.h"
@@ -18,6 +18,11 @@ void run(const GroupedGemm& p, Stream) {
                         .columns = columns,
                         .depth = p.a.data.shape[1],
                         .out = row * columns});
+    if (p.a2.defined()) {
+      products.back().a2 = BlockOperand::of(p.a2, 0, row, 0);
+      products.back().b2 = BlockOperand::of(p.w2, e, 0, 0);
+      products.back().depth2 = p.a2.data.shape[1];
+    }
   }
   multiply(products, p.d, false);
 }

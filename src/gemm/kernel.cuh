@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(TileTraits<TileM, TileN>::kThreads, 1)
   using S = Stage<kKind, TileM, TileN>;
   const Ring<kKind, TileM, TileN> ring{shared};
   if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.a));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.b));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.pair[0].a));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&params.pair[0].b));
     for (int s = 0; s < kStages; ++s) {
       ring.full(s).init(1);
       ring.empty(s).init(S::kConsumerWarps);

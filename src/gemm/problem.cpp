@@ -28,27 +28,42 @@ void set_output(const char* op, const char* name, Kind kind, const Tensor& d, in
 
 }  // namespace
 
-Params fprop_problem(const Fp8Tensor& a, const Fp8Tensor& w, const RoutingPlan& plan,
-                     const Tensor& d, const Candidate& candidate) {
+Params fprop_problem(const GroupedGemm& p, const Candidate& candidate) {
+  const auto& [a, w, plan, d, a2, w2] = p;
   const char* op = "grouped_gemm";
   check_experts(op, plan.experts);
   const int64_t rows = a.data.shape[0], n = w.data.shape[1], k = w.data.shape[2];
   const int64_t k_blocks = cdiv(k, kTile);
   Params params{};
-  params.a = operand_map(op, "a", a.data.data, rows, k, candidate.tile_m);
-  params.b = operand_map(op, "w", w.data.data, plan.experts * n, k, candidate.tile_n);
+  params.pair[0].a = operand_map(op, "a", a.data.data, rows, k, candidate.tile_m);
+  params.pair[0].b = operand_map(op, "w", w.data.data, plan.experts * n, k, candidate.tile_n);
   if (shape_of(candidate).tail) {
-    params.a_tail = operand_map(op, "a", a.data.data, rows, k, kBox);
-    params.b_tail = operand_map(op, "w", w.data.data, plan.experts * n, k, kTailColumns);
+    params.pair[0].a_tail = operand_map(op, "a", a.data.data, rows, k, kBox);
+    params.pair[0].b_tail = operand_map(op, "w", w.data.data, plan.experts * n, k, kTailColumns);
   }
-  params.scale_a = scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBox);
+  params.pair[0].scale_a =
+      scale_map(op, "a.scale_inv", a.scale_inv.data, k_blocks, pad4(rows), kScaleBox);
   set_output(op, "d", Kind::fprop, d, 1, rows, n, candidate, params);
   params.block_scale_b = w.scale_inv.as<const float>();
   params.row_offsets = plan.row_offsets();
   params.experts = static_cast<int>(plan.experts);
   params.n = static_cast<int>(n);
-  params.k_blocks = static_cast<int>(k_blocks);
+  params.k_blocks = params.first_k_blocks = static_cast<int>(k_blocks);
   params.raster_group = candidate.raster_group;
+  if (a2.defined()) {
+    const int64_t k2 = a2.data.shape[1];
+    params.pair[1].a = operand_map(op, "a2", a2.data.data, rows, k2, candidate.tile_m);
+    params.pair[1].b = operand_map(op, "w2", w2.data.data, plan.experts * n, k2, candidate.tile_n);
+    if (shape_of(candidate).tail) {
+      params.pair[1].a_tail = operand_map(op, "a2", a2.data.data, rows, k2, kBox);
+      params.pair[1].b_tail =
+          operand_map(op, "w2", w2.data.data, plan.experts * n, k2, kTailColumns);
+    }
+    params.pair[1].scale_a =
+        scale_map(op, "a2.scale_inv", a2.scale_inv.data, 1, pad4(rows), kScaleBox);
+    params.block_scale_b2 = w2.scale_inv.as<const float>();
+    ++params.k_blocks;
+  }
   return params;
 }
 
@@ -58,12 +73,12 @@ Params wgrad_problem(const Fp8Tensor& dy_t, const Fp8Tensor& x_t, const RoutingP
   const int64_t m = dy_t.data.shape[0], n = x_t.data.shape[0], columns = plan.columns();
   Params params{};
   params.add = accumulate;
-  params.a = operand_map(op, "dy_t", dy_t.data.data, m, columns, candidate.tile_m);
-  params.b = operand_map(op, "x_t", x_t.data.data, n, columns, candidate.tile_n);
+  params.pair[0].a = operand_map(op, "dy_t", dy_t.data.data, m, columns, candidate.tile_m);
+  params.pair[0].b = operand_map(op, "x_t", x_t.data.data, n, columns, candidate.tile_n);
   set_output(op, "dw", Kind::wgrad_128x128, dw, plan.experts, m, n, candidate, params);
   if (dy_t.layout == ScaleLayout::gemm) {
     const int64_t k_blocks = columns / kTile;
-    params.scale_a =
+    params.pair[0].scale_a =
         scale_map(op, "dy_t.scale_inv", dy_t.scale_inv.data, k_blocks, pad4(m), kScaleBox);
     params.scale_b =
         scale_map(op, "x_t.scale_inv", x_t.scale_inv.data, k_blocks, pad4(n), candidate.tile_n);

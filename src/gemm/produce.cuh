@@ -69,28 +69,29 @@ __device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& r
     const int boxes_a = tail ? 1 : S::kBoxesA;
     const int bytes =
         S::kTileBytes + (S::kRowScales ? boxes_a * 4 * kScaleBox : 0) + S::kScaleBBytes;
-#pragma unroll 2  // as it was measured; left alone, the compiler takes four for wgrad
-    for (int k = 0; k < max(tile.k_blocks, 1); ++k) {
+    // The tile's K-block k, which is block `block` of these operands.
+    const auto bring = [&](const OperandMaps& maps, int k,
+                           int block) __attribute__((always_inline)) {
       await(ring.empty(stage), phase);
       FullBarrier& full = ring.full(stage);
       if (k == 0) ring.tile(stage) = tile;
       if (tile.k_blocks > 0) {
         full.expect_transaction(bytes);
         auto* barrier = reinterpret_cast<uint64_t*>(&full);
-        const int block = tile.k_first + k, depth = block * kBlockK;
+        const int depth = block * kBlockK;
         const auto scales_of_rows = [&](int i) {
           if constexpr (S::kRowScales)
-            Load::copy(&params.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
+            Load::copy(&maps.scale_a, barrier, kHint, ring.scale_a(stage) + i * kScaleStride,
                        tile.row / 4 * 4 + i * kBox, block);
         };
         if (!tail) {
-          Load::copy(&params.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
-          Load::copy(&params.b, barrier, kHint, ring.box(stage, S::kBoxesA), depth, row_b);
+          Load::copy(&maps.a, barrier, kHint, ring.box(stage, 0), depth, tile.row);
+          Load::copy(&maps.b, barrier, kHint, ring.box(stage, S::kBoxesA), depth, row_b);
 #pragma unroll
           for (int i = 0; i < S::kBoxesA; ++i) scales_of_rows(i);
         } else {
-          Load::copy(&params.a_tail, barrier, kHint, ring.box(stage, 0), depth, tile.row);
-          Load::copy(&params.b_tail, barrier, kHint, ring.box(stage, 1), depth, row_b);
+          Load::copy(&maps.a_tail, barrier, kHint, ring.box(stage, 0), depth, tile.row);
+          Load::copy(&maps.b_tail, barrier, kHint, ring.box(stage, 1), depth, row_b);
           scales_of_rows(0);
         }
         if constexpr (S::kScaleBBytes > 0)
@@ -103,7 +104,12 @@ __device__ void produce(const Params& params, const Ring<kKind, TileM, TileN>& r
       arrive(full);
       stage = after(stage);
       phase ^= stage == 0;
-    }
+    };
+    const int first =
+        kKind == Kind::fprop ? min(tile.k_blocks, params.first_k_blocks) : tile.k_blocks;
+#pragma unroll 2  // as it was measured; left alone, the compiler takes four for wgrad
+    for (int k = 0; k < max(first, 1); ++k) bring(params.pair[0], k, tile.k_first + k);
+    if (kKind == Kind::fprop && first < tile.k_blocks) bring(params.pair[1], first, 0);
   }
 }
 
@@ -134,8 +140,11 @@ __device__ void produce_scales(const Params& params, const Ring<kKind, TileM, Ti
     // TMA reads no further tile before it has the batch, and few are planned beyond it.
     if (tile.k_blocks == 0) store();
     const BlockScales<kKind, TileM, TileN> scales(params, tile);
+    const int blocks = kKind == Kind::fprop ? params.first_k_blocks : tile.k_blocks;
     for (int k = lane; k - lane < tile.k_blocks; k += kScaleBatch) {
-      const float4 next = k < tile.k_blocks ? scales(k) : float4{};
+      float4 next = k < blocks ? scales(k) : float4{};
+      if (kKind == Kind::fprop && k >= blocks && k < tile.k_blocks)
+        next = BlockScales<kKind, TileM, TileN>::second(params, tile);
       store();
       loaded = next;
       pending = true;

@@ -52,15 +52,23 @@ template <Kind kKind, int TileM, int TileN>
 class BlockScales {
  public:
   __device__ BlockScales(const Params& params, const Tile& tile)
-      : b_(params.block_scale_b + (kKind == Kind::fprop
-                                       ? int64_t{tile.expert} * blocks(params.n) * params.k_blocks
-                                       : 0),
-           blocks(params.n), params.k_blocks, tile.column, tile.k_first),
+      : b_(params.block_scale_b + (kKind == Kind::fprop ? int64_t{tile.expert} * blocks(params.n) *
+                                                              params.first_k_blocks
+                                                        : 0),
+           blocks(params.n), kKind == Kind::fprop ? params.first_k_blocks : params.k_blocks,
+           tile.column, tile.k_first),
         a_(params.block_scale_a, blocks(params.m), params.k_blocks, tile.row, tile.k_first) {}
 
   __device__ float4 operator()(int k) const {
     if constexpr (kKind != Kind::fprop && kGroups<TileM> > 1) return a_(k, b_.first(k));
     return b_(k, kKind == Kind::wgrad_128x128 ? a_.first(k) : 1.0f);
+  }
+
+  // Of fprop's second pair, which has one K-block.
+  __device__ static float4 second(const Params& params, const Tile& tile) {
+    const int all = blocks(params.n);
+    return SideScales<kSideN>(params.block_scale_b2 + tile.expert * all, all, 1, tile.column, 0)(
+        0, 1.0f);
   }
 
  private:

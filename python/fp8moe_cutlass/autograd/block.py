@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import bf16, fp8
-from fp8moe_cutlass.autograd.body import Counters, Gradients, Need, Options
+from fp8moe_cutlass.autograd.body import Counters, Gradients, Lora, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.routing import RoutingPlan
@@ -151,13 +151,15 @@ def forward(
     given: Fp8Weights | None,
     need: Need | None,
     counters: Counters | None,
+    lora: Lora | None = None,
 ) -> tuple[Tensor, Any, Any]:
     """out [T, H] in x's dtype, what the body saves, and the route. The arguments are `experts`'."""
     body = bf16 if options.recipe is None else fp8
     sent = move.send(x, topk_idx, probs, options.recipe, need)
     weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
     rows, row_probs, plan, route, into = move.receive(sent)
-    out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters, into)
+    more = {} if lora is None else {"lora": lora}
+    out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters, into, **more)
     out = move.combine(out, route)
     return out if out.dtype == x.dtype else out.to(x.dtype), saved, route
 
@@ -171,15 +173,20 @@ def backward(
     grads: WeightGrads,
     counters: Counters | None,
     need: Need,
+    scaling: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """dx in dout's dtype, dprobs and the weights' gradients."""
+    """dx in dout's dtype, dprobs and the weights' gradients, then those of a Lora's factors where
+    its `scaling` is not 0."""
     rows, into = move.send_grad(dout, route, options.recipe)
     body = bf16 if options.recipe is None else fp8
-    made: Gradients = body.backward(rows, saved, options, need, counters, into)
+    more = {"scaling": scaling} if scaling else {}
+    made: Gradients = body.backward(rows, saved, options, need, counters, into, **more)
     del rows, saved
     returning = move.return_grads(made.dx, made.dprobs, route)
     # While both are on their way:
     weights = grads.accept(made.gate_up, made.down, made.workspace)
+    if scaling:
+        weights += made.lora or [None] * 4
     dx, dprobs = move.receive_grads(returning, route)
     if dx is not None and dx.dtype != dout.dtype:
         dx = dx.to(dout.dtype)

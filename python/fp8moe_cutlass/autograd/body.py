@@ -30,6 +30,22 @@ class Need(NamedTuple):
     probs: bool = True
     gate_up: bool = True
     down: bool = True
+    lora: bool = False
+
+
+class Lora(NamedTuple):
+    """Low-rank terms of both projections: W x becomes W x + scaling B A x, per expert."""
+
+    gate_up_a: Tensor  # [E, r, H]
+    gate_up_b: Tensor  # [E, 2I, r]
+    down_a: Tensor  # [E, r, I]
+    down_b: Tensor  # [E, H, r]
+    scaling: float
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors."""
+        return self[:4]
 
 
 class Counters(NamedTuple):
@@ -57,6 +73,7 @@ class Gradients(NamedTuple):
     gate_up: Any  # fp8.Wgrad or bf16.Wgrad, still to be run
     down: Any
     workspace: Tensor | None = None  # that both may share, in the order of the backward's stream
+    lora: list[Tensor | None] = []  # noqa: RUF012 (never changed): of a Lora's factors
 
 
 def by_slot(row_dprobs: Tensor, row_of: Tensor) -> Tensor:

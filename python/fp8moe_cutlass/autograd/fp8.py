@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
@@ -22,6 +23,7 @@ from fp8moe_cutlass.autograd.body import (
     Counters,
     ForwardWeights,
     Gradients,
+    Lora,
     Need,
     Options,
     by_slot,
@@ -38,6 +40,7 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 SAVED_TENSORS = 14  # of Saved.tensors()
+LORA_TENSORS = 8  # more, where there are low-rank terms
 
 
 class Saved(NamedTuple):
@@ -52,6 +55,7 @@ class Saved(NamedTuple):
     down: Fp8Tensor | Tensor | None
     gate_up_t: Fp8Tensor | None
     down_t: Fp8Tensor | None
+    lora: LoraSaved | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -67,6 +71,8 @@ class Saved(NamedTuple):
                 found += part.data, part.scale_inv
             else:
                 found += part, None
+        if self.lora is not None:
+            found += self.lora.tensors()
         return found
 
     @staticmethod
@@ -74,14 +80,34 @@ class Saved(NamedTuple):
         tensors: Sequence[Tensor | None], sizes: Sequence[int], recipe: Fp8Recipe, grouped: bool
     ) -> Saved:
         """The same again: sizes are the plan's."""
-        buffer, row_probs, *pairs = tensors
+        buffer, row_probs, *pairs = tensors[:SAVED_TENSORS]
         layouts = ("gemm" if grouped else "row", "row", "block", "block", "block", "block")
         pow2 = recipe.scale == "pow2"
         parts: list[Any] = [
             Fp8Tensor(data, scale, layout, pow2, "e4m3", check=False) if scale is not None else data
             for data, scale, layout in zip(pairs[::2], pairs[1::2], layouts, strict=True)
         ]
-        return Saved(RoutingPlan(buffer, *sizes), parts[0], row_probs, *parts[1:])
+        lora = LoraSaved.of(tensors[SAVED_TENSORS:], pow2) if tensors[SAVED_TENSORS:] else None
+        return Saved(RoutingPlan(buffer, *sizes), parts[0], row_probs, *parts[1:], lora)
+
+
+class LoraSaved(NamedTuple):
+    """What the backward of low-rank terms reads."""
+
+    factors: tuple[Tensor, ...]  # of a Lora
+    h: Fp8Tensor | None  # [R, I]
+    u1: Tensor | None  # [R, r] bf16: scaling x A^T of gate_up
+    u2: Tensor | None  # [R, r] bf16: scaling h A^T of down
+
+    def tensors(self) -> list[Tensor | None]:
+        h = (None, None) if self.h is None else (self.h.data, self.h.scale_inv)
+        return [*self.factors, *h, self.u1, self.u2]
+
+    @staticmethod
+    def of(tensors: Sequence[Any], pow2: bool) -> LoraSaved:
+        *factors, data, scale, u1, u2 = tensors
+        h = None if data is None else Fp8Tensor(data, scale, "gemm", pow2, "e4m3", check=False)
+        return LoraSaved(tuple(factors), h, u1, u2)
 
 
 class Wgrad(NamedTuple):
@@ -187,17 +213,20 @@ def forward(
     need: Need | None,
     counters: Counters | None = None,
     into: Tensor | None = None,
+    lora: Lora | None = None,
 ) -> tuple[Tensor, Saved | None]:
     """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t].
 
     x [T, H] and probs [T, S] f32 -> out [T, H] bf16; grouped: x [R, H] and probs [R] f32 or None
     -> out [R, H]. And what `backward` reads, if there is a `need`. into: where to write out, unless
-    grouped.
+    grouped. lora: what both projections have beside their weights.
     """
     recipe, multiplied = options.recipe, weights.multiplied
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
     rows, row_probs = (x, probs) if grouped else ops.permute_pad(x, plan, probs=probs)
-    z = ops.grouped_gemm(rows, multiplied.gate_up, plan)
+    terms = Terms(lora, recipe)
+    u1, pair = terms.forward("gate_up", x, plan)
+    z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made: Any = ops.act_quantize(
         z,
@@ -208,7 +237,8 @@ def forward(
         eps=recipe.eps,
     )
     h, z = made if isinstance(made, tuple) else (made, z)
-    y = ops.grouped_gemm(h, multiplied.down, plan)
+    u2, pair = terms.forward("down", h, plan)
+    y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
     out = y if grouped else ops.unpermute_unpad(y, plan, out=into)
     if need is None:
         return out, None
@@ -220,14 +250,60 @@ def forward(
     needs_gate_up = again or (need.x and gate_up_t is None)
     return out, Saved(
         plan,
-        x if again or need.gate_up else None,
+        x if again or need.gate_up or need.lora else None,
         row_probs,
         None if again else z,
         weights.source[0] if needs_gate_up else None,
         weights.source[1] if multiplied.down_t is None else None,
         gate_up_t,
         multiplied.down_t,
+        None if lora is None else saved_of(lora, need, None if again else h, u1, u2),
     )
+
+
+def saved_of(
+    lora: Lora, need: Need, h: Fp8Tensor | None, u1: Tensor | None, u2: Tensor | None
+) -> LoraSaved:
+    """What a backward reads of `lora`: all but its factors is for their gradients."""
+    return LoraSaved(lora.factors, *((h, u1, u2) if need.lora else (None, None, None)))
+
+
+class Terms(NamedTuple):
+    """The low-rank terms of a pass; none where lora is None."""
+
+    lora: Lora | None
+    recipe: Fp8Recipe
+
+    def factor(self, name: str) -> Tensor:
+        """In bf16, as the operators read it."""
+        factor: Tensor = getattr(self.lora, name)
+        return factor.detach().to(torch.bfloat16).contiguous()
+
+    def forward(self, of: str, rows: Fp8Tensor, plan: RoutingPlan) -> tuple[Any, dict[str, Any]]:
+        """u = scaling rows A^T, and the operands that add u B^T to grouped_gemm."""
+        return self._pair(rows, plan, f"{of}_a", f"{of}_b", rank_first=True)
+
+    def backward(self, of: str, rows: Fp8Tensor, plan: RoutingPlan) -> tuple[Any, dict[str, Any]]:
+        """du = scaling rows B, and the operands that add du A."""
+        return self._pair(rows, plan, f"{of}_b", f"{of}_a", rank_first=False)
+
+    def _pair(
+        self, rows: Fp8Tensor, plan: RoutingPlan, first: str, second: str, rank_first: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        if self.lora is None:
+            return None, {}
+        rule: Any = {"scale": self.recipe.scale, "eps": self.recipe.eps}
+        how = {"rank_first": rank_first, "scaling": self.lora.scaling}
+        u, u_q = ops.lora_project(rows, self.factor(first), plan, **how, **rule)
+        w2 = ops.quantize_lora(self.factor(second), rank_first=not rank_first, **rule)
+        return u, {"a2": u_q, "w2": w2}
+
+    def wgrad(self, name: str, u: Tensor, rows: Fp8Tensor, plan: RoutingPlan) -> Tensor:
+        """The gradient of a factor, in its dtype."""
+        dtype = getattr(self.lora, name).dtype
+        exact = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        made = ops.lora_wgrad(u, rows, plan, rank_first=name.endswith("a"), out_dtype=exact)
+        return made.to(dtype)
 
 
 def backward(
@@ -237,21 +313,31 @@ def backward(
     need: Need,
     counters: Counters | None = None,
     into: Tensor | None = None,
+    scaling: float = 0.0,
 ) -> Gradients:
     """The gradients of `forward`, given the quantized gradient of its output, of x's form. into:
-    where to write dx, unless grouped."""
+    where to write dx, unless grouped. scaling: of the low-rank terms that were saved."""
     recipe = options.recipe
     x: Any
     gate_up: Any
     down: Any
-    plan, x, row_probs, z, gate_up, down, gate_up_t, down_t = saved
+    plan, x, row_probs, z, gate_up, down, gate_up_t, down_t, low = saved
+    lora = None if low is None else Lora(*low.factors, scaling)
+    terms = Terms(lora, recipe)
+    h = None if low is None else low.h
     grouped = dout.scale_layout == "gemm"
     dy = dout if grouped else ops.permute_pad(dout, plan)[0]
-    dh = ops.grouped_gemm(dy, transpose(down, recipe) if down_t is None else down_t, plan)
+    du2, pair = terms.backward("down", dout, plan)
+    dh = ops.grouped_gemm(dy, transpose(down, recipe) if down_t is None else down_t, plan, **pair)
     if z is None:
         if isinstance(gate_up, Tensor):
             gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x)
-        z = ops.grouped_gemm(x if grouped else ops.permute_pad(x, plan)[0], gate_up, plan)
+        _, pair = terms.forward("gate_up", x, plan)
+        rows = x if grouped else ops.permute_pad(x, plan)[0]
+        z = ops.grouped_gemm(rows, gate_up, plan, **pair)
+        if need.lora:
+            h = ops.act_quantize(z, plan, probs=row_probs, scale=recipe.scale, eps=recipe.eps)
+        del rows
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
     wgrads = need.gate_up or need.down
@@ -269,6 +355,7 @@ def backward(
     )
     dz, dz_columns, h_columns, row_dprobs = made
     del dy, dh, z, made
+    du1, pair = terms.backward("gate_up", dz, plan) if need.x or need.lora else (None, {})
     if counters is not None:
         count(counters, "dout", dout, plan)
         count(counters, "dz", dz, plan)
@@ -276,7 +363,7 @@ def backward(
     dx, dprobs = None, row_dprobs if need.probs else None
     if need.x:
         gate_up_t = transpose(gate_up, recipe) if gate_up_t is None else gate_up_t
-        dx = ops.grouped_gemm(dz, gate_up_t, plan)
+        dx = ops.grouped_gemm(dz, gate_up_t, plan, **pair)
         if not grouped:
             out = None if into is None else (into, None)
             dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs, out=out)
@@ -288,6 +375,14 @@ def backward(
         Wgrad("x", x, dz_columns, plan, recipe, counters) if need.gate_up else None,
         Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
+        [
+            terms.wgrad("gate_up_a", du1, x, plan),
+            terms.wgrad("gate_up_b", low.u1, dz, plan),
+            terms.wgrad("down_a", du2, h, plan),
+            terms.wgrad("down_b", low.u2, dout, plan),
+        ]
+        if low is not None and need.lora
+        else [],
     )
 
 

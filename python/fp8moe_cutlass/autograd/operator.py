@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fp8moe_cutlass.autograd import bf16, block, fp8
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
-from fp8moe_cutlass.autograd.body import Need, Options
+from fp8moe_cutlass.autograd.body import Lora, Need, Options
 from fp8moe_cutlass.autograd.torch_op import Owner, owners
 from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
@@ -28,11 +28,13 @@ from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
 _FORWARD = (
     "(Tensor x, Tensor? topk_idx, Tensor? probs, Tensor? plan, Tensor gate_up, Tensor down, "
-    "Tensor[] codes, str how, SymInt[] sizes, int key, bool[] need) -> Tensor[]"
+    "Tensor[] codes, Tensor[] lora, float scaling, str how, SymInt[] sizes, int key, bool[] need) "
+    "-> Tensor[]"
 )
+_NEED = len(Need._fields)
 _BACKWARD = (
     "(Tensor dout, Tensor[] saved, str how, SymInt[] sizes, int key, bool[] need, int[] widths, "
-    "str dtypes, SymInt slots) -> Tensor[]"
+    "str dtypes, SymInt slots, float scaling) -> Tensor[]"
 )
 
 
@@ -46,6 +48,8 @@ class _Forward(NamedTuple):
     gate_up: Tensor
     down: Tensor
     codes: list[Tensor]  # of given FP8 weights: codes and scales of the four parts
+    lora: list[Tensor]  # the factors of a Lora, or none
+    scaling: float  # its
     how: str  # words: the version, what moves the tokens, the options
     sizes: Sequence[int]  # of the plan
     key: int  # of the owner; -1: none is needed
@@ -64,6 +68,7 @@ class _Backward(NamedTuple):
     widths: list[int]  # E, H, I
     dtypes: str  # of the weights
     slots: int  # 0: rows that came grouped
+    scaling: float  # of a Lora; 0: there is none
 
 
 def _options_of(words: list[str]) -> Options:
@@ -97,14 +102,17 @@ def _weights_of(codes: Sequence[Tensor], options: Options) -> Fp8Weights | None:
 
 
 def _forward_of(*arguments: Any) -> list[Tensor]:
-    x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, need = _Forward(*arguments)
+    x, topk_idx, probs, plan, gate_up, down, codes, lora, scaling, how, sizes, key, need = _Forward(
+        *arguments
+    )
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners[key] if key >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
     out, saved, route = block.forward(
         *(x, topk_idx, probs, gate_up, down, options, move, _weights_of(codes, options)),
-        Need(*need[:4]) if need else None,
+        Need(*need[:_NEED]) if need else None,
         owner._counters if owner is not None and need else None,
+        Lora(*lora, scaling) if lora else None,
     )
     if not need:
         return [out]
@@ -112,7 +120,7 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
     if kind == "group":
         own: Any = move
         tensors = own.owned(saved, options.recipe).tensors() + own.route_tensors(route)
-    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes))]
+    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes, *lora))]
 
 
 def _fake(*arguments: Any) -> list[Tensor]:
@@ -135,7 +143,7 @@ def _fake(*arguments: Any) -> list[Tensor]:
     if kind == "group":
         move: Any = owner._move  # type: ignore[union-attr]
         saved, route = move.fake(saved, of.x, of.topk_idx, options.recipe, of.sizes[0])
-    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes)
+    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.lora)
     return [out, *_owned([*saved.tensors(), *route], inputs)]
 
 
@@ -170,14 +178,27 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
     gate_up_t = gate_up_t if need[0] else None
     return fp8.Saved(
         RoutingPlan(buffer, *sizes),
-        codes((sizes[0], hidden), "gemm" if grouped else "row") if again or need[2] else None,
+        codes((sizes[0], hidden), "gemm" if grouped else "row")
+        if again or need[2] or need[4]
+        else None,
         row_probs,
         z,
         source[0] if again or (need[0] and gate_up_t is None) else None,
         source[1] if down_t is None else None,
         gate_up_t,
         down_t,
+        _fake_lora(of, None if again else codes((rows, double // 2), "gemm"), rows),
     )
+
+
+def _fake_lora(of: _Forward, h: Fp8Tensor | None, rows: Any) -> fp8.LoraSaved | None:
+    if not of.lora:
+        return None
+    u1, u2 = (
+        of.x.new_empty(rows, of.lora[0].shape[1], dtype=torch.bfloat16) if of.need[4] else None
+        for _ in range(2)
+    )
+    return fp8.LoraSaved(tuple(of.lora), h if of.need[4] else None, u1, u2)
 
 
 def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf16.Saved:
@@ -215,7 +236,7 @@ def _owned(tensors: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) ->
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, need = inputs
+    x, topk_idx, probs, plan, gate_up, down, codes, lora, scaling, how, sizes, key, need = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     by_place: list[Tensor | None]  # inputs, where the body saves them
@@ -223,37 +244,37 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
         by_place = [None, None, None, None, x, None, probs, gate_up, down]
     else:
         weights = codes or [gate_up, None, down, None, None, None, None, None]
-        by_place = [plan, probs, None, None, None, None, *weights]
+        by_place = [plan, probs, None, None, None, None, *weights, *lora]
     ctx.save_for_backward(
         *(by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:]))
     )
     experts, double, hidden = gate_up.shape
     slots = 0 if topk_idx is None else topk_idx.shape[1]
-    ctx.codes = len(codes)
+    ctx.codes, ctx.lora, ctx.scaling = len(codes), len(lora), scaling
     ctx.how = how, sizes, key, need
     ctx.shapes = [experts, hidden, double // 2], f"{gate_up.dtype} {down.dtype}", slots
 
 
 def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    none = (None,) * 4
+    none = (None,) * 5
     dout = grads[0]
     if dout is None:
-        return None, None, None, None, None, None, [None] * ctx.codes, *none
+        return *(None,) * 6, [None] * ctx.codes, [None] * ctx.lora, *none
     if torch.is_grad_enabled() and not compiling():
         raise RuntimeError("[experts] has no second derivative; got create_graph=True")
-    made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes)
-    dx, dprobs, dgate_up, ddown = (None if t.ndim == len(_ABSENT) else t for t in made)
-    return dx, None, dprobs, None, dgate_up, ddown, [None] * ctx.codes, *none
+    made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes, ctx.scaling)
+    dx, dprobs, dgate_up, ddown, *lora = (None if t.ndim == len(_ABSENT) else t for t in made)
+    return dx, None, dprobs, None, dgate_up, ddown, [None] * ctx.codes, lora, *none
 
 
 def _backward_of(*arguments: Any) -> list[Tensor]:
-    dout, saved, how, sizes, key, need, widths, dtypes, slots = _Backward(*arguments)
+    dout, saved, how, sizes, key, need, widths, dtypes, slots, scaling = _Backward(*arguments)
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners.get(key)
-    asked = Need(*need[:4])
+    asked = Need(*need[:_NEED])
     tensors = [None if t.ndim == len(_ABSENT) else t.contiguous() for t in saved]
     body, route = block.body_of(options.recipe), None
-    count = body.SAVED_TENSORS
+    count = body.SAVED_TENSORS + (fp8.LORA_TENSORS if scaling else 0)
     if kind == "group":
         move: Any = owner._move  # type: ignore[union-attr]
         route = move.route_of(
@@ -274,12 +295,14 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     to = [
         Destination(weight, dtype, shape, average, returned=not in_place)
         for weight, dtype, shape, in_place in zip(
-            own, _dtypes(dtypes), shapes, need[4:], strict=True
+            own, _dtypes(dtypes), shapes, need[_NEED:], strict=True
         )
     ]
     del tensors
     into = WeightGrads(to[0], to[1], None)
-    dx, dprobs, weights = block.backward(dout, read, route, options, move, into, counters, asked)
+    dx, dprobs, weights = block.backward(
+        dout, read, route, options, move, into, counters, asked, scaling
+    )
     return [dout.new_empty(_ABSENT) if t is None else t for t in (dx, dprobs, *weights)]
 
 
@@ -289,7 +312,9 @@ def _dtypes(words: str) -> list[torch.dtype]:
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    dout, _, _, _, _, need, (experts, hidden, width), dtypes, slots = _Backward(*arguments)
+    given = _Backward(*arguments)
+    dout, need, slots, (experts, hidden, width) = given.dout, given.need, given.slots, given.widths
+    dtypes = given.dtypes
     tokens, of = dout.shape[0], _dtypes(dtypes)
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
@@ -297,11 +322,15 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
         ((experts, 2 * width, hidden), of[0]),
         ((experts, hidden, width), of[1]),
     )
-    returned = [*need[:2], need[2] and not need[4], need[3] and not need[5]]
-    return [
+    returned = [*need[:2], need[2] and not need[_NEED], need[3] and not need[_NEED + 1]]
+    made = [
         dout.new_empty(shape, dtype=dtype) if wanted else dout.new_empty(_ABSENT)
         for (shape, dtype), wanted in zip(shapes, returned, strict=True)
     ]
+    if given.scaling:
+        factors = given.saved[fp8.SAVED_TENSORS :][:4]
+        made += [t.new_empty(t.shape) if need[4] else t.new_empty(_ABSENT) for t in factors]
+    return made
 
 
 def _flops(*shapes: Any, **_: Any) -> int:

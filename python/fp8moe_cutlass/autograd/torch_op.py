@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd import block
 from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
-from fp8moe_cutlass.autograd.body import Counters, Need, Options
+from fp8moe_cutlass.autograd.body import Counters, Lora, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads, weight_grads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched
@@ -80,31 +80,35 @@ def run(
     weights: Fp8Weights | None = None,
     need: Need | None = None,
     owner: Owner | None = None,
+    lora: Lora | None = None,
 ) -> Tensor:
     """`experts`, for a caller that has checked its arguments. owner: says where the gradients of
-    the two weights go, and what counts."""
-    refuse_transforms("experts", x, probs, gate_up, down)
+    the two weights go, and what counts. lora: low-rank terms, for a recipe in FP8."""
+    factors = () if lora is None else lora.factors
+    refuse_transforms("experts", x, probs, gate_up, down, *factors)
     of_probs = probs is not None and probs.requires_grad
-    required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad)
+    of_lora = any([t.requires_grad for t in factors])
+    required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad, of_lora)
     if not (torch.is_grad_enabled() and any(required)):
         need = None
     elif need is None:
         need = required
     if watched():
         return _through_torch(
-            x, topk_idx, probs, gate_up, down, options, move, weights, need, owner
+            x, topk_idx, probs, gate_up, down, options, move, weights, need, owner, lora
         )
     if need is None:
-        rest = (options, move, weights, None, None)
+        rest = (options, move, weights, None, None, lora)
         return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
     of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
     pending = average = None
     if owner is not None:
         of, pending, average = _own(owner, gate_up, down), owner._delayed, owner._average
         counters = owner._counters
-    how = How(options, move, weight_grads(of, shapes, pending, average), counters, need)
+    scaling = 0.0 if lora is None else lora.scaling
+    how = How(options, move, weight_grads(of, shapes, pending, average), counters, need, scaling)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up, down, topk_idx, weights, how
+        x, probs, gate_up, down, topk_idx, weights, how, *factors
     )
     return out
 
@@ -117,6 +121,7 @@ class How(NamedTuple):
     grads: WeightGrads
     counters: Counters | None
     need: Need
+    scaling: float  # of low-rank terms; 0: there are none
 
 
 class _Experts(torch.autograd.Function):
@@ -130,10 +135,12 @@ class _Experts(torch.autograd.Function):
         topk_idx: Any,
         weights: Fp8Weights | None,
         how: How,
+        *factors: Tensor,
     ) -> Tensor:
-        options, move, _, counters, need = how
+        options, move, _, counters, need, scaling = how
+        lora = Lora(*factors, scaling) if factors else None
         out, saved, ctx.route = block.forward(
-            x, topk_idx, probs, gate_up, down, options, move, weights, need, counters
+            x, topk_idx, probs, gate_up, down, options, move, weights, need, counters, lora
         )
         ctx.save_for_backward(*saved.tensors())
         ctx.how, ctx.sizes = how, saved.sizes
@@ -144,7 +151,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("[experts] has no second derivative; got create_graph=True")
-        options, move, grads, counters, need = ctx.how
+        options, move, grads, counters, need, scaling = ctx.how
         edges = ctx.next_functions
         gate_up, asked_gate_up = runs(edges[ctx.at][0])
         down, asked_down = runs(edges[ctx.at + 1][0])
@@ -157,9 +164,11 @@ class _Experts(torch.autograd.Function):
         saved = body.Saved.of(tensors, ctx.sizes, options.recipe, isinstance(move, Grouped))
         del tensors
         dx, dprobs, dweights = block.backward(
-            dout, saved, ctx.route, options, move, grads, counters, Need(x, probs, gate_up, down)
+            *(dout, saved, ctx.route, options, move, grads, counters),
+            Need(x, probs, gate_up, down, need.lora),
+            scaling,
         )
-        return dx, dprobs, *dweights, None, None, None
+        return dx, dprobs, *dweights[:2], None, None, None, *dweights[2:]
 
 
 # ---- as an operator -----------------------------------------------------------------------------
@@ -205,6 +214,7 @@ def _through_torch(
     weights: Fp8Weights | None,
     need: Need | None,
     owner: Owner | None,
+    lora: Lora | None,
 ) -> Tensor:
     """`experts` by the operator: everything as tensors, numbers and words."""
     if owner is not None and owner._delayed is not None:
@@ -238,7 +248,11 @@ def _through_torch(
     asked = [] if need is None else [*need, *in_place]
     # The version: torch keeps compiled graphs on disk, with the backward of the release then.
     how = f"{__version__} {kind} {words_of(options)}"
-    out: Tensor = op(x, topk_idx, probs, plan, gate_up, down, codes, how, sizes, key, asked)[0]
+    factors, scaling = ([], 0.0) if lora is None else (list(lora.factors), lora.scaling)
+    of_lora = factors, scaling
+    out: Tensor = op(
+        x, topk_idx, probs, plan, gate_up, down, codes, *of_lora, how, sizes, key, asked
+    )[0]
     return out
 
 

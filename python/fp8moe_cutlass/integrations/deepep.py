@@ -112,7 +112,8 @@ def experts(
     )
     probs = topk_weights.float()
     # Ranks that asked for different gradients would wait for each other: all move both.
-    need = Need(gate_up=layer.gate_up_proj.requires_grad, down=layer.down_proj.requires_grad)
+    of_weights = layer.gate_up_proj.requires_grad, layer.down_proj.requires_grad
+    need = Need(True, True, *of_weights, lora=bool(layer.lora_rank))
     return layer.run(move, x, topk_idx, probs, weights, need=need)
 
 

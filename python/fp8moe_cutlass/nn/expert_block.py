@@ -24,6 +24,7 @@ from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import local, whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
 from fp8moe_cutlass.nn.fsdp import GatheredExperts, gathered_weights
+from fp8moe_cutlass.nn.lora import factors_of
 from fp8moe_cutlass.ops._torch import compiling, in_backward
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -41,6 +42,8 @@ class ExpertBlock(Owner):
     _options: Options
     _move: Move
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
+    _lora: tuple[int, float] | None = None  # of add_lora: the rank, and alpha / rank
+    lora_enabled = True
 
     @property
     def recipe(self) -> Fp8Recipe | None:
@@ -153,7 +156,8 @@ class ExpertBlock(Owner):
         given; None: it is called."""
         gate_up, down = held or self.local_weights()
         weights = self._prepare(gate_up, down, weights)
-        how = (self._options, move, weights, need, self)
+        lora = None if self._lora is None else factors_of(self)
+        how = (self._options, move, weights, need, self, lora)
         return run(x, topk_idx, probs, gate_up, down, *how)
 
     def quantize_weights(self) -> Fp8Weights:

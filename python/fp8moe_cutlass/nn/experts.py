@@ -18,7 +18,7 @@ from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
 from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
-from fp8moe_cutlass.nn import fp8_checkpoint
+from fp8moe_cutlass.nn import fp8_checkpoint, lora
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
     check_bool,
@@ -172,10 +172,35 @@ class MoEExperts(ExpertBlock, nn.Module):
         fp8_checkpoint.read_into(layer, tensors, prefix)
         return layer
 
+    def add_lora(self, rank: int, *, alpha: float, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Low-rank terms on both projections, which then train alone: W x becomes
+        W x + alpha / rank B A x per expert, inside the FP8 GEMMs. The weights, values or FP8 codes,
+        are frozen.
+
+        rank: a multiple of 8, 8 to 64. dtype: of the parameters gate_up_lora_A [E, rank, H],
+        gate_up_lora_B [E, 2I, rank], down_lora_A [E, rank, I] and down_lora_B [E, H, rank], which
+        are multiplied in bfloat16; B begins as zero. In the state_dict they have the names and
+        shapes of PEFT's target_parameters, adapter "default"; with group= those of this rank's
+        experts, and a state_dict to load may have those of all.
+        `lora_enabled = False`: a forward is that of the weights alone.
+        """
+        lora.add(self, rank, alpha, dtype)
+
+    def merge_lora(self) -> None:
+        """Adds LoRA's terms to the weights, one expert at a time, and removes them. FP8 weights are
+        quantized again, by the recipe's rule in 128x128 blocks."""
+        lora.merge(self)
+
+    @property
+    def lora_rank(self) -> int:
+        """The rank of add_lora; 0: the layer has none."""
+        return 0 if self._lora is None else self._lora[0]
+
     def fp8_tensors(self, prefix: str = "", *, fused: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The weights in the form of an FP8 checkpoint, as (name, tensor): `from_fp8`'s names, per
         expert or fused. FP8 weights are yielded as they lie, to the byte. Parameters are quantized
-        by the recipe's rule in 128x128 blocks, one expert at a time, and so is the memory.
+        by the recipe's rule in 128x128 blocks, one expert at a time, and so is the memory. A LoRA
+        is merged into what is yielded, which is then quantized anew.
 
         With group= or shard_experts a rank yields its own experts, by their numbers among all.
         """
@@ -186,9 +211,11 @@ class MoEExperts(ExpertBlock, nn.Module):
         """Uniform within 1/sqrt(fan in), as nn.Linear. With a group, ranks that start from the same
         random state draw the experts of all ranks and keep theirs: the layer of one process. FP8
         weights become zeros: they come from a checkpoint."""
+        if self._lora is not None:
+            lora.reset(self)
         if is_codes(self.gate_up_proj):
-            for p in self.parameters():
-                fp8_checkpoint.as_bits(Tensor.zero_)(p)
+            for name in fp8_checkpoint.NAMES:
+                fp8_checkpoint.as_bits(Tensor.zero_)(getattr(self, name))
             return
         for weight in (self.gate_up_proj, self.down_proj):
             bound = 1.0 / math.sqrt(weight.shape[-1])
@@ -200,7 +227,7 @@ class MoEExperts(ExpertBlock, nn.Module):
                     nn.init.uniform_(expert, -bound, bound)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if is_sharded(value) and self._average is None:
+        if is_sharded(value) and self._average is None and name not in lora.FACTORS:
             refuse_mixed(name, value, self.group)
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES
             sizes = self.hidden_size, self.intermediate_size
@@ -242,11 +269,15 @@ class MoEExperts(ExpertBlock, nn.Module):
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
+        if self._lora is not None:
+            lora.rename_saved(self, args[0], args[1])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Has FP8 weights keep their dtypes in .to(), .cuda() and their like."""
         apply: Any = super()._apply
-        apply(fp8_checkpoint.as_bits(fn) if is_codes(self.gate_up_proj) else fn, recurse)
+        frozen = [getattr(self, name) for name in fp8_checkpoint.NAMES if is_codes(self.down_proj)]
+        moved = fp8_checkpoint.as_bits(fn)
+        apply(lambda t: moved(t) if any(t is p for p in frozen) else fn(t), recurse)
         for name, parameter in self._parameters.items():  # where torch has put new ones
             setattr(self, name, parameter)
         return self
@@ -254,6 +285,8 @@ class MoEExperts(ExpertBlock, nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         errors: list[str] = args[-1]
         bad = fp8_checkpoint.misfits(self, state_dict, prefix)
+        if self._lora is not None:
+            bad += lora.rename_loaded(self, state_dict, prefix)
         if bad:
             errors += bad
             return
@@ -261,6 +294,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             for name in fp8_checkpoint.WEIGHTS:
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        lora.rename_missing(args[2], prefix)
 
     def extra_repr(self) -> str:
         said = [
@@ -272,6 +306,8 @@ class MoEExperts(ExpertBlock, nn.Module):
             f"transposed_weights={self.transposed_weights!r}",
             f"dtype={self.gate_up_proj.dtype}",
         ]
+        if self._lora is not None:
+            said.append(f"lora_rank={self.lora_rank}")
         if self._delayed is not None:
             said.append("delay_wgrad=True")
         if self._exchange is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
 from fp8moe_cutlass.distributed.shards import is_sharded
+from fp8moe_cutlass.nn import lora
 from fp8moe_cutlass.tensor import TILE, scale_shape
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def write(layer: MoEExperts, prefix: str, fused: bool) -> Iterator[tuple[str, Te
             "[fp8_tensors] fused must be False with a group, of whose tensors a rank has a part; "
             "got True"
         )
-    if not fused and layer.intermediate_size % TILE and is_codes(gate_up):
+    if not fused and layer.intermediate_size % TILE and is_codes(gate_up) and not layer.lora_rank:
         raise ValueError(
             f"[fp8_tensors] fused must be True where I is no multiple of {TILE} and a block has "
             f"rows of gate and up; got False with I {layer.intermediate_size}"
@@ -180,8 +181,11 @@ def write(layer: MoEExperts, prefix: str, fused: bool) -> Iterator[tuple[str, Te
 def _fused(
     layer: MoEExperts, prefix: str, gate_up: Tensor, down: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, w in zip(WEIGHTS, (gate_up, down), strict=True):
-        if is_codes(w):
+    for of, (name, w) in enumerate(zip(WEIGHTS, (gate_up, down), strict=True)):
+        if layer.lora_rank:
+            made = [_quantized(layer, lora.merged(layer, of, n)[None]) for n in range(len(w))]
+            w, scale = (torch.cat(parts) for parts in zip(*made, strict=True))
+        elif is_codes(w):
             scale = getattr(layer, f"{name}_scale_inv").detach()
         else:
             w, scale = _quantized(layer, w)
@@ -194,9 +198,12 @@ def _by_expert(
 ) -> Iterator[tuple[str, Tensor]]:
     i, tiles = layer.intermediate_size, layer.intermediate_size // TILE
     for n, e in enumerate(layer.local_experts):
-        parts = gate_up[n, :i], gate_up[n, i:], down[n]
+        both, mine = gate_up[n], down[n]
+        if layer.lora_rank:
+            both, mine = (lora.merged(layer, of, n) for of in range(2))
+        parts = both[:i], both[i:], mine
         scales: Any = None, None, None
-        if is_codes(gate_up):
+        if is_codes(both):
             gate_up_scale, down_scale = (getattr(layer, name).detach()[n] for name in SCALES)
             scales = gate_up_scale[:tiles], gate_up_scale[tiles:], down_scale
         for name, w, scale in zip(_OF_AN_EXPERT, parts, scales, strict=True):

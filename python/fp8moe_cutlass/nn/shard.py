@@ -114,6 +114,8 @@ def _refuse(name: str, layer: MoEExperts) -> None:
     got = None
     if layer._average is not None:
         got = "one that is shared already"
+    elif layer.lora_rank:
+        got = "one with LoRA: add it after, to FP8 weights, or make the layer with group="
     elif layer.delay_wgrad:
         got = "delay_wgrad=True"
     elif layer._reused is not None:

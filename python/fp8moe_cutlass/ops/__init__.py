@@ -24,6 +24,7 @@ from fp8moe_cutlass.ops.exchange import (
     unpack,
 )
 from fp8moe_cutlass.ops.gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe_cutlass.ops.lora import Projected, lora_project, lora_wgrad, quantize_lora
 from fp8moe_cutlass.ops.permute import (
     Permuted,
     PermuteGradients,
@@ -49,7 +50,7 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 loadable(Fp8Recipe, Fp8Tensor, RoutingPlan, ActGradients, ActQuantized, Dispatch, Permuted)
-loadable(PermuteGradients, QuantizedWeight, RouterTopk, Unpacked, UnpermuteGradients)
+loadable(PermuteGradients, Projected, QuantizedWeight, RouterTopk, Unpacked, UnpermuteGradients)
 
 __all__ = [
     "ActGradients",
@@ -57,6 +58,7 @@ __all__ = [
     "Dispatch",
     "PermuteGradients",
     "Permuted",
+    "Projected",
     "QuantizedWeight",
     "RouterTopk",
     "Unpacked",
@@ -68,6 +70,8 @@ __all__ = [
     "dispatch_plan",
     "grouped_gemm",
     "grouped_gemm_wgrad",
+    "lora_project",
+    "lora_wgrad",
     "packed_row_bytes",
     "permute_pad",
     "permute_pad_backward",
@@ -75,6 +79,7 @@ __all__ = [
     "plan_from_counts",
     "plan_from_row_id_map",
     "quantize",
+    "quantize_lora",
     "quantize_pack",
     "quantize_weight",
     "route",

@@ -16,6 +16,8 @@ def grouped_gemm(
     w: Fp8Tensor,
     plan: RoutingPlan,
     *,
+    a2: Fp8Tensor | None = None,
+    w2: Fp8Tensor | None = None,
     out_dtype: DType = "bfloat16",
     out: Array | None = None,
 ) -> Array:
@@ -23,10 +25,12 @@ def grouped_gemm(
 
     fprop with quantize_weight's first result, dgrad with its second. Rows are ragged: `plan` says
     whose they are. Returns d [R, N], bfloat16 or float32, accumulated in float32.
+    a2 [R, K2] in a's format and w2 [E, N, K2], both or neither: adds a2 w2[e]^T, one K-block of K2
+    at most 128, to the same sums, after a's: a low-rank term (lora_project, quantize_lora).
     """
     if not isinstance(out_dtype, str) or out_dtype not in ("bfloat16", "float32"):
         out_dtype = dtype_name("grouped_gemm", "out_dtype", out_dtype, "bfloat16", "float32")
-    d: Array = _C.grouped_gemm(a, w, plan, out_dtype if out is None else out)
+    d: Array = _C.grouped_gemm(a, w, plan, out_dtype if out is None else out, a2, w2)
     return d
 
 
