@@ -340,3 +340,39 @@ def grouped_gemm_wgrad(shape: Shape, device: torch.device) -> Iterator[Work]:
         run, dw = into(ops.grouped_gemm_wgrad, dy_t, x_t, plan, workspace=workspace)
         inputs = {"dy": dy, "x": x, "plan": plan, "columns": columns}
         yield Work(columns, run, size_of(dy_t, x_t, dw), 2 * m * n * k, (n, k, m), inputs)
+
+
+def low_rank(
+    shape: Shape, device: torch.device
+) -> tuple[Fp8Tensor, RoutingPlan, dict[str, Tensor]]:
+    """Rows [R, C] in FP8, their plan, and factors of rank 16 by their layout."""
+    r, c, e = (shape[name] for name in "RCE")
+    rows = ops.quantize(normal(r, c, device=device), scale_layout="gemm")
+    sizes = {"rank first": (e, 16, c), "rank last": (e, c, 16)}
+    factors = {name: normal(*size, device=device) for name, size in sizes.items()}
+    return rows, ragged(r, e, device), factors
+
+
+@case("rows")
+def lora_project(shape: Shape, device: torch.device) -> Iterator[Work]:
+    rows, plan, factors = low_rank(shape, device)
+    for name, factor in factors.items():
+        run, out = into(ops.lora_project, rows, factor, plan, rank_first=name == "rank first")
+        yield Work(f"{name}, r 16", run, size_of(rows, factor, out))
+
+
+@case("rows")
+def lora_wgrad(shape: Shape, device: torch.device) -> Iterator[Work]:
+    rows, plan, _ = low_rank(shape, device)
+    u = normal(shape["R"], 16, device=device)
+    for name in ("rank first", "rank last"):
+        run, out = into(ops.lora_wgrad, u, rows, plan, rank_first=name == "rank first")
+        yield Work(f"{name}, r 16", run, size_of(u, rows, out))
+
+
+@case("weight")
+def quantize_lora(shape: Shape, device: torch.device) -> Iterator[Work]:
+    for name, size in (("rank first", (16, shape["N"])), ("rank last", (shape["N"], 16))):
+        factor = normal(shape["E"], *size, device=device)
+        run, w2 = into(ops.quantize_lora, factor, rank_first=name == "rank first")
+        yield Work(f"{name}, r 16", run, size_of(factor, w2))

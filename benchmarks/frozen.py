@@ -1,8 +1,9 @@
 """Frozen FP8 experts beside the layer that quantizes in each forward; turn_weight beside a copy.
 
 Whole steps, forward and backward, captured in CUDA graphs. "frozen, kept" reads transposed codes
-that were made once (weights=), "frozen, turned" makes them in each backward. "copy" moves the codes
-of both weights as turn_weight does, byte for byte, in order.
+that were made once (weights=), "frozen, turned" makes them in each backward. "LoRA r 16" is the
+same with low-rank terms on all experts, which train. "copy" moves the codes of both weights as
+turn_weight does, byte for byte, in order.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def steps_of(sizes: tuple[int, int, int], tokens: int, device: torch.device) -> 
     tensors = dict(layer.fp8_tensors(fused=True))
     frozen = MoEExperts.from_fp8(tensors, num_experts=experts, device=device)
     kept = frozen.quantize_weights()
+    lora = {rank: low_rank(tensors, experts, rank, device) for rank in (16, 64)}
 
     def step(of: MoEExperts, **how: Any) -> Step:
         wanted = [x, probs, *(p for p in of.parameters() if p.requires_grad)]
@@ -48,12 +50,24 @@ def steps_of(sizes: tuple[int, int, int], tokens: int, device: torch.device) -> 
         "quantized in each step": step(layer),
         "frozen, turned": step(frozen),
         "frozen, kept": step(frozen, weights=kept),
+        **{f"LoRA r {rank}, turned": step(layer) for rank, layer in lora.items()},
+        **{f"LoRA r {rank}, kept": step(layer, weights=kept) for rank, layer in lora.items()},
         "turn_weight": lambda: [ops.turn_weight(q, out=t) for q, t in pairs],
         "copy": lambda: [
             t.data.view(torch.uint8).view(-1).copy_(q.data.view(torch.uint8).view(-1))
             for q, t in pairs
         ],
     }
+
+
+def low_rank(tensors: Any, experts: int, rank: int, device: torch.device) -> MoEExperts:
+    """The frozen layer with LoRA, whose B is not zero."""
+    layer = MoEExperts.from_fp8(tensors, num_experts=experts, device=device)
+    layer.add_lora(rank, alpha=2 * rank)
+    for name, p in layer.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(p, std=0.02)
+    return layer
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:

@@ -36,16 +36,8 @@ class Need(NamedTuple):
 class Lora(NamedTuple):
     """Low-rank terms of both projections: W x becomes W x + scaling B A x, per expert."""
 
-    gate_up_a: Tensor  # [E, r, H]
-    gate_up_b: Tensor  # [E, 2I, r]
-    down_a: Tensor  # [E, r, I]
-    down_b: Tensor  # [E, H, r]
+    factors: tuple[Tensor, ...]  # A of gate_up [E, r, H], its B [E, 2I, r], [E, r, I], [E, H, r]
     scaling: float
-
-    @property
-    def factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four tensors."""
-        return self[:4]
 
 
 class Counters(NamedTuple):

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
@@ -28,6 +27,7 @@ from fp8moe_cutlass.autograd.body import (
     Options,
     by_slot,
 )
+from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, LoraSaved, Terms, saved_of
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import (
     Fp8Weights,
@@ -40,7 +40,6 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 SAVED_TENSORS = 14  # of Saved.tensors()
-LORA_TENSORS = 8  # more, where there are low-rank terms
 
 
 class Saved(NamedTuple):
@@ -88,26 +87,8 @@ class Saved(NamedTuple):
             for data, scale, layout in zip(pairs[::2], pairs[1::2], layouts, strict=True)
         ]
         lora = LoraSaved.of(tensors[SAVED_TENSORS:], pow2) if tensors[SAVED_TENSORS:] else None
-        return Saved(RoutingPlan(buffer, *sizes), parts[0], row_probs, *parts[1:], lora)
-
-
-class LoraSaved(NamedTuple):
-    """What the backward of low-rank terms reads."""
-
-    factors: tuple[Tensor, ...]  # of a Lora
-    h: Fp8Tensor | None  # [R, I]
-    u1: Tensor | None  # [R, r] bf16: scaling x A^T of gate_up
-    u2: Tensor | None  # [R, r] bf16: scaling h A^T of down
-
-    def tensors(self) -> list[Tensor | None]:
-        h = (None, None) if self.h is None else (self.h.data, self.h.scale_inv)
-        return [*self.factors, *h, self.u1, self.u2]
-
-    @staticmethod
-    def of(tensors: Sequence[Any], pow2: bool) -> LoraSaved:
-        *factors, data, scale, u1, u2 = tensors
-        h = None if data is None else Fp8Tensor(data, scale, "gemm", pow2, "e4m3", check=False)
-        return LoraSaved(tuple(factors), h, u1, u2)
+        saved = Saved(RoutingPlan(buffer, *sizes), parts[0], row_probs, *parts[1:])
+        return saved._replace(lora=lora)
 
 
 class Wgrad(NamedTuple):
@@ -225,7 +206,7 @@ def forward(
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
     rows, row_probs = (x, probs) if grouped else ops.permute_pad(x, plan, probs=probs)
     terms = Terms(lora, recipe)
-    u1, pair = terms.forward("gate_up", x, plan)
+    u1, pair = terms.forward(GATE_UP, x, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made: Any = ops.act_quantize(
@@ -237,7 +218,7 @@ def forward(
         eps=recipe.eps,
     )
     h, z = made if isinstance(made, tuple) else (made, z)
-    u2, pair = terms.forward("down", h, plan)
+    u2, pair = terms.forward(DOWN, h, plan)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
     out = y if grouped else ops.unpermute_unpad(y, plan, out=into)
     if need is None:
@@ -261,51 +242,6 @@ def forward(
     )
 
 
-def saved_of(
-    lora: Lora, need: Need, h: Fp8Tensor | None, u1: Tensor | None, u2: Tensor | None
-) -> LoraSaved:
-    """What a backward reads of `lora`: all but its factors is for their gradients."""
-    return LoraSaved(lora.factors, *((h, u1, u2) if need.lora else (None, None, None)))
-
-
-class Terms(NamedTuple):
-    """The low-rank terms of a pass; none where lora is None."""
-
-    lora: Lora | None
-    recipe: Fp8Recipe
-
-    def factor(self, name: str) -> Tensor:
-        """In bf16, as the operators read it."""
-        factor: Tensor = getattr(self.lora, name)
-        return factor.detach().to(torch.bfloat16).contiguous()
-
-    def forward(self, of: str, rows: Fp8Tensor, plan: RoutingPlan) -> tuple[Any, dict[str, Any]]:
-        """u = scaling rows A^T, and the operands that add u B^T to grouped_gemm."""
-        return self._pair(rows, plan, f"{of}_a", f"{of}_b", rank_first=True)
-
-    def backward(self, of: str, rows: Fp8Tensor, plan: RoutingPlan) -> tuple[Any, dict[str, Any]]:
-        """du = scaling rows B, and the operands that add du A."""
-        return self._pair(rows, plan, f"{of}_b", f"{of}_a", rank_first=False)
-
-    def _pair(
-        self, rows: Fp8Tensor, plan: RoutingPlan, first: str, second: str, rank_first: bool
-    ) -> tuple[Any, dict[str, Any]]:
-        if self.lora is None:
-            return None, {}
-        rule: Any = {"scale": self.recipe.scale, "eps": self.recipe.eps}
-        how = {"rank_first": rank_first, "scaling": self.lora.scaling}
-        u, u_q = ops.lora_project(rows, self.factor(first), plan, **how, **rule)
-        w2 = ops.quantize_lora(self.factor(second), rank_first=not rank_first, **rule)
-        return u, {"a2": u_q, "w2": w2}
-
-    def wgrad(self, name: str, u: Tensor, rows: Fp8Tensor, plan: RoutingPlan) -> Tensor:
-        """The gradient of a factor, in its dtype."""
-        dtype = getattr(self.lora, name).dtype
-        exact = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        made = ops.lora_wgrad(u, rows, plan, rank_first=name.endswith("a"), out_dtype=exact)
-        return made.to(dtype)
-
-
 def backward(
     dout: Fp8Tensor,
     saved: Saved,
@@ -322,17 +258,17 @@ def backward(
     gate_up: Any
     down: Any
     plan, x, row_probs, z, gate_up, down, gate_up_t, down_t, low = saved
-    lora = None if low is None else Lora(*low.factors, scaling)
+    lora = None if low is None else Lora(low.factors, scaling)
     terms = Terms(lora, recipe)
     h = None if low is None else low.h
     grouped = dout.scale_layout == "gemm"
     dy = dout if grouped else ops.permute_pad(dout, plan)[0]
-    du2, pair = terms.backward("down", dout, plan)
+    du2, pair = terms.backward(DOWN, dout, plan)
     dh = ops.grouped_gemm(dy, transpose(down, recipe) if down_t is None else down_t, plan, **pair)
     if z is None:
         if isinstance(gate_up, Tensor):
             gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x)
-        _, pair = terms.forward("gate_up", x, plan)
+        _, pair = terms.forward(GATE_UP, x, plan)
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
@@ -355,7 +291,7 @@ def backward(
     )
     dz, dz_columns, h_columns, row_dprobs = made
     del dy, dh, z, made
-    du1, pair = terms.backward("gate_up", dz, plan) if need.x or need.lora else (None, {})
+    du1, pair = terms.backward(GATE_UP, dz, plan) if need.x or need.lora else (None, {})
     if counters is not None:
         count(counters, "dout", dout, plan)
         count(counters, "dz", dz, plan)
@@ -376,10 +312,10 @@ def backward(
         Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
         [
-            terms.wgrad("gate_up_a", du1, x, plan),
-            terms.wgrad("gate_up_b", low.u1, dz, plan),
-            terms.wgrad("down_a", du2, h, plan),
-            terms.wgrad("down_b", low.u2, dout, plan),
+            terms.wgrad(GATE_UP, du1, x, plan),
+            terms.wgrad(GATE_UP + 1, low.u1, dz, plan),
+            terms.wgrad(DOWN, du2, h, plan),
+            terms.wgrad(DOWN + 1, low.u2, dout, plan),
         ]
         if low is not None and need.lora
         else [],

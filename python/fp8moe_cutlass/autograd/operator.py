@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fp8moe_cutlass.autograd import bf16, block, fp8
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Lora, Need, Options
+from fp8moe_cutlass.autograd.low_rank import LORA_TENSORS, LoraSaved
 from fp8moe_cutlass.autograd.torch_op import Owner, owners
 from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
@@ -112,7 +113,7 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
         *(x, topk_idx, probs, gate_up, down, options, move, _weights_of(codes, options)),
         Need(*need[:_NEED]) if need else None,
         owner._counters if owner is not None and need else None,
-        Lora(*lora, scaling) if lora else None,
+        Lora(tuple(lora), scaling) if lora else None,
     )
     if not need:
         return [out]
@@ -191,14 +192,14 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
     )
 
 
-def _fake_lora(of: _Forward, h: Fp8Tensor | None, rows: Any) -> fp8.LoraSaved | None:
+def _fake_lora(of: _Forward, h: Fp8Tensor | None, rows: Any) -> LoraSaved | None:
     if not of.lora:
         return None
     u1, u2 = (
         of.x.new_empty(rows, of.lora[0].shape[1], dtype=torch.bfloat16) if of.need[4] else None
         for _ in range(2)
     )
-    return fp8.LoraSaved(tuple(of.lora), h if of.need[4] else None, u1, u2)
+    return LoraSaved(tuple(of.lora), h if of.need[4] else None, u1, u2)
 
 
 def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf16.Saved:
@@ -274,7 +275,7 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     asked = Need(*need[:_NEED])
     tensors = [None if t.ndim == len(_ABSENT) else t.contiguous() for t in saved]
     body, route = block.body_of(options.recipe), None
-    count = body.SAVED_TENSORS + (fp8.LORA_TENSORS if scaling else 0)
+    count = body.SAVED_TENSORS + (LORA_TENSORS if scaling else 0)
     if kind == "group":
         move: Any = owner._move  # type: ignore[union-attr]
         route = move.route_of(

@@ -138,7 +138,7 @@ class _Experts(torch.autograd.Function):
         *factors: Tensor,
     ) -> Tensor:
         options, move, _, counters, need, scaling = how
-        lora = Lora(*factors, scaling) if factors else None
+        lora = Lora(factors, scaling) if factors else None
         out, saved, ctx.route = block.forward(
             x, topk_idx, probs, gate_up, down, options, move, weights, need, counters, lora
         )

@@ -85,7 +85,7 @@ def factors_of(layer: Any) -> Lora | None:
     """What a forward of the layer adds to its projections."""
     if layer._lora is None or not layer.lora_enabled:
         return None
-    return Lora(*(getattr(layer, name) for name in FACTORS), layer._lora[1])
+    return Lora(tuple(getattr(layer, name) for name in FACTORS), layer._lora[1])
 
 
 # ---- in PEFT's form ------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def to_peft(name: str, factor: Tensor) -> Tensor:
 def from_peft(name: str, weight: Tensor, rank: int) -> Tensor:
     """The reverse."""
     if name.endswith("A"):
-        return weight.unflatten(0, (-1, rank))
-    return weight.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        return weight.view(-1, rank, weight.shape[1])
+    return weight.view(len(weight), rank, -1).permute(2, 0, 1)
 
 
 def rename_saved(layer: MoEExperts, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -121,7 +121,7 @@ def rename_loaded(layer: MoEExperts, state: MutableMapping[str, Any], prefix: st
     errors = []
     for name, peft in zip(FACTORS, PEFT_NAMES, strict=True):
         key = prefix + peft
-        weight = state.get(key)
+        weight: Any = state.get(key)
         if weight is None:
             continue
         mine: Tensor = getattr(layer, name)
