@@ -65,7 +65,7 @@ def low_rank(tensors: Any, experts: int, rank: int, device: torch.device) -> MoE
     layer = MoEExperts.from_fp8(tensors, num_experts=experts, device=device)
     layer.add_lora(rank, alpha=2 * rank)
     for name, p in layer.named_parameters():
-        if name.endswith("lora_B"):
+        if "lora_B" in name:
             torch.nn.init.normal_(p, std=0.02)
     return layer
 

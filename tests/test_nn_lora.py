@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe_cutlass import Fp8Recipe, nn
-from fp8moe_cutlass.nn.lora import FACTORS, PEFT_NAMES
+from fp8moe_cutlass.nn.lora import NAMES, factors
 
 E, H, I = 4, 256, 128
 
@@ -36,8 +36,8 @@ def with_lora(
     layer = base_layer(kind, **options)
     layer.add_lora(rank, alpha=2 * rank, dtype=dtype)
     with torch.no_grad():
-        for name in ("gate_up_lora_B", "down_lora_B"):
-            torch.nn.init.normal_(getattr(layer, name), std=0.2 * rank**-0.5)
+        for b in factors(layer)[1::2]:
+            torch.nn.init.normal_(b, std=0.2 * rank**-0.5)
     return layer
 
 
@@ -61,13 +61,15 @@ def values_of(layer: nn.MoEExperts) -> tuple[Tensor, Tensor]:
 def exact(layer: nn.MoEExperts, given: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
     """out and all gradients in float64, expert by expert, over the weights that are multiplied."""
     gate_up, down = values_of(layer)
-    leaves = {name: getattr(layer, name).detach().double().cpu() for name in FACTORS}
+    leaves = {
+        name: t.detach().double().cpu() for name, t in zip(NAMES, factors(layer), strict=True)
+    }
     leaves["x"], leaves["probs"] = (
         given[key].detach().double().cpu() for key in ("x", "topk_weights")
     )
     for t in leaves.values():
         t.requires_grad_()
-    a1, b1, a2, b2 = (leaves[name] for name in FACTORS)
+    a1, b1, a2, b2 = (leaves[name] for name in NAMES)
     s = layer._lora[1] if layer._lora else 0.0
     w1, w2 = gate_up + s * b1 @ a1, down + s * b2 @ a2
     out = torch.zeros(leaves["x"].shape, dtype=torch.float64)
@@ -110,9 +112,9 @@ def test_against_float64(kind: str, rank: int, on: torch.device) -> None:
     layer, given = with_lora(kind, rank).to(on), problem(device=on)
     dout = torch.randn(given["x"].shape).bfloat16().to(on)
     got = run(layer, given, dout)
-    assert set(got) == {"out", "x", "probs", *FACTORS}
+    assert set(got) == {"out", "x", "probs", *NAMES}
     assert_close(got, exact(layer, given, dout))
-    for name in FACTORS:
+    for name in NAMES:
         assert got[name].dtype == torch.bfloat16
         assert not got[name][2].any()  # expert 2 has no tokens
     same_bits(run(layer, given, dout), got)
@@ -127,7 +129,7 @@ def test_the_low_rank_term_is_there(on: torch.device) -> None:
         added = out - layer(**given).double().cpu()
     zero = torch.zeros(given["x"].shape)
     want = exact(layer, given, zero)["out"]
-    layer._lora = (16, 0.0)
+    layer._lora = (16, 0.0, layer._lora[2])
     want -= exact(layer, given, zero)["out"]
     assert (added - want).norm() < 0.15 * want.norm()
 
@@ -178,15 +180,15 @@ def test_b_of_zero_is_the_frozen_layer(kind: str, on: torch.device) -> None:
     dout = torch.randn(given["x"].shape).bfloat16().to(on)
     got = run(layer, given, dout)
     same_bits(got, run(frozen, given, dout))
-    assert got["down_lora_B"].any()
-    assert not got["down_lora_A"].any()
+    assert got[NAMES[3]].any()
+    assert not got[NAMES[2]].any()
 
 
 def test_float32_factors_and_their_gradients(on: torch.device) -> None:
     layer, given = with_lora(dtype=torch.float32).to(on), problem(device=on)
     dout = torch.randn(given["x"].shape).bfloat16().to(on)
     got = run(layer, given, dout)
-    assert got["gate_up_lora_A"].dtype == torch.float32
+    assert got[NAMES[0]].dtype == torch.float32
     assert_close(got, exact(layer, given, dout))
 
 
@@ -202,7 +204,7 @@ def test_rows_that_came_grouped(on: torch.device) -> None:
     grads = [p.grad.clone() for p in layer.parameters() if p.requires_grad and p.grad is not None]
     same = run(layer, as_tokens, 2 * out.detach())
     assert torch.equal(out, same["out"].to(on))
-    for grad, name in zip(grads, FACTORS, strict=True):
+    for grad, name in zip(grads, NAMES, strict=True):
         assert torch.equal(grad.cpu(), same[name])
 
 
@@ -237,7 +239,7 @@ def test_a_factor_changed_between_forward_and_backward_raises() -> None:
     layer, given = with_lora(), problem()
     out = layer(**given)
     with torch.no_grad():
-        layer.down_lora_A.mul_(2)
+        factors(layer)[2].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
@@ -264,36 +266,36 @@ def test_compiled(kind: str, preactivation: str, on: torch.device) -> None:
     same_bits(got, {name: want[name] for name in ("out", "x", "probs")})
     layer.zero_grad()
     compiled(**given).backward(dout)
-    for name in FACTORS:
-        assert torch.equal(getattr(layer, name).grad.cpu(), want[name]), name
+    for name, p in zip(NAMES, factors(layer), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad.cpu(), want[name]), name
 
 
 def test_state_dict_has_pefts_names_and_loads() -> None:
     layer = with_lora()
     state = layer.state_dict()
-    shapes = [tuple(state[name].shape) for name in PEFT_NAMES]
+    shapes = [tuple(state[name].shape) for name in NAMES]
     assert shapes == [(E * 16, H), (2 * I, 16 * E), (E * 16, I), (H, 16 * E)]
-    assert not set(FACTORS) & set(state)
     other = base_layer("codes")
     other.add_lora(16, alpha=32)
     other.load_state_dict(state)
-    for name in FACTORS:
-        assert torch.equal(getattr(other, name), getattr(layer, name))
-    a, b = state[PEFT_NAMES[2]], state[PEFT_NAMES[3]]
+    for mine, its in zip(factors(other), factors(layer), strict=True):
+        assert torch.equal(mine, its)
+    a, b = state[NAMES[2]], state[NAMES[3]]
     for e in range(E):
-        assert torch.equal(a[16 * e : 16 * e + 16], layer.down_lora_A[e])
-        assert torch.equal(b[:, e::E], layer.down_lora_B[e])
+        assert torch.equal(a[16 * e : 16 * e + 16], factors(layer)[2][e])
+        assert torch.equal(b[:, e::E], factors(layer)[3][e])
 
 
 def test_bad_state_dicts_name_the_key() -> None:
     layer = with_lora()
     state = layer.state_dict()
-    short = {k: t[:-1] if k == PEFT_NAMES[0] else t for k, t in state.items()}
-    before = layer.gate_up_lora_A.clone()
+    short = {k: t[:-1] if k == NAMES[0] else t for k, t in state.items()}
+    before = factors(layer)[0].clone()
     with pytest.raises(RuntimeError, match=r"base_layer.lora_A.default.weight must be \[64, 256\]"):
         layer.load_state_dict(short)
-    assert torch.equal(layer.gate_up_lora_A, before)
-    del state[PEFT_NAMES[3]]
+    assert torch.equal(factors(layer)[0], before)
+    del state[NAMES[3]]
     with pytest.raises(RuntimeError, match=r'Missing key.*"lora_B.default.weight"'):
         layer.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"base_layer.lora_A.default.weight"'):
@@ -304,11 +306,11 @@ def test_bad_state_dicts_name_the_key() -> None:
 def test_merge(kind: str) -> None:
     layer = with_lora(kind)
     scaling = layer._lora[1] if layer._lora else 0.0
-    factors = [getattr(layer, name).detach().double() for name in FACTORS]
+    low = [t.detach().double() for t in factors(layer)]
     base = values_of(layer)
     if kind == "values":
         base = layer.gate_up_proj.double(), layer.down_proj.double()
-    pairs = zip(base, factors[::2], factors[1::2], strict=True)
+    pairs = zip(base, low[::2], low[1::2], strict=True)
     want = [w + scaling * b @ a for w, a, b in pairs]
     written = dict(layer.fp8_tensors())
     layer.merge_lora()
@@ -330,7 +332,7 @@ def test_merge(kind: str) -> None:
 
 def test_casts_and_copies_keep_codes_and_move_factors() -> None:
     layer = with_lora().float()
-    assert layer.gate_up_lora_A.dtype == torch.float32
+    assert factors(layer)[0].dtype == torch.float32
     assert layer.gate_up_proj.dtype == torch.float8_e4m3fn
     other = copy.deepcopy(layer)
     given = problem()

@@ -42,7 +42,7 @@ class ExpertBlock(Owner):
     _options: Options
     _move: Move
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
-    _lora: tuple[int, float] | None = None  # of add_lora: the rank, and alpha / rank
+    _lora: tuple[int, float, list[Any]] | None = None  # of add_lora: rank, alpha / rank, Factors
     lora_enabled = True
 
     @property

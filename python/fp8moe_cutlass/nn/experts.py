@@ -177,11 +177,12 @@ class MoEExperts(ExpertBlock, nn.Module):
         W x + alpha / rank B A x per expert, inside the FP8 GEMMs. The weights, values or FP8 codes,
         are frozen.
 
-        rank: a multiple of 8, 8 to 64. dtype: of the parameters gate_up_lora_A [E, rank, H],
-        gate_up_lora_B [E, 2I, rank], down_lora_A [E, rank, I] and down_lora_B [E, H, rank], which
-        are multiplied in bfloat16; B begins as zero. In the state_dict they have the names and
-        shapes of PEFT's target_parameters, adapter "default"; with group= those of this rank's
-        experts, and a state_dict to load may have those of all.
+        rank: a multiple of 8, 8 to 64. dtype: of the parameters, which are multiplied in bfloat16:
+        base_layer.lora_A.default.weight [E, rank, H], base_layer.lora_B.default.weight
+        [E, 2I, rank], lora_A.default.weight [E, rank, I] and lora_B.default.weight [E, H, rank];
+        B begins as zero. They have the names of PEFT's target_parameters, and in the state_dict the
+        shapes, too; with group= those of this rank's experts, and a state_dict to load may have
+        those of all.
         `lora_enabled = False`: a forward is that of the weights alone.
         """
         lora.add(self, rank, alpha, dtype)
@@ -227,7 +228,7 @@ class MoEExperts(ExpertBlock, nn.Module):
                     nn.init.uniform_(expert, -bound, bound)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if is_sharded(value) and self._average is None and name not in lora.FACTORS:
+        if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES
             sizes = self.hidden_size, self.intermediate_size
@@ -269,8 +270,6 @@ class MoEExperts(ExpertBlock, nn.Module):
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
         super()._save_to_state_dict(*args)
-        if self._lora is not None:
-            lora.rename_saved(self, args[0], args[1])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Has FP8 weights keep their dtypes in .to(), .cuda() and their like."""
@@ -285,8 +284,6 @@ class MoEExperts(ExpertBlock, nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         errors: list[str] = args[-1]
         bad = fp8_checkpoint.misfits(self, state_dict, prefix)
-        if self._lora is not None:
-            bad += lora.rename_loaded(self, state_dict, prefix)
         if bad:
             errors += bad
             return
@@ -294,7 +291,6 @@ class MoEExperts(ExpertBlock, nn.Module):
             for name in fp8_checkpoint.WEIGHTS:
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        lora.rename_missing(args[2], prefix)
 
     def extra_repr(self) -> str:
         said = [

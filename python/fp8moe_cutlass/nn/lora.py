@@ -5,7 +5,6 @@ MoEExperts.add_lora describes them.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +20,60 @@ from fp8moe_cutlass.tensor import TILE
 if TYPE_CHECKING:
     from fp8moe_cutlass.nn.experts import MoEExperts
 
-FACTORS = ("gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B")
-# PEFT wraps gate_up_proj first, whatever the order of its target_parameters: the inner wrapper.
-PEFT_NAMES = (
+NAMES = (  # of the parameters, as PEFT's target_parameters have them, which wrap gate_up_proj first
     "base_layer.lora_A.default.weight",
     "base_layer.lora_B.default.weight",
     "lora_A.default.weight",
     "lora_B.default.weight",
 )
+
+
+class Factor(nn.Module):
+    """A factor of all local experts. `weight` is an A, [E, r, C], or a B, [E, C, r]; in a state
+    dict it has PEFT's shape, [E r, C] or [C, r E], the expert the fastest. A state dict to load may
+    hold all experts of a group."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], is_a: bool, local: range, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.is_a, self.local = is_a, local
+        self.weight = nn.Parameter(torch.empty(shape, **factory))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        key = prefix + "weight"
+        w = destination[key]
+        if not is_sharded(w):
+            destination[key] = w.flatten(0, 1) if self.is_a else w.permute(1, 2, 0).flatten(1)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        key = prefix + "weight"
+        new, own, e = state_dict.get(key), self.weight, len(self.local)
+        if isinstance(new, Tensor) and not is_sharded(own) and new.shape != own.shape:
+            rank, c = own.shape[1:] if self.is_a else own.shape[:0:-1]
+            all_experts = new.shape[0 if self.is_a else -1] // rank
+            shape = (all_experts * rank, c) if self.is_a else (c, rank * all_experts)
+            if tuple(new.shape) != shape or all_experts < self.local.stop - (
+                0 if all_experts != e else self.local.start
+            ):
+                want = [e * rank, c] if self.is_a else [c, rank * e]
+                args[-1].append(
+                    f"[MoEExperts] {key} must be {want}, of a LoRA of rank {rank} on {e} experts; "
+                    f"got {list(new.shape)}"
+                )
+                return
+            new = new.view(-1, rank, c) if self.is_a else new.view(c, rank, -1).permute(2, 0, 1)
+            state_dict[key] = new if len(new) == e else new[self.local.start : self.local.stop]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Pair(nn.Module):
+    """A and B of one projection, by PEFT's names."""
+
+    def __init__(self, a: Factor, b: Factor) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B = (nn.ModuleDict({"default": factor}) for factor in (a, b))
 
 
 def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
@@ -51,12 +96,13 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
         )
     e, h, i = len(layer.local_experts), layer.hidden_size, layer.intermediate_size
     shapes = (e, rank, h), (e, 2 * i, rank), (e, rank, i), (e, h, rank)
+    factory: Any = {"dtype": dtype, "device": layer.gate_up_proj.device}
     layer.gate_up_proj.requires_grad_(False)
     layer.down_proj.requires_grad_(False)
-    device = layer.gate_up_proj.device
-    for name, shape in zip(FACTORS, shapes, strict=True):
-        setattr(layer, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
-    layer._lora = rank, alpha / rank
+    made = [Factor(s, n % 2 == 0, layer.local_experts, **factory) for n, s in enumerate(shapes)]
+    layer.base_layer, outer = Pair(*made[:2]), Pair(*made[2:])
+    layer.lora_A, layer.lora_B = outer.lora_A, outer.lora_B
+    layer._lora = rank, alpha / rank, made
     reset(layer)
 
 
@@ -64,88 +110,32 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
 def reset(layer: MoEExperts) -> None:
     """A uniform within 1/sqrt(fan in), as PEFT has it, B zero. Ranks of a group that start from the
     same random state draw those of all experts, and keep theirs."""
-    for name in FACTORS[0::2]:
-        mine = getattr(layer, name)
+    a1, b1, a2, b2 = factors(layer)
+    for mine in (a1, a2):
         bound, other = mine.shape[-1] ** -0.5, torch.empty_like(mine[0])
         for e in range(layer.num_experts):
             here = e in layer.local_experts
             nn.init.uniform_(mine[e - layer.local_experts.start] if here else other, -bound, bound)
-    for name in FACTORS[1::2]:
-        nn.init.zeros_(getattr(layer, name))
+    for mine in (b1, b2):
+        nn.init.zeros_(mine)
 
 
 def remove(layer: MoEExperts) -> None:
     """The layer without its LoRA; its weights stay frozen."""
-    for name in FACTORS:
-        delattr(layer, name)
+    del layer.base_layer, layer.lora_A, layer.lora_B
     layer._lora = None
+
+
+def factors(layer: Any) -> list[Tensor]:
+    """The four parameters: A and B of gate_up_proj, A and B of down_proj."""
+    return [factor.weight for factor in layer._lora[2]]
 
 
 def factors_of(layer: Any) -> Lora | None:
     """What a forward of the layer adds to its projections."""
     if layer._lora is None or not layer.lora_enabled:
         return None
-    return Lora(tuple(getattr(layer, name) for name in FACTORS), layer._lora[1])
-
-
-# ---- in PEFT's form ------------------------------------------------------------------------------
-
-
-def to_peft(name: str, factor: Tensor) -> Tensor:
-    """A [E, r, C] as PEFT's lora_A [E r, C]; B [E, C, r] as its lora_B [C, r E], the expert the
-    fastest."""
-    if name.endswith("A"):
-        return factor.flatten(0, 1)
-    return factor.permute(1, 2, 0).flatten(1).contiguous()
-
-
-def from_peft(name: str, weight: Tensor, rank: int) -> Tensor:
-    """The reverse."""
-    if name.endswith("A"):
-        return weight.view(-1, rank, weight.shape[1])
-    return weight.view(len(weight), rank, -1).permute(2, 0, 1)
-
-
-def rename_saved(layer: MoEExperts, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Gives LoRA's factors, in a state dict of the layer, PEFT's names and shapes. Those that
-    fully_shard holds keep theirs."""
-    for name, peft in zip(FACTORS, PEFT_NAMES, strict=True):
-        factor = state.get(prefix + name)
-        if factor is not None and not is_sharded(factor):
-            del state[prefix + name]
-            state[prefix + peft] = to_peft(name, factor)
-
-
-def rename_loaded(layer: MoEExperts, state: MutableMapping[str, Any], prefix: str) -> list[str]:
-    """The reverse, in place, of a state dict to load: of all experts, or of this rank's. Errors."""
-    errors = []
-    for name, peft in zip(FACTORS, PEFT_NAMES, strict=True):
-        key = prefix + peft
-        weight: Any = state.get(key)
-        if weight is None:
-            continue
-        mine: Tensor = getattr(layer, name)
-        e, rank = len(layer.local_experts), layer.lora_rank
-        wide = name.endswith("B")
-        c = mine.shape[1 if wide else 2]
-        shapes = [(c, rank * n) if wide else (n * rank, c) for n in (e, layer.num_experts)]
-        if tuple(weight.shape) not in shapes:
-            errors.append(
-                f"[MoEExperts] {key} must be {list(shapes[-1])}, of a LoRA of rank {rank}; got "
-                f"{list(weight.shape)}"
-            )
-            continue
-        factor = from_peft(name, state.pop(key), rank)
-        if len(factor) != e:
-            factor = factor[layer.local_experts.start : layer.local_experts.stop]
-        state[prefix + name] = factor
-    return errors
-
-
-def rename_missing(keys: list[str], prefix: str) -> None:
-    """Gives keys that a state dict to load lacks PEFT's names."""
-    names = {prefix + name: prefix + peft for name, peft in zip(FACTORS, PEFT_NAMES, strict=True)}
-    keys[:] = [names.get(key, key) for key in keys]
+    return Lora(tuple(factors(layer)), layer._lora[1])
 
 
 # ---- merging -------------------------------------------------------------------------------------
@@ -153,7 +143,7 @@ def rename_missing(keys: list[str], prefix: str) -> None:
 
 def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
     """W + scaling B A of a local expert: of gate_up_proj (of=0) or down_proj (1), [N, K] f32."""
-    a, b = (getattr(layer, name).detach()[expert].float() for name in FACTORS[2 * of : 2 * of + 2])
+    a, b = (t.detach()[expert].float() for t in factors(layer)[2 * of : 2 * of + 2])
     w = (layer.gate_up_proj, layer.down_proj)[of].detach()[expert]
     value = w.float()
     if is_codes(w):
@@ -171,7 +161,7 @@ def merge(layer: MoEExperts) -> None:
     if not layer.lora_rank:
         raise RuntimeError("[merge_lora] the layer must have a LoRA: add_lora; got none")
     weights: Any = (layer.gate_up_proj, layer.down_proj)
-    if is_sharded(weights[0]) or is_sharded(getattr(layer, FACTORS[0])):
+    if is_sharded(weights[0]) or is_sharded(factors(layer)[0]):
         raise RuntimeError("[merge_lora] the layer must hold its experts whole; got DTensors")
     scales: Any = (None, None)
     if is_codes(weights[0]):
