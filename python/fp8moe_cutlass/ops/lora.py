@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.ops._words import FP8_TENSOR, dtype_name, given_fp8, is_pow2, parts, refuse
+from fp8moe_cutlass.arrays import dtype_name
+from fp8moe_cutlass.ops._words import FP8_TENSOR, given_fp8, is_pow2, parts, refuse
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind
