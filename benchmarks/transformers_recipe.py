@@ -28,6 +28,7 @@ import common
 import transformers_step as steps
 from common import environment
 from fp8moe_cutlass.integrations import transformers as fp8moe
+from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import durations
 from timing import Limits
 from transformers_variants import (
@@ -60,6 +61,9 @@ class Recipe(steps.Bench):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.model.config.use_cache = False
+        self.frozen: dict[str, tuple[Any, MoEExperts]] = {}  # experts by name, in bf16 and FP8
+        if self.case.lora:
+            self.freeze()
         self.layers = list(self.model.model.layers)
         for layer in self.layers:
             layer.compile()
@@ -76,11 +80,29 @@ class Recipe(steps.Bench):
             self.fp8 = {n: fp8_linear(m, self.device) for n, m in self.plain.items()}
             self.fp8["lm_head"].compile()
         self.wants: Pieces = ()
+        self.work = self.flops(), self.bytes()
+
+    def freeze(self) -> None:
+        """LoRA on the attention. The frozen experts are parameters, and for FP8 their codes."""
+        import peft
+
+        lora = peft.LoraConfig(r=16, target_modules=r".*self_attn\.\w_proj")
+        peft.inject_adapter_in_model(lora, self.model)
+        found = [(n, m) for n, m in self.model.named_modules() if hasattr(m, "gate_up_proj")]
+        for name, experts in found:
+            count, hidden, inner = experts.down_proj.shape
+            layer = MoEExperts(count, hidden, inner, device="meta")
+            layer.gate_up_proj, layer.down_proj = experts.gate_up_proj, experts.down_proj
+            codes = dict(layer.fp8_tensors(fused=True))
+            made = MoEExperts.from_fp8(codes, num_experts=count, device=self.device)
+            self.frozen[name] = experts, made
 
     def choose(self, variant: str) -> None:
         experts, _, rest = variant.partition(": ")
         self.wants = () if rest == "default" else tuple(rest.split(" + "))
-        self.model.set_experts_implementation(experts)
+        self.model.set_experts_implementation(BF16 if self.frozen else experts)
+        for name, (plain, fp8) in self.frozen.items():
+            self.model.set_submodule(name, fp8 if experts == OURS else plain)
         self.model.set_attn_implementation(FULL if GRAPH in self.wants else "sdpa")
         for layer, compiled in zip(self.layers, self.calls, strict=True):
             layer._compiled_call_impl = compiled if LAYERS in self.wants else None
@@ -147,8 +169,8 @@ class Recipe(steps.Bench):
             ms = statistics.median(taken)
             self.done({
                 "op": "step", "model": self.case.model, "shape": self.shape, "variant": name,
-                "ms": ms, "host_us": None, "bytes": 0, "flops": int(sum(self.flops().values())),
-                "flops_of": self.flops(), "bytes_of": self.bytes(),
+                "ms": ms, "host_us": None, "bytes": 0, "flops": int(sum(self.work[0].values())),
+                "flops_of": self.work[0], "bytes_of": self.work[1],
                 "tokens_per_s": self.ids.numel() / ms * 1e3, "peers": {},
                 "repeat": {"min": min(taken), "max": max(taken)}, **more[name],
             })  # fmt: skip
@@ -189,18 +211,19 @@ class Recipe(steps.Bench):
         slots, experts = self.case.config["num_experts_per_tok"], self.case.config["num_experts"]
         met = {"experts": 0.0, "other GEMMs": 0.0}
         for name, p in self.model.named_parameters():
+            products = 6 if p.requires_grad else 4
             if p.ndim == 3:
-                met["experts"] += p.numel() * slots / experts
+                met["experts"] += products * p.numel() * slots / experts
             elif p.ndim == 2 and "embed" not in name:
-                met["other GEMMs"] += p.numel()
+                met["other GEMMs"] += products * p.numel()
         wide = config.num_attention_heads * self.case.config["head_dim"]
-        met["attention"] = config.num_hidden_layers * wide * self.ids.shape[1]
-        return {of: 6 * count * self.ids.numel() for of, count in met.items()}
+        met["attention"] = 6 * config.num_hidden_layers * wide * self.ids.shape[1]
+        return {of: count * self.ids.numel() for of, count in met.items()}
 
     def bytes(self) -> dict[str, float]:
         """What a step must read and write for the weights, and for a compiled loss."""
         per_weight = 14 if self.case.optimizer is steps.adamw else 6  # gradient, weight, states
-        weights = {p: p.numel() for p in self.model.parameters()}
+        weights = {p: p.numel() for p in self.model.parameters() if p.requires_grad}
         quantized = sum(n for p, n in weights.items() if p.ndim == 3)
         return {
             "weights to FP8": 4 * quantized,
@@ -267,7 +290,8 @@ def main() -> None:
     cases = [c for c in CASES if given.case is None or c.name in given.case]
     count = 2048 if given.losses else 8192
     if given.quick:
-        cases, count = [replace(QWEN, config=steps.QUICK[0].config)], 256
+        case = cases[0] if given.case else QWEN
+        cases, count = [replace(case, config=steps.QUICK[0].config)], 256
         Recipe.wide = 1
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(given.device)

@@ -47,6 +47,7 @@ class Case:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     losses: bool = False
     microbatches: bool = False
+    lora: bool = False  # on the attention, everything else frozen
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -26,13 +26,16 @@ LARGE = replace(
     model=QWEN.model + ", vocabulary 151,936",
     config=QWEN.config | {"vocab_size": 151936},
 )
-CASES = [QWEN, LARGE, V3]
+LORA = replace(QWEN, name="qwen3-30b-lora", model=QWEN.model + ", LoRA on the attention", lora=True)
+CASES = [QWEN, LARGE, V3, LORA]
 Pieces = tuple[str, ...]
 
 
 def variants_of(case: steps.Case) -> list[Pieces]:
     compiled, adamw = (LAYERS, LOSS), (LAYERS, LOSS, ADAMW)
-    if case is V3:
+    if case.lora:
+        found = [(), compiled]
+    elif case is V3:
         sgd, fp8 = (*compiled, BACKWARD), (*compiled, BACKWARD, HEAD, DENSE)
         found = [(), compiled, sgd, (*sgd, GRAPH), (*sgd, HEAD), fp8, (*fp8, GRAPH)]
     elif case is LARGE:
