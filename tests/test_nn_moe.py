@@ -242,6 +242,24 @@ def test_a_forward_leaves_nothing_behind() -> None:
     assert all(ref() is None or id(ref()) in held for ref in saved)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_replay_of_any_integers(dtype: torch.dtype) -> None:
+    """As rollout engines write them: small integers, and -1 for no expert."""
+    moe, x = moe_of(), torch.randn(12, 64)
+    ids = moe.router(x).topk_idx
+    assert torch.equal(moe(x, topk_idx=ids.to(dtype)), moe(x))
+    if dtype == torch.uint8:
+        return
+    some = ids.clone()
+    some[::3] = -1
+    some[1, 1] = -1
+    out, routing = moe(x, topk_idx=some.to(dtype), return_routing=True)
+    assert not out[::3].any()
+    assert torch.equal(out[2], moe(x)[2])
+    assert routing.topk_weights[1].tolist() == [1.0, 0.0]
+    assert int(routing.tokens_per_expert.sum()) == int((some >= 0).sum())
+
+
 def test_replay_and_padding_reach_the_router() -> None:
     moe = moe_of(recipe=None)
     x = torch.randn(2, 6, 64)

@@ -434,15 +434,15 @@ def test_a_router_refuses_other_padding(padding: Tensor) -> None:
     "idx", [torch.zeros(3, 4), torch.zeros(3, 3, dtype=torch.int64)], ids=["dtype", "shape"]
 )
 def test_a_router_refuses_other_experts(idx: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"topk_idx must be int64 \[3, 4\]; got"):
+    with pytest.raises(ValueError, match=r"topk_idx must be integers \[3, 4\]; got"):
         Router(16, 12, 4)(torch.zeros(3, 16), topk_idx=idx)
 
 
-@pytest.mark.parametrize("wrong", [-1, 12])
+@pytest.mark.parametrize("wrong", [-2, 12])
 def test_a_router_refuses_experts_that_do_not_exist(wrong: int) -> None:
     idx = torch.zeros(3, 4, dtype=torch.int64)
     idx[1, 2] = wrong
-    with pytest.raises(ValueError, match=rf"topk_idx must be in \[0, 12\); got {wrong}"):
+    with pytest.raises(ValueError, match=rf"topk_idx must be in \[-1, 12\); got {wrong}"):
         Router(16, 12, 4)(torch.zeros(3, 16), topk_idx=idx)
 
 

@@ -126,6 +126,34 @@ def test_replay(rule: RoutingRule) -> None:
 
 
 @EACH
+def test_minus_one_names_no_expert(rule: RoutingRule) -> None:
+    """Weights and gradients are those of the slots that name one; tokens that name none have 0."""
+    logits, bias = problem(rule)
+    idx = torch.rand(50, 12).topk(4).indices
+    idx[:, 2] = -1
+    idx[::7] = -1
+    named, slots = torch.arange(50) % 7 != 0, [0, 1, 3]
+    given: Given = rule.options()
+    got = ops.router_topk(logits, 4, given_idx=idx, selection_bias=bias, **given)
+    counts = torch.bincount(idx[named][:, slots].flatten(), minlength=12)
+    assert torch.equal(got.tokens_per_expert, counts)
+    leaf = logits.double().requires_grad_()
+    kept = None if bias is None else bias
+    _, _, weights = exact(rule, leaf, kept, 3, idx[:, slots].clamp(min=0))
+    want = torch.zeros(50, 4, dtype=torch.float64)
+    want[:, slots] = weights * named[:, None]
+    assert relative_error(got.topk_weights, want.detach()) < 1e-6
+    assert not got.topk_weights[idx < 0].any()
+    by = torch.randn(50, 4)
+    names = ("score", "softmax_after_topk", "normalize", "epsilon", "routed_scaling_factor")
+    d = ops.router_topk_backward(
+        by, None, got.scores, idx, got.topk_weights, **{name: given[name] for name in names}
+    )
+    (dwant,) = torch.autograd.grad((want * by).sum(), leaf)
+    assert relative_error(d, dwant) < 1e-5
+
+
+@EACH
 def test_of_equals_the_lower_wins(rule: RoutingRule) -> None:
     """Whole tokens of ties, and ties among few values, -0 and 0 among them."""
     rule = replace(fitted(rule, 24), selection_bias=False)
@@ -297,7 +325,7 @@ def test_the_gradient_refuses() -> None:
 @CPU_ONLY
 def test_ids_of_no_expert_are_refused() -> None:
     scores, idx, weights = torch.rand(3, 12), torch.zeros(3, 4, dtype=torch.int64), torch.rand(3, 4)
-    with pytest.raises(ValueError, match=r"topk_idx must be in \[0, 12\); got 12 at token 0"):
+    with pytest.raises(ValueError, match=r"topk_idx must be in \[-1, 12\); got 12 at token 0"):
         call(given_idx=torch.full((3, 4), 12))
-    with pytest.raises(ValueError, match=r"topk_idx must be in \[0, 12\); got -1"):
-        ops.router_topk_backward(weights, None, scores, idx - 1, weights)
+    with pytest.raises(ValueError, match=r"topk_idx must be in \[-1, 12\); got -2"):
+        ops.router_topk_backward(weights, None, scores, idx - 2, weights)

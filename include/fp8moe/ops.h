@@ -186,7 +186,8 @@ constexpr int64_t kMaxTopK = 32;
 //     `normalize` over (their sum + epsilon); times routed_scaling_factor
 // logits [T, E] f32; selection_bias [E] f32; padding [T] bool/u8: tokens that are not counted.
 // given_idx [T, k] i64: take these experts, of which a token may name one twice; topk_idx is then
-// not given. Ids outside [0, E): an error on the CPU; on CUDA weights NaN, and not counted.
+// not given. -1 names none: weight 0, no part in sums, not counted. Other ids outside [0, E): an
+// error on the CPU; on CUDA weights NaN, and not counted.
 // scores [T, E] f32; topk_idx [T, k] i64; topk_weights [T, k] f32; tokens_per_expert [B E] i64 of
 // each of B sequences of equal length, one after the other (B = 1: of all tokens).
 struct RouterTopk {

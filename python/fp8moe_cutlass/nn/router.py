@@ -29,6 +29,8 @@ from fp8moe_cutlass.nn.published import routing_of
 from fp8moe_cutlass.nn.rule import RoutingRule
 from fp8moe_cutlass.ops._torch import refuse_transforms
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Router(nn.Module):
     """Scores of a linear gate in float32, then the top k experts of each token by `rule`.
@@ -156,15 +158,17 @@ class Router(nn.Module):
     ) -> Routing:
         """x [T, H] -> Routing.
 
-        topk_idx [T, top_k] int64, each in [0, num_experts): the experts to take instead of the best
+        topk_idx [T, top_k], integers in [0, num_experts): the experts to take instead of the best
         (replay). Weights, scores and losses are those of x all the same. A token may name an expert
-        twice. Other ids raise on the CPU; on a GPU their weights are NaN.
+        twice. -1 names none: its weight is 0, and the others' are as if it were not there. Other
+        ids raise on the CPU; on a GPU their weights are NaN.
         padding [T] bool: tokens that no loss and no load counts; they are routed all the same. One
         that is not finite is routed as zeros, and reaches no gradient here.
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
         self._check(x, topk_idx, padding)
         check_size("Router", "sequences", sequences)
+        topk_idx = None if topk_idx is None else topk_idx.long()
         logits = self._logits(x if padding is None else _finite(x, padding))
         arrays = (logits, self.selection_bias, padding, topk_idx)
         chosen = router_topk(arrays, self.top_k, 1, self._rule.options())
@@ -255,16 +259,16 @@ class Router(nn.Module):
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
         tokens = x.shape[0]
-        for name, given, dtype, shape in (
-            ("topk_idx", topk_idx, torch.int64, (tokens, self.top_k)),
-            ("padding", padding, torch.bool, (tokens,)),
+        for name, given, kind, dtypes, shape in (
+            ("topk_idx", topk_idx, "integers", _INTEGERS, (tokens, self.top_k)),
+            ("padding", padding, "bool", (torch.bool,), (tokens,)),
         ):
             if given is None:
                 continue
             check_tensor("Router", name, given, distributed=parallel)
-            if given.dtype != dtype or given.shape != shape:
+            if given.dtype not in dtypes or given.shape != shape:
                 raise ValueError(
-                    f"[Router] {name} must be {str(dtype)[6:]} {list(shape)}; "
+                    f"[Router] {name} must be {kind} {list(shape)}; "
                     f"got {given.dtype} {tuple(given.shape)}"
                 )
         for name, given in (("x", x), ("topk_idx", topk_idx), ("padding", padding)):

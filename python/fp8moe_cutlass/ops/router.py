@@ -49,8 +49,9 @@ def router_topk(
     selection_bias [E] float32 is added to what is compared. padding [T] (bool or uint8): tokens
     that tokens_per_expert leaves out. sequences: it counts in each of so many sequences of equal
     length, one after the other.
-    given_idx [T, top_k] int64: take these experts; a token may name one twice. An id outside [0, E)
-    is a ValueError on the CPU; on CUDA its weight is NaN, and it is not counted.
+    given_idx [T, top_k] int64: take these experts; a token may name one twice. -1 names none: its
+    weight is 0, and it has no part in sums and counts. Another id outside [0, E) is a ValueError on
+    the CPU; on CUDA its weight is NaN, and it is not counted.
     """
     if not isinstance(score, str) or score not in _SCORES:
         refuse("router_topk", "score", f"one of {tuple(_SCORES)}", score)

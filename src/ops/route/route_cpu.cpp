@@ -265,14 +265,18 @@ void route_token(const RouterTopk& p, int64_t t) {
   if (!given)
     choose(p, experts, p.select_by_logits ? logits : scores, top_k,
            p.topk_idx.as<int64_t>() + t * top_k);
+  float chosen[kMaxTopK] = {};  // of the slots that name an expert
+  int64_t n = 0;
   float sum = 0.0f;
   for (int64_t s = 0; s < top_k; ++s)
-    sum += weights[s] = (p.softmax_after_topk ? logits : scores)[idx[s]];
+    if (idx[s] >= 0) sum += chosen[n++] = (p.softmax_after_topk ? logits : scores)[idx[s]];
   if (p.softmax_after_topk)
-    softmax(weights, top_k, weights);
+    softmax(chosen, n, chosen);
   else if (p.normalize)
-    for (int64_t s = 0; s < top_k; ++s) weights[s] /= sum + p.epsilon;
-  for (int64_t s = 0; s < top_k; ++s) weights[s] *= p.routed_scaling_factor;
+    for (int64_t i = 0; i < n; ++i) chosen[i] /= sum + p.epsilon;
+  n = 0;
+  for (int64_t s = 0; s < top_k; ++s)
+    weights[s] = idx[s] < 0 ? 0.0f : chosen[n++] * p.routed_scaling_factor;
 }
 
 void token_gradient(const RouterTopkBackward& p, int64_t t) {
@@ -291,6 +295,7 @@ void token_gradient(const RouterTopkBackward& p, int64_t t) {
   const float* dweights = weighted ? p.dweights.as<const float>() + t * top_k : d;
   float sum = 0.0f, dot = 0.0f;
   for (int64_t s = 0; s < top_k; ++s) {
+    if (idx[s] < 0) continue;
     sum += scores[idx[s]];
     dot += dweights[s] *
            (p.softmax_after_topk ? weights[s] / p.routed_scaling_factor : scores[idx[s]]);
@@ -304,7 +309,8 @@ void token_gradient(const RouterTopkBackward& p, int64_t t) {
       d[s] = p.routed_scaling_factor * dweights[s];
   }
   const auto add_chosen = [&] {
-    for (int64_t s = 0; s < top_k; ++s) dlogits[idx[s]] += d[s];
+    for (int64_t s = 0; s < top_k; ++s)
+      if (idx[s] >= 0) dlogits[idx[s]] += d[s];
   };
   if (!p.softmax_after_topk) add_chosen();
   double all = 0.0;
@@ -320,8 +326,9 @@ void token_gradient(const RouterTopkBackward& p, int64_t t) {
 void check_ids(const char* op, const char* name, const Tensor& idx, int64_t experts) {
   const int64_t* ids = idx.as<const int64_t>();
   for (int64_t i = 0; i < idx.numel(); ++i)
-    FP8MOE_CHECK(ids[i] >= 0 && ids[i] < experts, "[", op, "] ", name, " must be in [0, ", experts,
-                 "); got ", ids[i], " at token ", i / idx.shape[1], ", slot ", i % idx.shape[1]);
+    FP8MOE_CHECK(ids[i] >= -1 && ids[i] < experts, "[", op, "] ", name, " must be in [-1, ",
+                 experts, "); got ", ids[i], " at token ", i / idx.shape[1], ", slot ",
+                 i % idx.shape[1]);
 }
 
 }  // namespace
@@ -342,7 +349,7 @@ void run(const RouterTopk& p, Stream) {
   const int64_t* idx = (p.given_idx.defined() ? p.given_idx : p.topk_idx).as<const int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t s = 0; s < top_k && !(padding != nullptr && padding[t]); ++s)
-      ++count[t / length * experts + idx[t * top_k + s]];
+      if (idx[t * top_k + s] >= 0) ++count[t / length * experts + idx[t * top_k + s]];
 }
 
 template <>

@@ -221,17 +221,18 @@ __device__ __forceinline__ void route_token(const Params& p, int64_t t, int* cou
     chosen = p.given_idx[slot];
   }
   const bool known = 0 <= chosen && chosen < p.experts;
+  const bool counted = here && chosen != -1;  // a slot that names an expert, known or not
   float w = of_expert(v, known ? static_cast<unsigned>(chosen) : 0);
   if (p.softmax_after_topk) w = known ? logits[chosen] : 0.0f;
   if (!known) w = NAN;
   if (p.softmax_after_topk) {
-    const float top = lanes_max(here ? w : -INFINITY);
-    w = here ? expf(w - top) : 0.0f;
+    const float top = lanes_max(counted ? w : -INFINITY);
+    w = counted ? expf(w - top) : 0.0f;
     w = w / lanes_tree_sum(w);
   } else if (p.normalize) {
-    w = w / (lanes_tree_sum(here ? w : 0.0f) + p.epsilon);
+    w = w / (lanes_tree_sum(counted ? w : 0.0f) + p.epsilon);
   }
-  if (here) p.weights[slot] = w * p.factor;
+  if (here) p.weights[slot] = counted ? w * p.factor : 0.0f;
   if (here && known && (p.padding == nullptr || p.padding[t] == 0)) atomicAdd(count + chosen, 1);
 }
 
