@@ -35,6 +35,7 @@ from fp8moe_cutlass.integrations.transformers_group import (
     from_pretrained,
     save_pretrained,
 )
+from fp8moe_cutlass.integrations.transformers_peft import get_peft_model
 from fp8moe_cutlass.integrations.transformers_reuse import ReuseCallback
 from fp8moe_cutlass.integrations.transformers_swap import swap
 from fp8moe_cutlass.nn._validate import check_options
@@ -48,6 +49,7 @@ __all__ = [
     "ReuseCallback",
     "check",
     "from_pretrained",
+    "get_peft_model",
     "register",
     "save_pretrained",
     "swap",

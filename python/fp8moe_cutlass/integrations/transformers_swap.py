@@ -25,6 +25,7 @@ from fp8moe_cutlass.integrations.transformers_fp8 import (
 )
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from fp8moe_cutlass.nn.fp8_checkpoint import NAMES, WEIGHTS
+from fp8moe_cutlass.nn.lora import remove
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]  # a module's attributes for them
@@ -126,6 +127,14 @@ class SwappedExperts(MoEExperts):
                 f"{self._implementation!r} after swap"
             )
         return super().forward(*args, **kwargs)
+
+    def unload_and_optionally_merge_module(self, merge: bool, **_: Any) -> SwappedExperts:
+        """What PEFT's merge_and_unload and unload leave of this module."""
+        if merge and self.lora_rank:
+            self.merge_lora()
+        elif self.lora_rank:
+            remove(self)
+        return self
 
 
 def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options: Any) -> str | None:

@@ -211,7 +211,10 @@ class ExpertBlock(Owner):
         for name, w in (("gate_up_proj", gate_up), ("down_proj", down)):
             got = None
             if not isinstance(w, nn.Parameter):
-                got = "a computed one (parametrize, PEFT's target_parameters, functional_call)"
+                got = (
+                    "a computed one (parametrize, functional_call, PEFT's target_parameters: see "
+                    "integrations.transformers.get_peft_model)"
+                )
             elif w.requires_grad and torch.is_grad_enabled():
                 got = "one that requires a gradient, which codes cannot have: requires_grad_(False)"
             if got is not None:

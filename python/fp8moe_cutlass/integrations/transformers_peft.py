@@ -1,0 +1,145 @@
+"""get_peft_model: PEFT's LoRA on a model whose experts are nn.MoEExperts.
+
+PEFT's own target_parameters would compute W + B A, which FP8 codes cannot be and other experts have
+in a copy of all weights. integrations.transformers exports it. docs/how-to/fp8-checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
+from fp8moe_cutlass.nn.lora import Factor
+
+ADAPTER = "default"
+
+
+def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
+    """peft.get_peft_model, but that the experts which config.target_parameters names get
+    MoEExperts.add_lora: terms inside the FP8 GEMMs, over frozen weights, FP8 codes or values.
+
+    model: with nn.MoEExperts, such as `swap` makes. config: a peft.LoraConfig whose
+    target_parameters names both gate_up_proj and down_proj of experts, as PEFT has them; all else
+    of it is PEFT's. options: peft.get_peft_model's, but for adapter_name. Saving, loading,
+    disable_adapter and merge_and_unload of the PeftModel take the experts along.
+    ValueError for what the experts' LoRA has not: dropout, DoRA, biases, another initialization.
+    """
+    import peft
+    from peft.tuners.tuners_utils import DUMMY_TARGET_MODULES
+
+    _check(peft, config, options)
+    found = {name: m for name, m in model.named_modules() if isinstance(m, MoEExperts)}
+    wanted, others = _chosen(found, config.target_parameters or [])
+    ranks = {name: _rank(config, name) for name in wanted}
+    own = copy.copy(config)
+    own.target_parameters = others or None
+    if not own.target_modules and not others:
+        own.target_modules = DUMMY_TARGET_MODULES
+    made = peft.get_peft_model(model, own, **options)
+    own = made.peft_config[ADAPTER]
+    own.target_parameters, own.target_modules = config.target_parameters, config.target_modules
+    wide = options.get("autocast_adapter_dtype", True)
+    for name in wanted:
+        layer = found[name]
+        rank, scaling = ranks[name]
+        layer.add_lora(rank, alpha=rank * scaling, dtype=torch.float32 if wide else torch.bfloat16)
+        for owner in (layer.base_layer, layer):
+            for key in ("lora_A", "lora_B"):
+                setattr(owner, key, _adapter_type()(layer, getattr(owner, key)[ADAPTER]))
+    return made
+
+
+def _check(peft: Any, config: Any, options: dict[str, Any]) -> None:
+    if not isinstance(config, peft.LoraConfig):
+        raise ValueError(
+            f"[get_peft_model] config must be a peft.LoraConfig; got {type(config).__name__}"
+        )
+    rules = {
+        "lora_dropout": (config.lora_dropout, 0.0),
+        "use_dora": (config.use_dora, False),
+        "bias": (config.bias, "none"),
+        "init_lora_weights": (config.init_lora_weights, True),
+        "adapter_name": (options.get("adapter_name", ADAPTER), ADAPTER),
+    }
+    for name, (got, want) in rules.items():
+        if got != want:
+            raise ValueError(
+                f"[get_peft_model] {name} must be {want!r} for LoRA on experts; got {got!r}"
+            )
+
+
+def _chosen(
+    found: dict[str, MoEExperts], target_parameters: list[str]
+) -> tuple[list[str], list[str]]:
+    """The experts that target_parameters names, and the names that are of none."""
+    keys = {f"{name}.{w}": name for name in found for w in WEIGHTS}
+    named = {t: [k for k in keys if k == t or k.endswith(f".{t}")] for t in target_parameters}
+    hit = {k for of in named.values() for k in of}
+    wanted = [name for name in found if f"{name}.{WEIGHTS[0]}" in hit]
+    one = {keys[k] for k in hit} - {n for n in wanted if f"{n}.{WEIGHTS[1]}" in hit}
+    if not hit or one:
+        got = f"one of them, of {min(one)}" if one else f"{target_parameters}"
+        raise ValueError(
+            "[get_peft_model] target_parameters must name both gate_up_proj and down_proj of "
+            f"nn.MoEExperts, such as 'mlp.experts.down_proj' (swap the model first); got {got}"
+        )
+    return wanted, [t for t, of in named.items() if not of]
+
+
+def _rank(config: Any, name: str) -> tuple[int, float]:
+    """The rank of PEFT's patterns for both weights of an experts module, and alpha over it."""
+    from peft.utils.other import get_pattern_key
+
+    found = set()
+    for w in WEIGHTS:
+        key = f"{name}.{w}"
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, key), config.r)
+        alpha = config.alpha_pattern.get(
+            get_pattern_key(config.alpha_pattern, key), config.lora_alpha
+        )
+        found.add((rank, alpha / (rank**0.5 if config.use_rslora else rank)))
+    if len(found) > 1:
+        raise ValueError(
+            "[get_peft_model] rank_pattern and alpha_pattern must say the same of gate_up_proj and "
+            f"down_proj; got {sorted(found)} of {name}"
+        )
+    return found.pop()
+
+
+_types: list[Any] = []  # made when PEFT is there
+
+
+def _adapter_type() -> Any:
+    """What PEFT finds among a model's modules: one factor, by the name of its adapter."""
+    if _types:
+        return _types[0]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    class Adapter(nn.ModuleDict, BaseTunerLayer):  # type: ignore[misc]
+        def __init__(self, layer: MoEExperts, factor: Factor) -> None:
+            super().__init__({ADAPTER: factor})
+            self._of = [layer]  # in a list: no child of this module
+
+        def enable_adapters(self, enabled: bool) -> None:
+            self._of[0].lora_enabled = enabled
+            self[ADAPTER].requires_grad_(enabled)
+
+        def set_adapter(self, adapter_names: Any, inference_mode: bool = False) -> None:
+            names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+            self._of[0].lora_enabled = ADAPTER in names
+            self[ADAPTER].requires_grad_(ADAPTER in names and not inference_mode)
+            self._active_adapter = names
+
+        def delete_adapter(self, adapter_name: str) -> None:
+            if adapter_name == ADAPTER:
+                raise RuntimeError(
+                    "[get_peft_model] the experts' adapter cannot be deleted; load the model again"
+                )
+
+    _types.append(Adapter)
+    return Adapter
