@@ -2,7 +2,7 @@
 
     python examples/transformers_finetune.py --data *.txt --model PATH --out runs/finetune
     python examples/transformers_finetune.py --data *.md --out runs/tiny      # from scratch, small
-    python examples/transformers_finetune.py --data *.txt --model Qwen/Qwen3-30B-A3B-FP8 --fp8 ...
+    python examples/transformers_finetune.py --data a.txt --model Qwen/Qwen3-30B-A3B-FP8 --fp8 --lora
     python examples/transformers_finetune.py --fast --data *.txt ...          # compiled
     torchrun --nproc-per-node 8 examples/transformers_finetune.py --share-experts --data *.txt ...
 
@@ -10,7 +10,8 @@ On several GPUs --share-experts leaves each expert on one of them, and shards th
 Without the flag every rank has the whole model (DistributedDataParallel, as on CPUs).
 
 --fp8 takes an FP8 checkpoint. The experts' codes stay as they lie, frozen, and LoRA adapts the
-attention. The run in bf16 beside it dequantizes the same codes. It needs peft and one GPU.
+attention; with --lora all experts, too. The run in bf16 beside it dequantizes the same codes. It
+needs peft and one GPU.
 
 Writes a checkpoint every --save-every steps to OUT/fp8moe/checkpoint-N, the losses of both runs to
 OUT/loss.json, and a plot to OUT/loss.png. `--resume` goes on from each run's last checkpoint.
@@ -75,9 +76,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--share-experts", action="store_true", help="among torchrun's processes")
     parser.add_argument("--fp8", action="store_true", help="--model is an FP8 checkpoint")
+    parser.add_argument("--lora", action="store_true", help="with --fp8: on experts, too")
     parser.add_argument("--fast", action="store_true", help="compile layers, loss and optimizer")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     given = parser.parse_args(arguments)
+    if given.lora and not given.fp8:
+        parser.error("--lora goes with --fp8")
     if given.fast and given.share_experts:
         parser.error("--fast has not been tried with --share-experts")
     return given
@@ -134,7 +138,11 @@ def adapted(given: argparse.Namespace, implementation: str) -> Any:
         model._hf_peft_config_loaded = True  # or Trainer refuses a quantized model
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules=r".*self_attn\.\w*proj\w*")
-    return peft.get_peft_model(model, lora)
+    if not given.lora:
+        return peft.get_peft_model(model, lora)
+    lora.target_parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    wrap = peft.get_peft_model if implementation == BF16 else fp8moe.get_peft_model
+    return wrap(model, lora)
 
 
 def shared(given: argparse.Namespace, implementation: str) -> bool:

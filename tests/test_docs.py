@@ -57,7 +57,8 @@ def prose():
 
 
 # They run transformers' models, or several ranks' code.
-SLOW = {"README.md", "docs/how-to/hugging-face.md", "docs/how-to/several-gpus.md"}
+LORA = "docs/how-to/lora.md"
+SLOW = {"README.md", "docs/how-to/hugging-face.md", "docs/how-to/several-gpus.md", LORA}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,33 @@ def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
         from transformers_models import model_of
 
         model_of("Qwen3Moe").save_pretrained(tmp_path / "Qwen/Qwen3-30B-A3B")  # a tiny one instead
-    run_python(page, tmp_path)
+    run_python(page, tmp_path, *(lora_checkpoint(tmp_path) if page == LORA else ()))
+
+
+def lora_checkpoint(tmp_path: Path) -> list[str]:
+    """A tiny FP8 checkpoint by transformers' quantizer, and what lets a CPU load it as it is."""
+    pytest.importorskip("peft")
+    import transformers
+    from transformers.quantizers import quantizer_finegrained_fp8 as quantizer
+
+    from transformers_models import model_of
+
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    model_of("Qwen3Moe", **sizes).bfloat16().save_pretrained(tmp_path / "bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            quantizer.FineGrainedFP8HfQuantizer, "validate_environment", lambda *a, **k: None
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "bf16",
+            dtype="bfloat16",
+            quantization_config=transformers.FineGrainedFP8Config(),
+        )
+    model.save_pretrained(tmp_path / "Qwen/Qwen3-30B-A3B-FP8")
+    return [
+        "from transformers.quantizers import quantizer_finegrained_fp8 as _q",
+        "_q.FineGrainedFP8HfQuantizer.validate_environment = lambda *a, **k: None",
+    ]
 
 
 def run_python(page: str, tmp_path: Path, *before: str) -> None:

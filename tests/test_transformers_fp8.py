@@ -175,12 +175,12 @@ def test_trainer_with_adapters(path: Path, tmp_path: Path) -> None:
         assert torch.equal(t.view(torch.uint8), codes[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("more", ["", "--fast", "--lora", "--fast --lora"])
 def test_the_example(
-    path: Path, tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses of LoRA beside those over the same codes dequantized; and the run goes on. The same
-    with --fast, without inductor's C++."""
+    with --fast, without inductor's C++, and with --lora on the experts."""
     pytest.importorskip("peft")
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -190,8 +190,7 @@ def test_the_example(
     spec.loader.exec_module(example)
     given = example.parse(
         f"--data - --model {path} --fp8 --cpu --out {tmp_path} --steps 4 --batch 1 --accumulate 2 "
-        "--save-every 2".split()
-        + ["--fast"] * fast
+        f"--save-every 2 {more}".split()
     )
     data = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
     losses = {name: dict(example.train(given, name, data)) for name in ("fp8moe", "grouped_mm")}

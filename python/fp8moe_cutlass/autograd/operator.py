@@ -20,7 +20,7 @@ from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Lora, Need, Options
 from fp8moe_cutlass.autograd.low_rank import LORA_TENSORS, LoraSaved
 from fp8moe_cutlass.autograd.torch_op import Owner, owners
-from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads
+from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads, averaged
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._torch import compiling
 from fp8moe_cutlass.recipe import Fp8Recipe
@@ -304,6 +304,7 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     dx, dprobs, weights = block.backward(
         dout, read, route, options, move, into, counters, asked, scaling
     )
+    weights[2:] = averaged(weights[2:], None if owner is None else owner._lora_average)
     return [dout.new_empty(_ABSENT) if t is None else t for t in (dx, dprobs, *weights)]
 
 

@@ -19,7 +19,13 @@ from fp8moe_cutlass.autograd import block
 from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Counters, Lora, Need, Options
-from fp8moe_cutlass.autograd.weight_grad import Average, Pending, WeightGrads, weight_grads
+from fp8moe_cutlass.autograd.weight_grad import (
+    Average,
+    Pending,
+    WeightGrads,
+    averaged,
+    weight_grads,
+)
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched
 from fp8moe_cutlass.routing import RoutingPlan
@@ -101,12 +107,13 @@ def run(
         rest = (options, move, weights, None, None, lora)
         return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
     of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
-    pending = average = None
+    pending = average = of_low_rank = None
     if owner is not None:
         of, pending, average = _own(owner, gate_up, down), owner._delayed, owner._average
-        counters = owner._counters
+        counters, of_low_rank = owner._counters, owner._lora_average
     scaling = 0.0 if lora is None else lora.scaling
-    how = How(options, move, weight_grads(of, shapes, pending, average), counters, need, scaling)
+    grads = weight_grads(of, shapes, pending, average)
+    how = How(options, move, grads, counters, need, scaling, of_low_rank)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up, down, topk_idx, weights, how, *factors
     )
@@ -122,6 +129,7 @@ class How(NamedTuple):
     counters: Counters | None
     need: Need
     scaling: float  # of low-rank terms; 0: there are none
+    low_rank: Average | None  # of their gradients
 
 
 class _Experts(torch.autograd.Function):
@@ -137,7 +145,7 @@ class _Experts(torch.autograd.Function):
         how: How,
         *factors: Tensor,
     ) -> Tensor:
-        options, move, _, counters, need, scaling = how
+        options, move, _, counters, need, scaling, _ = how
         lora = Lora(factors, scaling) if factors else None
         out, saved, ctx.route = block.forward(
             x, topk_idx, probs, gate_up, down, options, move, weights, need, counters, lora
@@ -151,7 +159,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("[experts] has no second derivative; got create_graph=True")
-        options, move, grads, counters, need, scaling = ctx.how
+        options, move, grads, counters, need, scaling, low_rank = ctx.how
         edges = ctx.next_functions
         gate_up, asked_gate_up = runs(edges[ctx.at][0])
         down, asked_down = runs(edges[ctx.at + 1][0])
@@ -168,7 +176,7 @@ class _Experts(torch.autograd.Function):
             Need(x, probs, gate_up, down, need.lora),
             scaling,
         )
-        return dx, dprobs, *dweights[:2], None, None, None, *dweights[2:]
+        return dx, dprobs, *dweights[:2], None, None, None, *averaged(dweights[2:], low_rank)
 
 
 # ---- as an operator -----------------------------------------------------------------------------
@@ -184,6 +192,7 @@ class Owner:
     _counters: Counters | None = None
     _delayed: list[Pending] | None = None  # a list with delay_wgrad
     _average: Average | None = None  # of shard_experts: the two are DTensors over a group's ranks
+    _lora_average: Average | None = None  # of the gradients of low-rank terms
     key = -1
 
 

@@ -159,6 +159,16 @@ class WeightGrads:
         return returned
 
 
+def averaged(grads: list[Tensor | None], average: Average | None) -> list[Tensor | None]:
+    """Gradients that have summed over the tokens of several ranks, as their averages; in place."""
+    for grad in grads:
+        if average is not None and grad is not None:
+            grad.mul_(average.scale)
+            if average.replicas is not None:
+                average.sum_(grad)
+    return grads
+
+
 def weight_grads(
     weights: Sequence[Any],
     shapes: Sequence[torch.Size],

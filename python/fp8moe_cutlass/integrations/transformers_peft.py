@@ -30,7 +30,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     ValueError for what the experts' LoRA has not: dropout, DoRA, biases, another initialization.
     """
     import peft
-    from peft.tuners.tuners_utils import DUMMY_TARGET_MODULES
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
     _check(peft, config, options)
     found = {name: m for name, m in model.named_modules() if isinstance(m, MoEExperts)}
@@ -51,6 +51,12 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
         for owner in (layer.base_layer, layer):
             for key in ("lora_A", "lora_B"):
                 setattr(owner, key, _adapter_type()(layer, getattr(owner, key)[ADAPTER]))
+    # DistributedDataParallel would average what ranks hold of different experts:
+    shares = [found[name] for name in wanted if found[name].group is not None]
+    if shares:
+        of_ranks = {p for layer in shares for p in layer.parameters()}
+        names = [name for name, p in made.named_parameters() if p in of_ranks]
+        made._ddp_params_and_buffers_to_ignore = names
     return made
 
 
@@ -120,7 +126,7 @@ def _adapter_type() -> Any:
         return _types[0]
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    class Adapter(nn.ModuleDict, BaseTunerLayer):  # type: ignore[misc]
+    class Adapter(nn.ModuleDict, BaseTunerLayer):
         def __init__(self, layer: MoEExperts, factor: Factor) -> None:
             super().__init__({ADAPTER: factor})
             self._of = [layer]  # in a list: no child of this module

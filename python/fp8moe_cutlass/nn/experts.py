@@ -319,8 +319,13 @@ _layers: WeakSet[MoEExperts] = WeakSet()  # of this process
 
 def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
     """The group of each plain parameter of which every rank of a group holds a share."""
-    layers = [m for m in _layers if m._average is None]  # else they are DTensors
-    return {p: m.group for m in layers if m.group is not None for p in m.parameters()}
+    return {
+        p: m.group
+        for m in _layers
+        if m.group is not None
+        for p in m.parameters()
+        if not is_sharded(p)
+    }
 
 
 def _move(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd.body import Lora
 from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
-from fp8moe_cutlass.distributed.shards import is_sharded
+from fp8moe_cutlass.distributed.shards import held, is_sharded
 from fp8moe_cutlass.nn._validate import check_dtype, check_number, check_size
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import TILE
@@ -89,10 +89,10 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
         raise ValueError("[add_lora] the layer must have an FP8 recipe; got None")
     if layer.lora_rank:
         raise RuntimeError(f"[add_lora] the layer must have no LoRA; got one of {layer.lora_rank}")
-    if layer._average is not None or is_sharded(layer.gate_up_proj):
+    if layer._average is None and is_sharded(layer.gate_up_proj):
         raise RuntimeError(
-            "[add_lora] the layer must have plain parameters: add LoRA before fully_shard, and "
-            "share experts by group=; got DTensors"
+            "[add_lora] the layer must have plain parameters: add LoRA before fully_shard; got "
+            "DTensors"
         )
     e, h, i = len(layer.local_experts), layer.hidden_size, layer.intermediate_size
     shapes = (e, rank, h), (e, 2 * i, rank), (e, rank, i), (e, h, rank)
@@ -144,7 +144,7 @@ def factors_of(layer: Any) -> Lora | None:
 def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
     """W + scaling B A of a local expert: of gate_up_proj (of=0) or down_proj (1), [N, K] f32."""
     a, b = (t.detach()[expert].float() for t in factors(layer)[2 * of : 2 * of + 2])
-    w = (layer.gate_up_proj, layer.down_proj)[of].detach()[expert]
+    w = held((layer.gate_up_proj, layer.down_proj)[of]).detach()[expert]
     value = w.float()
     if is_codes(w):
         scales = (layer.gate_up_proj_scale_inv, layer.down_proj_scale_inv)[of].detach()[expert]
@@ -161,6 +161,8 @@ def merge(layer: MoEExperts) -> None:
     if not layer.lora_rank:
         raise RuntimeError("[merge_lora] the layer must have a LoRA: add_lora; got none")
     weights: Any = (layer.gate_up_proj, layer.down_proj)
+    if layer._average is not None:
+        weights = held(weights[0]), held(weights[1])
     if is_sharded(weights[0]) or is_sharded(factors(layer)[0]):
         raise RuntimeError("[merge_lora] the layer must hold its experts whole; got DTensors")
     scales: Any = (None, None)

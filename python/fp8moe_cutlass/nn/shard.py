@@ -52,7 +52,8 @@ def shard_experts(
     group apart from plain tensors.
 
     FP8 weights, which are frozen, become plain parameters: this rank's part [E / W, ...], which the
-    layer's state dict then holds.
+    layer's state dict then holds. So are the parameters of add_lora, which must come after; their
+    gradients are averages, and DistributedDataParallel must be told to ignore them.
     """
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     layers = [(name, m) for name, m in modules if isinstance(m, MoEExperts)]
@@ -115,7 +116,7 @@ def _refuse(name: str, layer: MoEExperts) -> None:
     if layer._average is not None:
         got = "one that is shared already"
     elif layer.lora_rank:
-        got = "one with LoRA: add it after, to FP8 weights, or make the layer with group="
+        got = "one with LoRA: add it after"
     elif layer.delay_wgrad:
         got = "delay_wgrad=True"
     elif layer._reused is not None:
@@ -150,6 +151,8 @@ def _shard(
 
     mine, whole = exchange.local_experts, layer.group is None
     layer._move = GroupMove(exchange)
+    average = Average(1 / mesh.size(), mesh.get_group(0) if mesh.ndim == 2 else None)
+    layer._lora_average = average
     if is_codes(layer.gate_up_proj):
         for w in layer.parameters(recurse=False):
             if w not in made:
@@ -157,7 +160,7 @@ def _shard(
                 made[w] = nn.Parameter(part, requires_grad=False)
         return
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
-    layer._average = Average(1 / mesh.size(), mesh.get_group(0) if mesh.ndim == 2 else None)
+    layer._average = average
     for w in (layer.gate_up_proj, layer.down_proj):
         if w in made:
             continue
