@@ -2,7 +2,7 @@
 
     python examples/transformers_finetune.py --data *.txt --model PATH --out runs/finetune
     python examples/transformers_finetune.py --data *.md --out runs/tiny      # from scratch, small
-    python examples/transformers_finetune.py --data a.txt --model Qwen/Qwen3-30B-A3B-FP8 --fp8 --lora
+    python examples/transformers_finetune.py --data *.txt --model Qwen/Qwen3-30B-A3B-FP8 --fp8
     python examples/transformers_finetune.py --fast --data *.txt ...          # compiled
     torchrun --nproc-per-node 8 examples/transformers_finetune.py --share-experts --data *.txt ...
 

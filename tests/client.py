@@ -230,6 +230,7 @@ def transformers(model: Any, path: Path, group: dist.ProcessGroup) -> None:
     names: list[str] = hf.swap(model, group=group)
     loaded = hf.from_pretrained(type(model), path, group=group)
     hf.save_pretrained(loaded, path)
+    hf.get_peft_model(loaded, path)
     with hf.ReuseCallback(check=True) as callback:
         trainer = hf.GroupTrainer(model=model, callbacks=[callback])
     assert isinstance(trainer, hf.GroupMixin)
