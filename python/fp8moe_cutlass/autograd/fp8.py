@@ -27,7 +27,7 @@ from fp8moe_cutlass.autograd.body import (
     Options,
     by_slot,
 )
-from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, LoraSaved, Terms, saved_of
+from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, NONE, LoraSaved, Terms, saved_of
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import (
     Fp8Weights,
@@ -205,8 +205,8 @@ def forward(
     recipe, multiplied = options.recipe, weights.multiplied
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
     rows, row_probs = (x, probs) if grouped else ops.permute_pad(x, plan, probs=probs)
-    terms = Terms(lora, recipe)
-    u1, pair = terms.forward(GATE_UP, x, plan)
+    terms = None if lora is None else Terms(lora, recipe)
+    u1, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made: Any = ops.act_quantize(
@@ -218,7 +218,7 @@ def forward(
         eps=recipe.eps,
     )
     h, z = made if isinstance(made, tuple) else (made, z)
-    u2, pair = terms.forward(DOWN, h, plan)
+    u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
     out = y if grouped else ops.unpermute_unpad(y, plan, out=into)
     if need is None:
@@ -258,17 +258,16 @@ def backward(
     gate_up: Any
     down: Any
     plan, x, row_probs, z, gate_up, down, gate_up_t, down_t, low = saved
-    lora = None if low is None else Lora(low.factors, scaling)
-    terms = Terms(lora, recipe)
+    terms = None if low is None else Terms(Lora(low.factors, scaling), recipe)
     h = None if low is None else low.h
     grouped = dout.scale_layout == "gemm"
     dy = dout if grouped else ops.permute_pad(dout, plan)[0]
-    du2, pair = terms.backward(DOWN, dout, plan)
+    du2, pair = NONE if terms is None else terms.backward(DOWN, dout, plan)
     dh = ops.grouped_gemm(dy, transpose(down, recipe) if down_t is None else down_t, plan, **pair)
     if z is None:
         if isinstance(gate_up, Tensor):
             gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x)
-        _, pair = terms.forward(GATE_UP, x, plan)
+        _, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
@@ -291,7 +290,9 @@ def backward(
     )
     dz, dz_columns, h_columns, row_dprobs = made
     del dy, dh, z, made
-    du1, pair = terms.backward(GATE_UP, dz, plan) if need.x or need.lora else (None, {})
+    du1, pair = NONE
+    if terms is not None and (need.x or need.lora):
+        du1, pair = terms.backward(GATE_UP, dz, plan)
     if counters is not None:
         count(counters, "dout", dout, plan)
         count(counters, "dz", dz, plan)
@@ -317,7 +318,7 @@ def backward(
             terms.wgrad(DOWN, du2, h, plan),
             terms.wgrad(DOWN + 1, low.u2, dout, plan),
         ]
-        if low is not None and need.lora
+        if terms is not None and low is not None and need.lora
         else [],
     )
 

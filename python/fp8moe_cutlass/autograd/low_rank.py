@@ -44,10 +44,13 @@ def saved_of(
     return LoraSaved(lora.factors, *((h, u1, u2) if need.lora else (None, None, None)))
 
 
-class Terms(NamedTuple):
-    """The low-rank terms of a pass; none where lora is None."""
+NONE: tuple[Any, dict[str, Any]] = (None, {})  # what Terms give where there are none
 
-    lora: Lora | None
+
+class Terms(NamedTuple):
+    """The low-rank terms of a pass."""
+
+    lora: Lora
     recipe: Fp8Recipe
 
     def forward(self, of: int, rows: Any, plan: RoutingPlan) -> tuple[Any, dict[str, Any]]:
@@ -62,8 +65,6 @@ class Terms(NamedTuple):
     def _pair(
         self, rows: Fp8Tensor, plan: RoutingPlan, of: int, rank_first: bool
     ) -> tuple[Any, dict[str, Any]]:
-        if self.lora is None:
-            return None, {}
         a, b = (t.detach().to(torch.bfloat16).contiguous() for t in self.lora.factors[of : of + 2])
         rule: Any = {"scale": self.recipe.scale, "eps": self.recipe.eps}
         how: Any = {"rank_first": rank_first, "scaling": self.lora.scaling}
@@ -73,7 +74,6 @@ class Terms(NamedTuple):
 
     def wgrad(self, of: int, u: Any, rows: Any, plan: RoutingPlan) -> Tensor:
         """The gradient of factor `of`, in its dtype: u^T rows, or transposed for a B."""
-        assert self.lora is not None
         dtype = self.lora.factors[of].dtype
         exact: Any = "bfloat16" if dtype == torch.bfloat16 else "float32"
         made: Tensor = ops.lora_wgrad(u, rows, plan, rank_first=of % 2 == 0, out_dtype=exact)

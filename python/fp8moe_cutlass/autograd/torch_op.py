@@ -93,7 +93,7 @@ def run(
     factors = () if lora is None else lora.factors
     refuse_transforms("experts", x, probs, gate_up, down, *factors)
     of_probs = probs is not None and probs.requires_grad
-    of_lora = any([t.requires_grad for t in factors])
+    of_lora = any(t.requires_grad for t in factors) if factors else False
     required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad, of_lora)
     if not (torch.is_grad_enabled() and any(required)):
         need = None
@@ -176,7 +176,8 @@ class _Experts(torch.autograd.Function):
             Need(x, probs, gate_up, down, need.lora),
             scaling,
         )
-        return dx, dprobs, *dweights[:2], None, None, None, *averaged(dweights[2:], low_rank)
+        of_lora = averaged(dweights[2:], low_rank) if scaling else ()
+        return dx, dprobs, *dweights[:2], None, None, None, *of_lora
 
 
 # ---- as an operator -----------------------------------------------------------------------------
