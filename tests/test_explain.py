@@ -11,11 +11,11 @@ from fp8moe_cutlass import _C
 
 
 def counted(
-    name: str, m: int, n: int, k: int, experts: int, tile_m: int, tile_n: int
+    name: str, m: int, n: int, k: int, experts: int, tile_m: int, tile_n: int, whole: bool
 ) -> tuple[int, int]:
-    """Tiles, and multiply-adds over them in parts of 64 rows, walked tile by tile. Of fprop and
-    dgrad beside tiles of 128x192 or 192x128, at most 64 last rows of an expert are tail tiles of
-    64x256, in halves of 128 columns."""
+    """Tiles, and multiply-adds over them, of `whole` tiles or in parts of 64 rows, walked tile by
+    tile. Of fprop and dgrad beside tiles of 128x192 or 192x128, at most 64 last rows of an expert
+    are tail tiles of 64x256, in halves of 128 columns."""
     if name == "dgrad":
         n, k = k, n
     tiles = work = 0
@@ -31,7 +31,8 @@ def counted(
         for top in range(0, height, tile_m):
             for _ in range(0, width, tile_n):
                 tiles += 1
-                work += 64 * -(-min(height - top, tile_m) // 64) * tile_n * 128 * k_blocks
+                rows = tile_m if whole else 64 * -(-min(height - top, tile_m) // 64)
+                work += rows * tile_n * 128 * k_blocks
     return tiles, work
 
 
@@ -57,7 +58,7 @@ def counted(
 def test_counts_are_those_of_a_walk(product: Any, m: int, n: int, k: int, experts: int) -> None:
     name, *options = product
     c = _C.explain_grouped_gemm(name, m, n, k, experts, 20, *options)
-    tiles, work = counted(name, m, n, k, experts, *c["tile"])
+    tiles, work = counted(name, m, n, k, experts, *c["tile"], "column" not in options)
     assert c["tiles"] == tiles
     assert c["waves"] == pytest.approx(tiles / 20)
     assert c["idle"] == pytest.approx(1 - tiles / 20 / -(-tiles // 20))

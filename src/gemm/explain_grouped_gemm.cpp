@@ -34,15 +34,15 @@ void check(const GemmQuery& q) {
 }
 
 // Multiply-adds for one K-block of a tile. A warpgroup multiplies 64 rows, or of a tail tile 128
-// columns; one that has none is idle, not wasted.
-template <int TileM, int TileN>
+// columns. Below the last row it multiplies all the same, but with 1x128 scales on both sides.
+template <Kind kKind, int TileM, int TileN>
 int64_t work(const Tile& tile, int64_t n) {
   int64_t elements = 0;
   for (int consumer_index = 0; consumer_index < TileM / kBox; ++consumer_index) {
     if (tile.tail)
       elements +=
           consumer_index < 2 && n - tile.column > 2 * kBox * consumer_index ? kBox * 2 * kBox : 0;
-    else if (tile.rows > kBox * consumer_index)
+    else if (kKind != Kind::wgrad_1x128 || tile.rows > kBox * consumer_index)
       elements += kBox * TileN;
   }
   return elements * kBlockK;
@@ -74,7 +74,7 @@ GemmChoice walk(const Candidate& candidate, int64_t m, int64_t n, int64_t k, int
   double done = 0;
   Schedule<kKind, TileM, TileN> schedule(sizes, sizes.row_offsets, 0, 1);
   for (Tile tile; n > 0 && k > 0 && schedule.next(tile); ++choice.tiles)
-    done += static_cast<double>(work<TileM, TileN>(tile, sizes.n)) * tile.k_blocks;
+    done += static_cast<double>(work<kKind, TileM, TileN>(tile, sizes.n)) * tile.k_blocks;
   const double useful = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   choice.waste = done > 0 ? 1 - useful / done : 0;
   return choice;

@@ -23,8 +23,9 @@ namespace fp8moe::cuda::gemm {
 inline constexpr int kUnrolledFrom = 1;
 
 // The first multiply of a whole tile depends on its stage alone: scales and where the sums go are
-// found out under it, and a warpgroup below the last row multiplies what it does not store. Not
-// with scales of columns, where it gains nothing.
+// found out under it, and a warpgroup below the last row multiplies what it does not store: one
+// that left the tile out would part the CTAs (docs/notes). Not with scales of columns, where it
+// gains nothing.
 template <Kind kKind>
 inline constexpr bool kBeginsAtOnce = kKind != Kind::wgrad_1x128;
 
