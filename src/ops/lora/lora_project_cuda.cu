@@ -19,32 +19,33 @@ struct ProjectParams {
   ScaleKind kind;
 };
 
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 16 * kWarps, kStages = 3;
+
 template <int kRanks, bool kRankFirst>
 struct ProjectStage {
   // Of the factor's tile, [kRanks, 128] or [128, kRanks], in bytes from row to row.
   static constexpr int kFactorRows = kRankFirst ? kRanks : 128;
   static constexpr int kFactorStride = 2 * (kRankFirst ? 128 + 16 : kRanks + 8);
-  static constexpr int kCodes = kLoraRows * kCodeStride;
+  static constexpr int kCodes = kRows * 128;
   static constexpr int kBytes = kCodes + kFactorRows * kFactorStride;
 };
 
-// A block per 64 rows of one expert, a warp per 16 of them. Of K-blocks of 128, the first of three
+// A block per 128 rows of one expert, a warp per 16 of them. Of K-blocks of 128, the first of three
 // stages is multiplied while the other two are on their way. Within 16 of C a thread takes four
 // codes that lie together: products of both operands in another order of k are the same sums.
 template <typename F, int kRanks, bool kRankFirst>
-__global__ __launch_bounds__(kLoraThreads) void project(const __grid_constant__ ProjectParams p) {
+__global__ __launch_bounds__(kThreads) void project(const __grid_constant__ ProjectParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Stage = ProjectStage<kRanks, kRankFirst>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
 
-  // Expert e's blocks begin at index row_offsets[e] / 64 + e; some have no rows.
+  // Expert e's blocks begin at index row_offsets[e] / kRows + e; some have no rows.
   const int index = static_cast<int>(blockIdx.x);
   int begun = 0;
-  for (int e = lane; e < p.experts; e += 32)
-    begun += __ldg(p.row_offsets + e) / kLoraRows + e <= index;
+  for (int e = lane; e < p.experts; e += 32) begun += __ldg(p.row_offsets + e) / kRows + e <= index;
   const int expert = static_cast<int>(__reduce_add_sync(kFullWarp, begun)) - 1;
   const int begin = __ldg(p.row_offsets + expert), end = __ldg(p.row_offsets + expert + 1);
-  const int first = begin + (index - begin / kLoraRows - expert) * kLoraRows;
+  const int first = begin + (index - begin / kRows - expert) * kRows;
   const int last_token = begin + __ldg(p.tokens_per_expert + expert);
   if (first >= end) return;
 
@@ -54,23 +55,23 @@ __global__ __launch_bounds__(kLoraThreads) void project(const __grid_constant__ 
   const uint8_t* from[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = first + static_cast<int>(threadIdx.x) / 8 + 16 * i;
+    const int row = first + static_cast<int>(threadIdx.x) / 8 + 32 * i;
     const int at = p.rows.at(row, row < last_token);
     from[i] = at < 0 ? nullptr : p.rows.codes + at * p.rows.stride;
   }
   const uint16_t* const factor = p.factor + int64_t{expert} * p.rank * p.rows.c;
   const auto bring = [&](int block) {
-    uint8_t* const stage = shared + block % kLoraStages * Stage::kBytes;
+    uint8_t* const stage = shared + block % kStages * Stage::kBytes;
     const int k = 128 * block + piece;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool wanted = from[i] != nullptr && k < p.rows.c;
-      copy_async(stage + (threadIdx.x / 8 + 16 * i) * kCodeStride + piece,
+      copy_async(stage + code_at(static_cast<int>(threadIdx.x) / 8 + 32 * i, piece),
                  wanted ? from[i] + k : p.rows.codes, wanted ? 16 : 0);
     }
     uint8_t* const tile = stage + Stage::kCodes;
     constexpr int kPieces = kRankFirst ? 16 : kRanks / 8;  // of a row of the factor's tile
-    for (int i = threadIdx.x; i < Stage::kFactorRows * kPieces; i += kLoraThreads) {
+    for (int i = threadIdx.x; i < Stage::kFactorRows * kPieces; i += kThreads) {
       const int row = i / kPieces, column = i % kPieces * 8;
       const int rank = kRankFirst ? row : column, at = 128 * block + (kRankFirst ? column : row);
       const bool wanted = rank < p.rank && at < p.rows.c;
@@ -87,31 +88,33 @@ __global__ __launch_bounds__(kLoraThreads) void project(const __grid_constant__ 
   const auto scale_of = [&](int half, int block) {
     return at[half] < 0 ? 0.0f : __ldg(p.rows.scale(at[half], block));
   };
+  const bool idle = first + 16 * warp >= last_token;  // a warp whose rows are all zero
   const int blocks = (p.rows.c + 127) / 128;
   float sums[kRanks / 8][4] = {};
   float next[2] = {scale_of(0, 0), scale_of(1, 0)};
 #pragma unroll
-  for (int block = 0; block < kLoraStages - 1; ++block) {
+  for (int block = 0; block < kStages - 1; ++block) {
     if (block < blocks) bring(block);
     copy_commit();
   }
   for (int block = 0; block < blocks; ++block) {
-    copy_wait<kLoraStages - 2>();
+    copy_wait<kStages - 2>();
     __syncthreads();
-    if (block + kLoraStages - 1 < blocks) bring(block + kLoraStages - 1);
+    if (block + kStages - 1 < blocks) bring(block + kStages - 1);
     copy_commit();
     const float scale[2] = {next[0], next[1]};
     if (block + 1 < blocks) next[0] = scale_of(0, block + 1), next[1] = scale_of(1, block + 1);
 
-    const uint8_t* const stage = shared + block % kLoraStages * Stage::kBytes;
-    const uint8_t* const codes = stage + (16 * warp + g) * kCodeStride + 4 * c;
+    const uint8_t* const stage = shared + block % kStages * Stage::kBytes;
+    const uint8_t* const codes = stage + (16 * warp + g) * 128 + 4 * c;
     const uint8_t* const tile = stage + Stage::kCodes;
+    if (idle) continue;
     float part[kRanks / 8][4] = {};
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
-      const uint32_t upper = *reinterpret_cast<const uint32_t*>(codes + 16 * step);
-      const uint32_t lower =
-          *reinterpret_cast<const uint32_t*>(codes + 16 * step + 8 * kCodeStride);
+      const uint8_t* const four = codes + ((16 * step) ^ (16 * g));  // code_at of rows g and g + 8
+      const uint32_t upper = *reinterpret_cast<const uint32_t*>(four);
+      const uint32_t lower = *reinterpret_cast<const uint32_t*>(four + 8 * 128);
       const uint32_t a[4] = {to_bf16x2<F>(upper), to_bf16x2<F>(lower), to_bf16x2<F>(upper >> 16),
                              to_bf16x2<F>(lower >> 16)};
 #pragma unroll
@@ -192,12 +195,12 @@ void run(const LoraProject& p, Stream stream) {
                                 .scaling = p.scaling,
                                 .eps = p.rule.eps,
                                 .kind = p.rule.kind};
-  const auto blocks = static_cast<unsigned>(p.plan.rows() / kLoraRows + p.plan.experts);
+  const auto blocks = static_cast<unsigned>(p.plan.rows() / kRows + p.plan.experts);
   dispatch_fp8(p.rows.data.dtype, [&]<typename F>() {
     with_ranks(rank, [&]<int kRanks>() {
       const auto go = [&]<bool kRankFirst>() {
-        launch("lora_project", project<F, kRanks, kRankFirst>, blocks, kLoraThreads,
-               kLoraStages * ProjectStage<kRanks, kRankFirst>::kBytes, stream_of(stream), params);
+        launch("lora_project", project<F, kRanks, kRankFirst>, blocks, kThreads,
+               kStages * ProjectStage<kRanks, kRankFirst>::kBytes, stream_of(stream), params);
       };
       p.rank_first ? go.template operator()<true>() : go.template operator()<false>();
     });

@@ -9,11 +9,11 @@
 
 namespace fp8moe::cuda {
 
-inline constexpr int kLoraThreads = 128;
-inline constexpr int kLoraRows = 64;  // of a stage
-inline constexpr int kLoraStages = 3;
-// Bytes from a row of a tile of 128 codes to the next: neighbours lie 4 banks apart.
-inline constexpr int kCodeStride = 128 + 16;
+// Where byte `column` of row `row` lies in a tile of 128 codes per row: pieces of 16 bytes change
+// places by the row, so that what a warp reads of eight rows lies in all banks.
+__device__ __forceinline__ int code_at(int row, int column) {
+  return row * 128 + (column ^ (row % 8 * 16));
+}
 
 // Rows [R, C] in gemm layout, or [T, C] in row layout by their tokens.
 struct LoraRows {
@@ -44,6 +44,13 @@ struct LoraRows {
     return scales + at * scale_row + tile * scale_tile;
   }
 };
+
+// The same product as mul of f32 rounded to bf16, where both are bf16.
+__device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 
 // d += a b: a [16, 16] and b [16, 8] in bf16. With g = lane / 4 and c = lane % 4, a thread has a of
 // rows g, g + 8 and g, g + 8 again, at k 2c, 2c + 1 and at 8 more; b of column g at the same k;

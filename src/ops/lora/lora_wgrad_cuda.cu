@@ -1,4 +1,6 @@
 // lora_wgrad: dfactor[e] = u[rows of e]^T rows[rows of e], from FP8 rows as they lie.
+#include <algorithm>
+
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "ops/lora/lora_rows.cuh"
@@ -15,56 +17,64 @@ struct WgradParams {
   bool rank_first, bf16;
 };
 
+constexpr int kThreads = 128, kRows = 32, kStages = 4;
+
 template <int kRanks>
 struct WgradStage {
   static constexpr int kUStride = 2 * kRanks + 16;  // bytes from row to row
-  static constexpr int kUAt = kLoraRows * kCodeStride;
-  static constexpr int kScalesAt = kUAt + kLoraRows * kUStride;
-  static constexpr int kBytes = kScalesAt + 4 * kLoraRows;
+  static constexpr int kUAt = kRows * 128;
+  static constexpr int kScalesAt = kUAt + kRows * kUStride;
+  static constexpr int kBytes = kScalesAt + 4 * kRows;
 };
 
 // Floats from a column to the next of the tile [128, kRanks] on its way out as [C, rank].
 template <int kRanks>
 inline constexpr int kOutStride = kRanks + 1;
 
+template <int kRanks>
+inline constexpr int kShared =
+    std::max(kStages * WgradStage<kRanks>::kBytes, 4 * 128 * kOutStride<kRanks>);
+
 // A block per expert and 128 columns, a warp per 32 of them. It sums over all rows of the expert,
 // in ascending order. A thread takes four columns that lie together, one for each of four products.
 template <typename F, int kRanks>
-__global__ __launch_bounds__(kLoraThreads) void wgrad(const __grid_constant__ WgradParams p) {
+__global__ __launch_bounds__(kThreads, kRanks == 16
+                                           ? 8
+                                           : 1) void wgrad(const __grid_constant__ WgradParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Stage = WgradStage<kRanks>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
   const int tile = static_cast<int>(blockIdx.x), expert = static_cast<int>(blockIdx.y);
   const int begin = __ldg(p.row_offsets + expert);
   const int tokens = __ldg(p.tokens_per_expert + expert);
-  const int stages = (tokens + kLoraRows - 1) / kLoraRows;
+  const int stages = (tokens + kRows - 1) / kRows;
 
   const int piece = static_cast<int>(threadIdx.x) % 8 * 16, column = 128 * tile + piece;
-  // Where the rows of a stage lie that this thread brings codes of (0 to 3), or the scale of (4).
-  int at[5];
+  // Where the rows of a stage lie that this thread brings codes of (0 and 1), or the scale of (2).
+  int at[3];
   const auto find = [&](int stage) {
 #pragma unroll
-    for (int i = 0; i < 5; ++i) {
-      const int row = kLoraRows * stage + (i < 4 ? static_cast<int>(threadIdx.x) / 8 + 16 * i
-                                                 : static_cast<int>(threadIdx.x));
-      at[i] = p.rows.at(begin + row, row < tokens && (i < 4 || threadIdx.x < kLoraRows));
+    for (int i = 0; i < 3; ++i) {
+      const int row = kRows * stage + (i < 2 ? static_cast<int>(threadIdx.x) / 8 + 16 * i
+                                             : static_cast<int>(threadIdx.x));
+      at[i] = p.rows.at(begin + row, row < tokens && (i < 2 || threadIdx.x < kRows));
     }
   };
   const auto bring = [&](int index) {
-    uint8_t* const stage = shared + index % kLoraStages * Stage::kBytes;
+    uint8_t* const stage = shared + index % kStages * Stage::kBytes;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const bool wanted = at[i] >= 0 && column < p.rows.c;
-      copy_async(stage + (threadIdx.x / 8 + 16 * i) * kCodeStride + piece,
+      copy_async(stage + code_at(static_cast<int>(threadIdx.x) / 8 + 16 * i, piece),
                  wanted ? p.rows.codes + at[i] * p.rows.stride + column : p.rows.codes,
                  wanted ? 16 : 0);
     }
-    if (threadIdx.x < kLoraRows)
+    if (threadIdx.x < kRows)
       copy_async_word(stage + Stage::kScalesAt + 4 * threadIdx.x,
-                      at[4] >= 0 ? p.rows.scale(at[4], tile) : p.rows.scales, at[4] >= 0 ? 4 : 0);
+                      at[2] >= 0 ? p.rows.scale(at[2], tile) : p.rows.scales, at[2] >= 0 ? 4 : 0);
     constexpr int kPieces = kRanks / 8;
-    for (int i = threadIdx.x; i < kLoraRows * kPieces; i += kLoraThreads) {
-      const int row = i / kPieces, rank = i % kPieces * 8, from = kLoraRows * index + row;
+    for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+      const int row = i / kPieces, rank = i % kPieces * 8, from = kRows * index + row;
       const bool wanted = rank < p.rank && from < tokens;
       copy_async(stage + Stage::kUAt + row * Stage::kUStride + 2 * rank,
                  p.u + (wanted ? int64_t{begin + from} * p.rank + rank : 0), wanted ? 16 : 0);
@@ -73,28 +83,30 @@ __global__ __launch_bounds__(kLoraThreads) void wgrad(const __grid_constant__ Wg
 
   float sums[kRanks / 16][4][4] = {};  // [16 ranks][column of four][of the product]
 #pragma unroll
-  for (int s = 0; s < kLoraStages - 1; ++s) {
+  for (int s = 0; s < kStages - 1; ++s) {
     if (s < stages) find(s), bring(s);
     copy_commit();
   }
-  if (kLoraStages - 1 < stages) find(kLoraStages - 1);
+  if (kStages - 1 < stages) find(kStages - 1);
   for (int s = 0; s < stages; ++s) {
-    copy_wait<kLoraStages - 2>();
+    copy_wait<kStages - 2>();
     __syncthreads();
-    if (s + kLoraStages - 1 < stages) bring(s + kLoraStages - 1);
+    if (s + kStages - 1 < stages) bring(s + kStages - 1);
     copy_commit();
-    if (s + kLoraStages < stages) find(s + kLoraStages);
+    if (s + kStages < stages) find(s + kStages);
 
-    const uint8_t* const stage = shared + s % kLoraStages * Stage::kBytes;
+    const uint8_t* const stage = shared + s % kStages * Stage::kBytes;
     const float* const scales = reinterpret_cast<const float*>(stage + Stage::kScalesAt);
+    // Scales that bf16 can hold, as powers of two are: the product is rounded once either way.
+    const bool exact = !__any_sync(kFullWarp, (__float_as_uint(scales[lane]) & 0xFFFF) != 0);
 #pragma unroll
-    for (int step = 0; step < kLoraRows / 16; ++step) {
+    for (int step = 0; step < kRows / 16; ++step) {
       const int k = 16 * step + 2 * c;
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         words[i] = *reinterpret_cast<const uint32_t*>(
-            stage + (k + i % 2 + i / 2 * 8) * kCodeStride + 32 * warp + 4 * g);
+            stage + code_at(k + i % 2 + i / 2 * 8, 32 * warp + 4 * g));
       const float2 first = *reinterpret_cast<const float2*>(scales + k);
       const float2 second = *reinterpret_cast<const float2*>(scales + k + 8);
       uint32_t a[kRanks / 16][4];
@@ -104,8 +116,14 @@ __global__ __launch_bounds__(kLoraThreads) void wgrad(const __grid_constant__ Wg
         load_transposed(a[m], stage + Stage::kUAt + row * Stage::kUStride + 2 * rank);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 u = unpack2<Bf16>(a[m][i]), scale = i < 2 ? first : second;
-          a[m][i] = pack2<Bf16>(u.x * scale.x, u.y * scale.y);
+          const float2 scale = i < 2 ? first : second;
+          if (exact) {
+            a[m][i] = multiply2(
+                a[m][i], __byte_perm(__float_as_uint(scale.x), __float_as_uint(scale.y), 0x7632));
+          } else {
+            const float2 u = unpack2<Bf16>(a[m][i]);
+            a[m][i] = pack2<Bf16>(u.x * scale.x, u.y * scale.y);
+          }
         }
       }
 #pragma unroll
@@ -162,7 +180,7 @@ __global__ __launch_bounds__(kLoraThreads) void wgrad(const __grid_constant__ Wg
     }
   __syncthreads();
   const int count = min(128, p.rows.c - 128 * tile) * p.rank / 8;
-  for (int i = threadIdx.x; i < count; i += kLoraThreads) {
+  for (int i = threadIdx.x; i < count; i += kThreads) {
     const int column = 8 * i / p.rank, rank = 8 * i % p.rank;
     const float* const from = staged + column * kOutStride<kRanks> + rank;
     float v[8];
@@ -196,9 +214,8 @@ void run(const LoraWgrad& p, Stream stream) {
   const dim3 blocks(static_cast<unsigned>(cdiv(c, kTile)), static_cast<unsigned>(p.plan.experts));
   dispatch_fp8(p.rows.data.dtype, [&]<typename F>() {
     with_ranks(rank, [&]<int kRanks>() {
-      static_assert(4 * 128 * kOutStride<kRanks> <= kLoraStages * WgradStage<kRanks>::kBytes);
-      launch("lora_wgrad", wgrad<F, kRanks>, blocks, kLoraThreads,
-             kLoraStages * WgradStage<kRanks>::kBytes, stream_of(stream), params);
+      launch("lora_wgrad", wgrad<F, kRanks>, blocks, kThreads, kShared<kRanks>, stream_of(stream),
+             params);
     });
   });
 }

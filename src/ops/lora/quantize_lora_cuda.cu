@@ -15,11 +15,13 @@ struct QuantizeParams {
   ScaleKind kind;
 };
 
+constexpr int kThreads = 128;
+
 // A block per 128 of C, a thread for each.
 template <int kRanks, bool kRankFirst>
-__global__ __launch_bounds__(kLoraThreads) void quantize_parts(
+__global__ __launch_bounds__(kThreads) void quantize_parts(
     const __grid_constant__ QuantizeParams p) {
-  __shared__ float maxima[kLoraThreads / 32];
+  __shared__ float maxima[kThreads / 32];
   const int at = static_cast<int>(blockIdx.x * 128 + threadIdx.x);
   const int64_t base = int64_t{blockIdx.y} * p.rank * p.c;
   float v[kRanks];
@@ -93,7 +95,7 @@ void run(const QuantizeLora& p, Stream stream) {
                     static_cast<unsigned>(p.factor.shape[0]));
   with_ranks(rank, [&]<int kRanks>() {
     const auto go = [&]<bool kRankFirst>() {
-      launch("quantize_lora", quantize_parts<kRanks, kRankFirst>, blocks, kLoraThreads, 0,
+      launch("quantize_lora", quantize_parts<kRanks, kRankFirst>, blocks, kThreads, 0,
              stream_of(stream), params);
     };
     p.rank_first ? go.template operator()<true>() : go.template operator()<false>();
