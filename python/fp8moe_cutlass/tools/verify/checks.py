@@ -272,6 +272,38 @@ def check_gemm(given: Inputs) -> Iterator[Check]:
         )
 
 
+def check_low_rank(given: Inputs) -> Iterator[Check]:
+    plan, p = given.routing(300, 4, 2, 1)
+    end = int(p.row_offsets[-1])
+    q = ops.quantize(ops.permute_pad(given.normal(300, 272), plan)[0], scale_layout="gemm")
+    a, b = given.normal(4, 16, 272, spread=0.5), given.normal(4, 256, 16, spread=0.5)
+    a, b = a.bfloat16(), b.bfloat16()
+    rows = ref.dequantize(quantized(q))
+    u, u_q = ops.lora_project(q, a, plan)
+    da = array(ops.lora_wgrad(u, q, plan, out_dtype="float32"))
+    low = array(u.float())[:end].astype(np.float64)
+    high = array(a.float()).astype(np.float64)
+    worst_u = worst_a = 0.0
+    for e in range(4):
+        at = p.tokens(e)
+        exact, size = rows[at] @ high[e].T, np.abs(rows[at]) @ np.abs(high[e].T)
+        error = np.abs(low[at] - exact) - 2.0**-8 * np.abs(exact)
+        worst_u = max(worst_u, float((error / size).max(initial=0.0)))
+        exact, size = low[at].T @ rows[at], np.abs(low[at].T) @ np.abs(rows[at])
+        error = np.abs(da[e] - exact) / np.maximum(size, 1e-30)
+        worst_a = max(worst_a, float(error.max()))
+    text = "<= 2^-16 of the terms, and bfloat16's rounding"
+    yield within("lora_project", f"{end} ragged rows, r 16", text, worst_u, 2.0**-16)
+    parts = [ref.parts(array(u.float())[:end], False), ref.parts(array(b.float())[0], True)]
+    w2 = ops.quantize_lora(b)
+    pairs: Pairs = [(array(u_q.data)[:end], parts[0].codes)]
+    pairs.append((array(u_q.scale_inv)[0, :end, None], parts[0].scale))
+    yield bit_equal("lora_project", "high and low parts", pairs)
+    yield within("lora_wgrad", "float32 out", "<= 2^-15 of the terms", worst_a, 2.0**-15)
+    pairs = [(array(w2.data)[0], parts[1].codes), (array(w2.scale_inv)[0], parts[1].scale)]
+    yield bit_equal("quantize_lora", "high and low parts", pairs)
+
+
 CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_quantize,
     check_quantize_weight,
@@ -286,4 +318,5 @@ CHECKS: list[Callable[[Inputs], Iterator[Check]]] = [
     check_counts,
     check_activation,
     check_gemm,
+    check_low_rank,
 ]

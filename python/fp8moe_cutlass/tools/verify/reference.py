@@ -107,6 +107,17 @@ def quantize(
     return Quantized(codes, scales)
 
 
+def parts(x: F32, of_w2: bool) -> Quantized:
+    """The codes of x [M, 16] and of what rounding left, as a2 or w2 of a grouped GEMM."""
+    rows, fmt = 128 if of_w2 else 1, FORMATS["e4m3"]
+    high = quantize(x, rows, largest=LARGEST["float32"])
+    scale = np.repeat(high.scale, rows, 0)[: len(x)]
+    left = (x / scale - fmt.values[high.codes]).astype(np.float32)
+    low = fmt.encode(left)
+    order = [high.codes, high.codes, low] if of_w2 else [high.codes, low, high.codes]
+    return Quantized(np.concatenate(order, 1), high.scale)
+
+
 def dequantize(q: Quantized, rows: int = 1, fp8: str = "e4m3") -> F64:
     m, k = q.codes.shape
     scale = np.repeat(np.repeat(q.scale, rows, 0)[:m], TILE, 1)[:, :k]
