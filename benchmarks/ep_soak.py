@@ -37,12 +37,12 @@ DRIFT = 2**20  # bytes of the GPU's memory at rest, from the first quarter of th
 class Soak:
     """One layer over the group and, on rank 0, the same layer by itself."""
 
-    def __init__(self, team: Team, shape: Shape, rank_capacity: Any = None) -> None:
+    def __init__(self, team: Team, shape: Shape, transport: str = "nccl") -> None:
         self.team, self.shape = team, shape
         e, h, i = shape["E"] * team.size, shape["H"], shape["I"]
         torch.manual_seed(0)
         options: Any = {"dtype": torch.float32, "device": team.device}
-        self.layer = MoEExperts(e, h, i, group=team.group, rank_capacity=rank_capacity, **options)
+        self.layer = MoEExperts(e, h, i, group=team.group, transport=transport, **options)
         torch.manual_seed(0)
         self.alone = MoEExperts(e, h, i, **options) if team.rank == 0 else None
         layers = [m for m in (self.layer, self.alone) if m is not None]
@@ -102,9 +102,10 @@ def run_soak(
     steps: int,
     shape: Shape | None = None,
     on_step: OnResult = ignore,
+    transport: str = "nccl",
 ) -> Record:
     """The record of `steps` steps, the same on every rank. Raises what a step raises."""
-    soak = Soak(team, shape or SHAPES[team.device.type])
+    soak = Soak(team, shape or SHAPES[team.device.type], transport)
     every = max(1, steps // 20)
     memory = []
     losses = torch.zeros(2, steps, device=team.device)  # of the group, of one process
@@ -124,6 +125,7 @@ def run_soak(
     return {
         "op": "soak",
         "shape": {"W": team.size, **soak.shape, "E": soak.layer.num_experts},
+        "transport": transport,
         "steps": steps,
         "dropped": sum(soak.layer.dropped.tolist()) if soak.layer.dropped is not None else 0,
         "loss": a.tolist(),
@@ -141,12 +143,14 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=1000, help="at least 20")
+    arguments.add_argument("--transport", choices=("nccl", "peer"), default="nccl")
     given = arguments.parse_args()
     steps = max(20, given.steps)
     with processes(given.ranks, torch.device(given.device)) as device:
         team = Team(dist.group.WORLD, device)
         shape = SHAPES["cpu" if given.quick else device.type]
-        row = run_soak(team, steps, shape, show if team.rank == 0 else ignore)
+        on_step = show if team.rank == 0 else ignore
+        row = run_soak(team, steps, shape, on_step, given.transport)
         place = environment(Limits(device)) | {"ranks": team.size, "backend": dist.get_backend()}
         if team.rank == 0:
             write({"environment": place, "results": [row]}, given.json)

@@ -8,8 +8,8 @@
 # --layer      benchmarks/layer.py: layer.json and layer.png
 # --gemm       benchmarks/gemm.py in GEMM_SECONDS (360) and gemm_accuracy.py: gemm.json, accuracy.json
 # --sweep      benchmarks/sweep.py in SWEEP_SECONDS (90): sweep.json and sweep.png
-# --ep         on all GPUs: the tests of distributed, ep.py by both transports (ep.json, ep-peer.json and
-#              .png), a trace (trace.json, trace.png), SOAK_STEPS (1000) of a soak (soak.json)
+# --ep         on all GPUs: the tests of distributed, ep.py (ep.json, ep.png), a trace (trace.json,
+#              trace.png), SOAK_STEPS (1000) of a soak by each transport
 # --oracle     builds CUTLASS's own grouped GEMM first, so that its tests run, too
 # --sanitize   the GPU tests under compute-sanitizer, SANITIZE_SECONDS (500) for each of SANITIZE_TOOLS
 #              (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test
@@ -110,11 +110,11 @@ if [[ ${on[ep]-} ]]; then
     tests/gpu/test_distributed_gpu.py tests/gpu/test_peers_gpu.py
   record ep ep --ranks "$ranks"
   draw ep
-  record ep-peer ep --ranks "$ranks" --transport peer
-  draw ep-peer
   record trace ep_trace --ranks "$ranks"
   draw trace
-  record soak ep_soak --ranks "$ranks" --steps "${SOAK_STEPS:-1000}"
+  for transport in nccl peer; do
+    record "soak-$transport" ep_soak --ranks "$ranks" --steps "${SOAK_STEPS:-1000}" --transport "$transport"
+  done
 fi
 if [[ ${on[sanitize]-} ]]; then
   # Large tensors, hundreds of random sizes and whole layers only make it slow. Kernels that wait for

@@ -71,15 +71,16 @@ def test_lanes_and_overlap_of_a_gpu_trace() -> None:
 # ---- the soak -----------------------------------------------------------------------------------
 
 
-def soaked(group: Any) -> tuple[dict[str, Any], list[int]]:
+def soaked(group: Any, transport: str) -> tuple[dict[str, Any], list[int]]:
     team = ep_team.Team(group, CPU)
     soak = ep_soak.Soak(team, ep_soak.SHAPES["cpu"])
     sizes = [len(soak.batch(step, rank)[0]) for step in range(30) for rank in range(RANKS)]
-    return ep_soak.run_soak(team, 30), sizes
+    return ep_soak.run_soak(team, 30, transport=transport), sizes
 
 
-def test_soak_is_the_run_of_one_process(pool: Pool) -> None:
-    (row, sizes), (other, _) = results(pool.run(RANKS, soaked))
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_soak_is_the_run_of_one_process(pool: Pool, transport: str) -> None:
+    (row, sizes), (other, _) = results(pool.run(RANKS, soaked, transport))
     assert row["loss"] == other["loss"]
     assert row["passed"]
     assert 0 in sizes

@@ -94,33 +94,35 @@ def test_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["nccl", "peer"])
-def test_ep(tmp_path: Path, transport: str) -> None:
+def test_ep(tmp_path: Path) -> None:
     """Two ranks over gloo, each row timed once."""
     out = tmp_path / "ep.json"
-    options = ("--device", "cpu", "--ranks", 2, "--quick", "--transport", transport)
+    options = ("--device", "cpu", "--ranks", 2, "--quick")
     printed = script("ep", *options, "--json", out)
     record = json.loads(out.read_text())
     assert_times(record)
     place = record["environment"]
-    assert (place["ranks"], place["backend"], place["transport"]) == (2, "gloo", transport)
+    assert (place["ranks"], place["backend"]) == (2, "gloo")
     exchanges = ["dispatch", "dispatch of a gradient", "combine"]
     variants = ["random, exact", "zipf, exact", "random, capacity 1.25"]
+    layers = [f"layer, {way}" for way in ("forward, weights reused", "forward", "forward+backward")]
     assert [(row["variant"], row["op"]) for row in record["results"]] == [
-        (variant, op)
+        (variant + by, op)
         for variant in variants
-        for op in (*exchanges, "layer, forward", "layer, forward+backward")
+        for op in (*exchanges, *layers)
+        for by in ("", ", peer")
     ]
     # Rows of 256 codes, 2 scales, 2 ids and 2 probs: 288 bytes; a gradient's 272; bf16's 512.
     there, back = (288, 272), (512, 512 + 8)
     width = dict(zip(exchanges, (288, 272, 512), strict=True)) | {
         "layer, forward": there[0] + back[0],
+        "layer, forward, weights reused": there[0] + back[0],
         "layer, forward+backward": sum(there) + sum(back),
     }
     for row in record["results"]:
         assert row["bytes"] == round(row["rows_sent"] * width[row["op"]])
         assert row["shape"]["E"] == 8
-        assert printed.count(f"{row['op']}, tiny, {row['variant']}, ") == 1
+        assert printed.count(f"{row['op']}, tiny, {row['variant']}, W") == 1
 
 
 def test_ranks_must_match_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_batches_of_other_sizes(pool: Pool) -> None:
 
 
 def test_random_routings(pool: Pool) -> None:
-    run(pool, on_mine, random_routings, batch(1), 60)
+    run(pool, on_mine, random_routings, batch(1), 300)
 
 
 def two_streams(group: Any, p: Any) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from fp8moe_cutlass import ops
-from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told
+from fp8moe_cutlass.distributed.rank_agreement import Terms
+from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told, sum_here
 from fp8moe_cutlass.routing import RoutingPlan
 
 
@@ -27,13 +26,46 @@ class Collectives:
         message = counts.new_empty(2, self.ranks, 3 + terms.shape[1])
         torch.cat([counts, terms, differed], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
-        return Announced(message, work)
+        return Announced(message, message, work)
+
+    def read(self, announced: Announced) -> Any:
+        """The message as lists, once it is there. On a GPU a stream of its own copies it: the host
+        does not wait for what was queued meanwhile, and so can queue the dispatch behind it in
+        time."""
+        message, _, work = announced
+        if not message.is_cuda:
+            work.wait()
+            return message.tolist()
+        beside = torch.cuda.Stream(message.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(beside):
+            work.wait()
+            found = message.to("cpu", non_blocking=True)
+        beside.synchronize()
+        return found.tolist()
 
     def told(self, message: Any, terms: int) -> Told:
-        """Reads a message that is there as lists."""
         sent, received = list(zip(*message[0], strict=True)), list(zip(*message[1], strict=True))
         assignments = sum(received[1])
-        return Told(list(sent[0]), list(received[0]), assignments, received[2:-1], sent[-1], 0, 0)
+        to, by = list(sent[0]), list(received[0])
+        return Told(to, by, assignments, received[2:-1], sent[-1], None, 0, 0)
+
+    def make_room(self, terms: Terms, told: Told) -> None:
+        """Tensors take what they need."""
+
+    def first(self, announced: Announced | None) -> None:
+        """Sums come to this rank, which looks nowhere."""
+
+    def place(self, terms: Terms, slots: int) -> None:
+        """Rows are packed into a tensor."""
+
+    def moved_on(self, place: Any) -> bool:
+        return False
+
+    def into(self, sizes: Sizes) -> None:
+        """Sums are written anywhere."""
+
+    def announce_grad(self, mark: Tensor) -> None:
+        """Gradients go as the rows did; nothing is said."""
 
     def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
         """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]. mark
@@ -41,12 +73,16 @@ class Collectives:
         got = rows.new_empty(sizes.rows, rows.shape[1])
         sent = rows[: sizes.rows_sent]
         if mark is not None:
-            self.marks(sent).copy_(mark)
+            self._marks(sent).copy_(mark)
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got
 
-    def marks(self, rows: Tensor) -> Tensor:
-        """[ranks, 4] i32, with a rank capacity: the first bytes of the last row of each segment."""
+    def marks(self, rows: Tensor, announced: Announced | None) -> Tensor:
+        """[ranks, 4] i32, with a rank capacity: what each rank told with its rows."""
+        return self._marks(rows)
+
+    def _marks(self, rows: Tensor) -> Tensor:
+        """The first bytes of the last row of each segment."""
         last = rows.view(self.ranks, self.segment + 1, -1)[:, -1]
         return last.view(torch.uint8)[:, :16].view(torch.int32)
 
@@ -72,16 +108,5 @@ class Collectives:
     def finish_sums(
         self, returning: list[Returning | None], plan: RoutingPlan, sizes: Sizes
     ) -> list[Tensor | None]:
-        """The sums [T, C]. On a GPU it is the current stream that waits."""
-        sums: list[Tensor | None] = []
-        for r in returning:
-            if r is None:
-                sums.append(None)
-                continue
-            if r.work is not None:
-                r.work.wait()
-            columns = r.rows.shape[1]
-            rows = r.rows if columns % 16 == 0 else F.pad(r.rows, (0, -columns % 16))
-            made = ops.unpermute_unpad(rows, plan)
-            sums.append(made if columns % 16 == 0 else made[:, :columns])
-        return sums
+        """The sums [T, C]."""
+        return [None if r is None else sum_here(r, plan) for r in returning]

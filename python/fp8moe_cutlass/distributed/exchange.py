@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -15,7 +15,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.collectives import Collectives
 from fp8moe_cutlass.distributed.peers import peers_of
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import Announced, Sizes
+from fp8moe_cutlass.distributed.sizes import Announced, Sizes, Told
 from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 
 TRANSPORTS = ("auto", "nccl", "peer")
@@ -62,8 +62,8 @@ class Shared:
 class Exchange:
     """Sends a layer's rows within `group`, which owns its experts in equal, ascending shares.
 
-    announce and announce_grad, and the methods of its carriers, are collective: all ranks of the
-    group call them, in the same order.
+    announce, and the methods of its carriers, are collective: all ranks of the group call them, in
+    the same order.
     rank_capacity None: sizes are exchanged before the rows, which takes one read by the host. rows,
     or (rows, assignments): fixed sizes, which no host reads; see MoEExperts. A segment then has a
     last row that no token takes, and the ranks' terms are compared on the device.
@@ -140,7 +140,10 @@ class Exchange:
         """
         if self.transport != "nccl":
             peers = peers_of(self.group, counts.device, self.transport)
-            self._peers = None if peers is None else ThroughPeers(peers, self.segment)
+            if peers is None:
+                self._peers = None
+            elif self._peers is None or self._peers.peers is not peers:
+                self._peers = ThroughPeers(peers, self.segment)
         known = self.segment and terms in self._agreed
         if known and self._peers is None:
             return None
@@ -156,34 +159,25 @@ class Exchange:
         mark = self.mark(terms, counts.device)
         return self._peers.announce(counts, mark, words, self._differed, not known)
 
-    def announce_grad(self, sizes: Sizes) -> Announced | None:
-        """Begin the exchange of the gradient. torch.distributed announces nothing: then None."""
-        if self._peers is None or sizes.first is None:
-            return None
-        return self._peers.announce_grad(self.mark(sizes.terms, sizes.first.device, backward=True))
-
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
         ValueError on every rank if the ranks' terms differ, or have differed."""
-        first, by_peers = None, isinstance(carrier, ThroughPeers)
         if announced is not None and not (self.segment and terms in self._agreed):
-            message = _read(announced)
-            by = self._collectives if self._peers is None else self._peers
-            told = by.told(message, len(terms))
+            by: Any = self._collectives if self._peers is None else self._peers
+            told: Told = by.told(by.read(announced), len(terms))
             terms.check(told.terms, self._names)
             self._check_in_step(told.differed)
-            if by_peers:
-                carrier.make_room(terms, told.of_one, told.in_all)  # type: ignore[union-attr]
+            carrier.make_room(terms, told)
             if self.segment:
                 self._agreed.add(terms)
                 for backward in (False, True):  # before a capture, which can copy nothing
                     self.mark(terms, announced.message.device, backward)
-        if by_peers:
-            first = carrier.first(announced)  # type: ignore[union-attr, arg-type]
+        first = carrier.first(announced)
         if self.segment:
-            return replace(self.fixed(terms), first=first)
-        sent, received, assignments, *_ = told
-        return Sizes(terms, sent, received, sum(sent), sum(received), assignments, first)
+            return self.fixed(terms, first)
+        sent, received, assignments, begins = *told[:3], told.begins
+        whole = sum(sent), sum(received)
+        return Sizes(terms, sent, received, *whole, assignments, begins, first)
 
     def carrier(self, terms: Terms) -> Carrier:
         """Moves the rows, once they have been announced: those in FP8 through the ranks' memory,
@@ -198,11 +192,13 @@ class Exchange:
         self._differed += differ
         return differ
 
-    def count(self, *dropped: Tensor) -> None:
-        """Add what a forward dropped: integers, in the order of `dropped`."""
-        found = torch.cat([t.reshape(-1) for t in dropped])
-        self._follow(found.device)
-        self.dropped += found
+    def count(self, status: Tensor, dropped: Tensor) -> None:
+        """Add what a forward dropped: `dispatch_plan`'s status, and [1] assignments."""
+        self._follow(status.device)
+        if self.segment:
+            self.dropped += torch.cat([status[:2], dropped])
+        else:  # every assignment has a place
+            self.dropped[:2] += status[:2]
 
     def check(self) -> None:
         """Waits for the device and raises ValueError if this rank has dropped anything, or the
@@ -237,11 +233,13 @@ class Exchange:
                     for t in (self.dropped, self._differed)
                 )
 
-    def fixed(self, terms: Terms) -> Sizes:
+    def fixed(self, terms: Terms, first: Tensor | None = None) -> Sizes:
         """The sizes of every exchange with a rank capacity."""
         rows, taken = self.ranks * (self.segment + 1), self.ranks * self.segment
         most = min(terms.slots, len(self.local_experts))
-        return Sizes(terms, None, None, rows, rows, self._assignments or most * taken)
+        begins = [self._rank * (self.segment + 1)] * self.ranks
+        arrive = self._assignments or most * taken
+        return Sizes(terms, None, None, rows, rows, arrive, begins, first)
 
     def mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
         """[ranks, 4] i32: the terms in short."""
@@ -260,19 +258,3 @@ class Exchange:
 
     def __reduce__(self) -> Any:
         return Exchange, (Shared(self.group), self.num_experts, self.rank_capacity)  # which refuses
-
-
-def _read(announced: Announced) -> Any:
-    """The message as lists, once it is there. On a GPU a stream of its own copies it: the host does
-    not wait for what was queued meanwhile, and so can queue the dispatch behind it in time."""
-    message, work = announced
-    if not message.is_cuda:
-        if work is not None:
-            work.wait()
-        return message.tolist()
-    beside = torch.cuda.Stream(message.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(beside):
-        work.wait()
-        found = message.to("cpu", non_blocking=True)
-    beside.synchronize()
-    return found.tolist()

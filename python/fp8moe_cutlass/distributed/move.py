@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from fp8moe_cutlass.distributed.exchange import Carrier, Exchange
 from fp8moe_cutlass.distributed.peers import Place
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.distributed.sizes import Announced, Sizes
-from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 from fp8moe_cutlass.routing import RoutingPlan, buffer_words
 
 
@@ -57,7 +56,7 @@ class GroupMove:
         plan, counts = exchange.plan(topk_idx)
         announced = exchange.announce(counts, terms)
         carrier, tokens = exchange.carrier(terms), (x, topk_idx, probs)
-        place = carrier.place(terms, terms.slots) if isinstance(carrier, ThroughPeers) else None
+        place = carrier.place(terms, terms.slots)
         # While the sizes are on their way:
         packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
         mark = exchange.mark(terms, x.device) if exchange.segment else None
@@ -73,7 +72,7 @@ class GroupMove:
         exchange, terms, recipe = self.exchange, sent.terms, sent.recipe
         packed, carrier, mine = sent.packed, sent.carrier, exchange.local_experts
         sizes = exchange.sizes(sent.announced, terms, carrier)
-        if isinstance(carrier, ThroughPeers) and carrier.moved_on(sent.place):
+        if carrier.moved_on(sent.place):
             # There was no room for all rows: once more, to where there is.
             place = carrier.place(terms, terms.slots)
             packed = wire.pack(*sent.tokens, sent.plan, recipe, exchange.num_experts, place)
@@ -84,9 +83,9 @@ class GroupMove:
             ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
         body = body_of(recipe)
         local = body.make_plan(ids, len(mine), sizes.assignments)
-        exchange.count(sent.plan.status[:2], body.dropped(ids, local))
-        into = carrier.into(sizes) if isinstance(carrier, ThroughPeers) else None
-        return Arrived(rows, row_probs, local, Route(sent.plan, sizes, carrier), into)
+        exchange.count(sent.plan.status, body.dropped(ids, local))
+        route = Route(sent.plan, sizes, carrier)
+        return Arrived(rows, row_probs, local, route, carrier.into(sizes))
 
     def combine(self, out: Tensor, route: Route) -> Tensor:
         plan, sizes, carrier = route
@@ -95,15 +94,11 @@ class GroupMove:
 
     def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> tuple[Any, Tensor | None]:
         exchange, (plan, sizes, carrier) = self.exchange, route
-        announced = place = into = mark = None
-        if exchange.segment:
-            mark = exchange.mark(sizes.terms, dout.device, backward=True)
-        if isinstance(carrier, ThroughPeers):
-            announced = exchange.announce_grad(sizes)
-            place = carrier.place(sizes.terms, 0)
-            into = carrier.into(sizes)
+        mark = exchange.mark(sizes.terms, dout.device, backward=True)
+        announced = carrier.announce_grad(mark)
+        place, into = carrier.place(sizes.terms, 0), carrier.into(sizes)
         packed = wire.pack_grad(dout, plan, recipe, place)
-        rows = carrier.dispatch(packed, sizes, mark)
+        rows = carrier.dispatch(packed, sizes, mark if exchange.segment else None)
         if exchange.segment:
             self._compare(rows, announced, carrier, sizes.terms, backward=True)
         return wire.unpack_grad(rows, dout.shape[1], recipe), into
@@ -118,11 +113,7 @@ class GroupMove:
         backward: bool = False,
     ) -> Tensor:
         """Which ranks' terms differ from this rank's, [ranks, 1] bool."""
-        if isinstance(carrier, ThroughPeers):
-            assert announced is not None
-            marks = carrier.marks(announced)
-        else:
-            marks = carrier.marks(came)
+        marks = carrier.marks(came, announced)
         return self.exchange.compare(marks, terms, backward=backward)
 
     def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: Route) -> Any:
@@ -159,11 +150,13 @@ class GroupMove:
 
     def route_tensors(self, route: Route) -> list[Tensor]:
         """The plan's buffer, sizes.first and, without a rank capacity, the other sizes."""
-        sizes, buffer = route.sizes, route.plan.buffer
-        first = buffer.new_empty(self.exchange.ranks) if sizes.first is None else sizes.first
+        sizes, buffer, ranks = route.sizes, route.plan.buffer, self.exchange.ranks
+        # An operator's outputs are its own, and `first` may be of all exchanges.
+        first = buffer.new_empty(ranks) if sizes.first is None else sizes.first.clone()
         if self.exchange.segment:
             return [buffer, first]
-        words = [*(sizes.sent or ()), *(sizes.received or ()), sizes.assignments]
+        begins = sizes.begins or [0] * ranks
+        words = [*(sizes.sent or ()), *(sizes.received or ()), *begins, sizes.assignments]
         return [buffer, first, torch.tensor(words)]
 
     def route_of(
@@ -179,12 +172,13 @@ class GroupMove:
         terms = self.terms(hidden, slots, recipe, need)
         plan = RoutingPlan(tensors[0], *self.exchange.plan_sizes(tokens, slots))
         carrier = self.exchange.carrier(terms)
-        first = tensors[1] if isinstance(carrier, ThroughPeers) else None
+        first = tensors[1]
         if self.exchange.segment:
-            return Route(plan, replace(self.exchange.fixed(terms), first=first), carrier)
+            return Route(plan, self.exchange.fixed(terms, first), carrier)
         words, ranks = tensors[2].tolist(), self.exchange.ranks
-        sent, received = words[:ranks], words[ranks:-1]
-        sizes = Sizes(terms, sent, received, sum(sent), sum(received), words[-1], first)
+        sent, received, begins = words[:ranks], words[ranks : 2 * ranks], words[2 * ranks : -1]
+        whole = sum(sent), sum(received)
+        sizes = Sizes(terms, sent, received, *whole, words[-1], begins, first)
         return Route(plan, sizes, carrier)
 
     def fake(
@@ -195,7 +189,7 @@ class GroupMove:
         words = buffer_words(*self.exchange.plan_sizes(x.shape[0], slots))
         route = [x.new_empty(n, dtype=torch.int32) for n in (words, self.exchange.ranks)]
         if not self.exchange.segment:
-            count = 2 * self.exchange.ranks + 1
+            count = 3 * self.exchange.ranks + 1
             route.append(torch.empty(count, dtype=torch.int64, device="cpu"))
         width = wire.row_bytes(x.shape[1], slots, recipe)
         packed = x.new_empty(rows, width, dtype=torch.uint8)

@@ -7,7 +7,10 @@ travels lies there between two meetings of the ranks (ops.share_words), and no l
     place       where quantize_pack stores this rank's rows at each peer
     arrive      the ranks meet: all rows are there. They are copied out, into a tensor of the caller
     sums        where the body writes what goes back: of two places the one that is not read now
-    sum         the ranks meet: all sums are there. Each rank reads its own at each peer
+    ready       the ranks meet: all sums are there
+    sum         each rank reads its own at each peer, or
+    fetch       copies them here first, beside other work
+    done        what reads them is queued
 
 A rank's sums of exchange u are read by its peers until they come to the meeting that begins
 exchange u + 1, or, on another stream, u + 2. So nothing that a backward reads lies in this memory.
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.streams import Written, written
+from fp8moe_cutlass.distributed.sizes import Returning
 from fp8moe_cutlass.distributed.symmetric import Memory, agree, allocate, unavailable
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
@@ -49,16 +53,20 @@ class Needed(NamedTuple):
     probs: int
 
 
-class _Area(NamedTuple):
-    """A part of every rank's memory, in `places` places of equal size."""
+class _Area:
+    """A part of every rank's memory, in places of `size` bytes."""
 
-    memory: Memory
-    size: int  # bytes of a place
-    peers: list[Tensor]  # by place, [ranks] i64
+    def __init__(self, memory: Memory, size: int, dtype: torch.dtype, ends: list[int]) -> None:
+        self.memory, self.size, self._dtype = memory, size // dtype.itemsize, dtype
+        self.peers = [memory.peers(place * size) for place in ends]  # [ranks] i64
+        self._mine = memory.mine.view(dtype)
+        self._of = [share.view(dtype) for share in memory.of]
 
-    def view(self, place: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        mine = self.memory.mine[place * self.size :][: rows * width]
-        return mine.view(dtype).view(rows, -1) if rows else mine.new_empty(0, width).view(dtype)
+    def view(self, place: int, rows: int, columns: int, first: int = 0, rank: int = -1) -> Tensor:
+        """[rows, columns] in a place of this rank, or another's, from row `first` on."""
+        whole = self._mine if rank < 0 else self._of[rank]
+        begin = whole.storage_offset() + place * self.size + first * columns
+        return whole.as_strided((rows, columns), (columns, 1), begin)
 
 
 class _Meetings:
@@ -92,8 +100,9 @@ class Peers:
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         waits = group._get_backend(device).options._timeout
         self.timeout_ms = int(waits.total_seconds() * 1000)
-        pinned = device.type == "cuda"
-        self.late = torch.zeros(self.ranks, dtype=torch.int32, pin_memory=pinned)
+        self._gpu = device.type == "cuda"
+        self.late = torch.zeros(self.ranks, dtype=torch.int32, pin_memory=self._gpu)
+        self._late = self.late.numpy()
         self.ended = torch.zeros(1, dtype=torch.int32, device=device)
         self._none = self.ended[:0]
         mailboxes = allocate(group, 2 * 2 * self.ranks * _WORDS * 4, device)
@@ -105,11 +114,12 @@ class Peers:
         self._turn = 0  # of the two places for sums
         self._moved: Written | None = None
         self._summed: list[Written | None] = [None, None]  # by turn
+        self._beside = torch.cuda.Stream(device) if self._gpu else None  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
         """RuntimeError if a rank did not come to a meeting in time. The device is not asked."""
-        late = [r for r, n in enumerate(self.late.tolist()) if n]
-        if late:
+        if any(self._late.tolist()):
+            late = [r for r, n in enumerate(self._late.tolist()) if n]
             ranks = dist.get_process_group_ranks(self._group())
             raise RuntimeError(
                 "[MoEExperts] every rank must come to an exchange within the group's timeout of "
@@ -137,20 +147,22 @@ class Peers:
         self._wire = self._back = None
         agree(self._group(), self.device, True)  # none reads the old memory any more
         with torch.inference_mode(False):
-            self._wire = self._area(size.wire, self.ranks, one_per_rank=True)
-            self._back = self._area(size.sums, 2), self._area(size.probs, 2)
+            self._wire = self._area(size.wire, self.ranks, torch.int64, [self.rank])
+            sums = self._area(size.sums, 2, torch.bfloat16, [0, 1])
+            self._back = sums, self._area(size.probs, 2, torch.float32, [0, 1])
 
-    def _area(self, size: int, places: int, one_per_rank: bool = False) -> _Area:
-        memory = allocate(self._group(), max(size * places, _ALIGN), self.device)
-        ends = [self.rank] if one_per_rank else range(places)
-        return _Area(memory, size, [memory.peers(place * size) for place in ends])
+    def _area(self, size: int, places: int, dtype: torch.dtype, ends: list[int]) -> _Area:
+        return _Area(
+            allocate(self._group(), max(size * places, _ALIGN), self.device), size, dtype, ends
+        )
 
     def place(self, width: int) -> Place | None:
         """The place for rows of `width` bytes; None: there is no memory yet."""
         if self._wire is None:
             return None
-        rows = self._wire.view(self.rank, self._wire.size // width, width, torch.uint8)
-        return Place(rows, self._wire.peers[0])
+        words = width // 8
+        rows = self._wire.view(self.rank, self._wire.size // words, words)
+        return Place(rows.view(torch.uint8), self._wire.peers[0])
 
     def has(self, place: Place | None) -> bool:
         """Whether `place` is in the memory of now."""
@@ -160,34 +172,54 @@ class Peers:
         """The rows [sum of counts, width] u8 that have come, so many from each rank."""
         assert self._wire is not None
         self._moving.meet(self._none)
-        parts = [self._wire.view(r, n, width, torch.int64) for r, n in enumerate(counts)]
-        rows = torch.cat(parts).view(torch.uint8)
+        rows = torch.cat([self._wire.view(r, n, width // 8) for r, n in enumerate(counts)])
         self._moved = _again(self._moved, self.device)
-        return rows
+        return rows.view(torch.uint8)
 
     def sums(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Where to write what goes back in this exchange, [rows, columns]; f32 if it is of the
         probs."""
         assert self._back is not None
-        area = self._back[dtype == torch.float32]
-        return area.view(self._turn, rows, columns * dtype.itemsize, dtype)
+        return self._back[dtype == torch.float32].view(self._turn, rows, columns)
 
-    def sum(self, parts: list[Tensor | None], plan: RoutingPlan, first: Tensor) -> list[Any]:
-        """Sums each token's rows at all ranks, for each part, rows of `sums`."""
-        assert self._back is not None
+    def ready(self) -> None:
+        """What goes back lies in `sums`, on all ranks."""
         other = self._summed[self._turn ^ 1]
         if other is not None:
             other.wait(())
         self._adding.meet(self._none)
-        made: list[Any] = []
-        for part in parts:
-            if part is None:
-                made.append(None)
-                continue
-            peers = self._back[part.dtype == torch.float32].peers[self._turn]
-            made.append(ops.unpermute_unpad(part, plan, peers=peers, first=first))
+
+    def sum(self, part: Tensor, plan: RoutingPlan, first: Tensor) -> Tensor:
+        """Sums each token's rows of `part`, which is of `sums`, where they lie. first [ranks] i32:
+        the row at which this rank's begin at each."""
+        assert self._back is not None
+        peers = self._back[part.dtype == torch.float32].peers[self._turn]
+        summed: Tensor = ops.unpermute_unpad(part, plan, peers=peers, first=first)
+        return summed
+
+    def fetch(self, part: Tensor, rows: int, counts: list[int], first: list[int]) -> Returning:
+        """Begins to copy this rank's rows of `part`, which is of `sums`: counts[r] of rank r, where
+        they begin at row first[r]. They come one rank's behind another's, in [rows, .], while what
+        is queued from now on runs."""
+        assert self._back is not None
+        area, columns = self._back[part.dtype == torch.float32], part.shape[1]
+        got = part.new_empty(rows, columns)
+        into = got[: sum(counts)].split(counts)  # type: ignore[no-untyped-call]
+        others = [(self.rank + n) % self.ranks for n in range(1, self.ranks + 1)]  # none in a row
+        pairs = [(into[r], area.view(self._turn, counts[r], columns, first[r], r)) for r in others]
+        if self._beside is None:
+            for to, its in pairs:
+                to.copy_(its)
+            return Returning(got, None, part)
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._beside):  # copies between GPUs, which take no SMs
+            for to, its in pairs:
+                to.copy_(its, non_blocking=True)
+        return Returning(got, self._beside.record_event(), part)
+
+    def done(self) -> None:
+        """All that reads the sums of this exchange is queued."""
         self._summed[self._turn] = _again(self._summed[self._turn], self.device)
-        return made
 
 
 def _again(event: Written | None, device: torch.device) -> Written | None:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms
+from fp8moe_cutlass.routing import RoutingPlan
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,9 @@ class Sizes:
     rows_sent: int
     rows: int  # received
     assignments: int  # at most so many entries of topk_idx travel on the received rows
-    # [ranks] i32: where this rank's rows begin in what each rank received, if they travel through
-    # the ranks' memory; None: by torch.distributed.
+    # Where this rank's rows begin in what each rank received, [ranks], on the host and, as i32, on
+    # the device; None: they travel by torch.distributed.
+    begins: list[int] | None = None
     first: Tensor | None = None
 
 
@@ -30,7 +34,8 @@ class Announced(NamedTuple):
     """Sizes on their way."""
 
     message: Tensor  # i32, of who announced
-    work: Any  # to wait for; None: nothing
+    found: Tensor  # the same, or its copy for the host
+    work: Any  # to wait for before the host reads it; None: nothing
 
 
 class Told(NamedTuple):
@@ -41,13 +46,26 @@ class Told(NamedTuple):
     assignments: int  # on them
     terms: Sequence[Sequence[int]]  # each word of Terms, by rank
     differed: Sequence[int]  # exchanges in which each rank's terms were not this rank's
-    of_one: int  # the most rows that a rank gets from one, if that is known
+    begins: list[int] | None  # where this rank's rows begin in what each receives, if it is told
+    of_one: int  # then the most rows that a rank gets from one
     in_all: int  # and from all
 
 
 class Returning(NamedTuple):
     """Rows on their way back."""
 
-    rows: Tensor  # [., C]: those that come or, where they are read by their owners, that lie ready
-    work: Any
+    rows: Tensor  # [., C]
+    work: Any  # to wait for; None: nothing
     source: Tensor  # as it was given, which is read until they have come
+    here: bool = True  # False: they lie where they are, and are read there
+
+
+def sum_here(returning: Returning, plan: RoutingPlan) -> Tensor:
+    """The sums [T, C] of rows that come here. On a GPU it is the current stream that waits."""
+    if returning.work is not None:
+        returning.work.wait()
+    rows = returning.rows
+    columns = rows.shape[1]
+    if columns % 16 == 0:
+        return ops.unpermute_unpad(rows, plan)  # type: ignore[no-any-return]
+    return ops.unpermute_unpad(F.pad(rows, (0, -columns % 16)), plan)[:, :columns]  # type: ignore[no-any-return]

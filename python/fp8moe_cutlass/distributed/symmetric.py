@@ -1,6 +1,6 @@
 """Memory of equal size on every rank of a group, which all of them can address.
 
-On a GPU it is torch's symmetric memory, of which only `empty`, `rendezvous` and `buffer_ptrs` are
+On a GPU it is torch's symmetric memory, of which only `empty`, `rendezvous` and `get_buffer` are
 used. On the CPU it is a file that the processes map, for tests of the protocol.
 """
 
@@ -18,15 +18,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Memory:
-    """A rank's share, and where this device has everyone's."""
+    """Every rank's share, as this device addresses it."""
 
-    mine: Tensor  # [bytes] u8, zero at first
-    addresses: list[int]
+    of: list[Tensor]  # by rank, [bytes] u8, zero at first
+    mine: Tensor
     keeps: Any  # what it lives by
 
     def peers(self, offset: int) -> Tensor:
         """[ranks] i64, on the device: the addresses of byte `offset`."""
-        return torch.tensor([a + offset for a in self.addresses], device=self.mine.device)
+        addresses = [share.data_ptr() + offset for share in self.of]
+        return torch.tensor(addresses, device=self.mine.device)
 
 
 def unavailable(device: torch.device, transport: str) -> str:
@@ -71,9 +72,11 @@ def _of_gpu(group: Any, size: int, device: torch.device) -> Memory:
     mine = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
     handle = _symmetric_memory.rendezvous(mine, group)
     mine.zero_()
-    addresses = list(handle.buffer_ptrs)
-    begins = mine.data_ptr() - addresses[dist.get_rank(group)]  # the same on all ranks
-    return Memory(mine, [a + begins for a in addresses], handle)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    # What a handle's buffers begin with is the same on all ranks.
+    begins = mine.data_ptr() - handle.get_buffer(rank, (1,), torch.uint8).data_ptr()
+    of = [handle.get_buffer(r, (size,), torch.uint8, begins) for r in range(ranks)]
+    return Memory(of, mine, handle)
 
 
 def _of_files(group: Any, size: int, device: torch.device) -> Memory:
@@ -88,5 +91,5 @@ def _of_files(group: Any, size: int, device: torch.device) -> Memory:
     agree(group, device, True)
     if rank == 0:
         os.unlink(path[0])
-    begins = whole.data_ptr()
-    return Memory(whole[rank * size :][:size], [begins + r * size for r in range(ranks)], whole)
+    of = list(whole.split(size))  # type: ignore[no-untyped-call]
+    return Memory(of, of[rank], whole)

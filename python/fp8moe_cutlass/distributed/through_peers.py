@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.peers import Needed, Peers, Place
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told
+from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told, sum_here
 from fp8moe_cutlass.routing import RoutingPlan
 
 _MARK = 4  # words
@@ -23,15 +22,30 @@ class ThroughPeers:
     def __init__(self, peers: Peers, segment: int) -> None:
         self.peers, self.ranks, self.rank = peers, peers.ranks, peers.rank
         self.segment = segment
+        self._counts = [segment + 1] * self.ranks
+        self._first: Tensor | None = None
+        if segment:
+            begin, device = peers.rank * (segment + 1), peers.device
+            self._first = torch.full((self.ranks,), begin, dtype=torch.int32, device=device)
 
     def announce(
         self, counts: Tensor, mark: Tensor, terms: Tensor, differed: Tensor, read: bool
     ) -> Announced:
-        words = torch.cat([mark[0], counts.flatten(), terms[0], differed.flatten()])
+        """read: the host will."""
+        words = torch.cat([mark[0], counts.view(-1), terms[0], differed.view(-1)])
         message = self.peers.begin(words)
         if not (read and message.is_cuda):
-            return Announced(message, None)
-        return Announced(message, torch.cuda.current_stream(message.device).record_event())
+            return Announced(message, message, None)
+        # Behind what this rank queues until then, the host would read too late.
+        found = message.to("cpu", non_blocking=True)
+        return Announced(message, found, torch.cuda.current_stream(message.device).record_event())
+
+    def read(self, announced: Announced) -> list[list[int]]:
+        """The message as lists, once it is there."""
+        if announced.work is not None:
+            announced.work.synchronize()
+        words: list[list[int]] = announced.found.tolist()
+        return words
 
     def told(self, message: list[list[int]], terms: int) -> Told:
         self.peers.check()
@@ -44,11 +58,14 @@ class ThroughPeers:
             sum(of[here + 1] for of in message),
             list(zip(*(of[said:differed] for of in message), strict=True)),
             message[self.rank][differed:],
+            [sum(of[r] for of in rows[: self.rank]) for r in range(self.ranks)],
             max(map(max, rows)),
             max(map(sum, zip(*rows, strict=True))),
         )
 
-    def make_room(self, terms: Terms, of_one: int, in_all: int) -> None:
+    def make_room(self, terms: Terms, told: Told) -> None:
+        """Room for an exchange of these sizes, collective."""
+        of_one, in_all = told.of_one, told.in_all
         if self.segment:
             of_one, in_all = self.segment + 1, self.ranks * (self.segment + 1)
         width = ops.packed_row_bytes(terms.hidden_size, terms.slots)
@@ -56,10 +73,11 @@ class ThroughPeers:
         needed = Needed(of_one * width, in_all * 2 * terms.hidden_size, in_all * probs)
         self.peers.make_room(needed, fixed=self.segment > 0)
 
-    def first(self, announced: Announced) -> Tensor:
+    def first(self, announced: Announced | None) -> Tensor:
         """Where this rank's rows begin in what each rank receives."""
-        if self.segment:
-            return torch.full_like(announced.message[:, 0], self.rank * (self.segment + 1))
+        if self._first is not None:
+            return self._first
+        assert announced is not None
         before = announced.message[: self.rank, _MARK : _MARK + 2 * self.ranks : 2]
         return before.sum(0, dtype=torch.int32)
 
@@ -77,35 +95,58 @@ class ThroughPeers:
 
     def announce_grad(self, mark: Tensor) -> Announced:
         """Begin the exchange of the gradient."""
-        return Announced(self.peers.begin(mark[0]), None)
+        message = self.peers.begin(mark[0])
+        return Announced(message, message, None)
 
     def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
         """The rows that have come, of as many bytes as `rows`."""
-        counts = sizes.received or [self.segment + 1] * self.ranks
-        return self.peers.arrive(rows.shape[1], counts)
+        return self.peers.arrive(rows.shape[1], sizes.received or self._counts)
 
-    def marks(self, announced: Announced) -> Tensor:
+    def marks(self, rows: Tensor, announced: Announced | None) -> Tensor:
         """[ranks, 4] i32."""
+        assert announced is not None
         return announced.message[:, :_MARK]
 
     def start_sums(
         self, parts: list[Tensor | None], plan: RoutingPlan, sizes: Sizes, beside: bool
     ) -> list[Returning | None]:
-        return [part if part is None else self._ready(part, sizes) for part in parts]
+        """beside: beside what is queued until they are waited for, if that is weight gradients. The
+        narrow rows of dprobs are never worth it."""
+        ready = [part if part is None else self._ready(part, sizes) for part in parts]
+        self.peers.ready()
+        if not (beside and sizes.terms.weights_grad):
+            return ready
+        return [
+            self._fetch(r, plan, sizes) if r is not None and r.rows.dtype == torch.bfloat16 else r
+            for r in ready
+        ]
 
     def _ready(self, part: Tensor, sizes: Sizes) -> Returning:
         """The part where its owners read it; most bodies have written it there."""
-        columns = part.shape[1] + -part.shape[1] % 16
-        there = self.peers.sums(sizes.rows, columns, part.dtype)
+        columns = part.shape[1]
+        there = self.peers.sums(sizes.rows, columns + -columns % 16, part.dtype)
         if part.data_ptr() != there.data_ptr():
-            there.copy_(F.pad(part, (0, columns - part.shape[1])))
-        return Returning(there, None, part)
+            there[:, :columns].copy_(part)  # the rest is added up for nobody
+        return Returning(there, None, part, here=False)
+
+    def _fetch(self, ready: Returning, plan: RoutingPlan, sizes: Sizes) -> Returning:
+        assert sizes.begins is not None
+        counts = sizes.sent or self._counts
+        return self.peers.fetch(ready.rows, plan.rows, counts, sizes.begins)
 
     def finish_sums(
         self, returning: list[Returning | None], plan: RoutingPlan, sizes: Sizes
     ) -> list[Tensor | None]:
         assert sizes.first is not None
-        rows = [None if r is None else r.rows for r in returning]
-        sums = self.peers.sum(rows, plan, sizes.first)
-        pairs = zip(sums, returning, strict=True)
-        return [s if r is None else s[:, : r.source.shape[1]] for s, r in pairs]
+        sums: list[Tensor | None] = []
+        for r in returning:
+            if r is None:
+                sums.append(None)
+            elif r.here:
+                sums.append(sum_here(r, plan))
+            else:
+                total = self.peers.sum(r.rows, plan, sizes.first)
+                columns = r.source.shape[1]
+                sums.append(total if total.shape[1] == columns else total[:, :columns])
+        self.peers.done()
+        return sums
