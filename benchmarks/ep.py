@@ -56,6 +56,9 @@ class Asked(NamedTuple):
     bf16: bool = True
 
 
+EVERYTHING = Asked()
+
+
 class Group:
     """All rows of one shape on one group of ranks."""
 
@@ -172,7 +175,8 @@ class Group:
         samples = self.team.measure(runs, self.count, self.rounds)
         graphs: dict[str, Sample] = {}
         if captured and self.team.cuda:
-            graphs = self.team.replayed(runs, self.count, self.rounds)
+            in_graph = 1 if op.startswith("layer") else self.count
+            graphs = self.team.replayed(runs, in_graph, self.rounds)
         sent = self.team.mean(legs.rows_to_others())
         others = {name: s.ms for name, s in samples.items() if name not in (*TRANSPORTS, LIMIT)}
         replayed = {name: s.ms for name, s in graphs.items() if name not in TRANSPORTS}
@@ -208,7 +212,7 @@ def run_ep(
     device: torch.device,
     quick: bool = False,
     on_result: OnResult = ignore,
-    asked: Asked = Asked(),
+    asked: Asked = EVERYTHING,
 ) -> Record:
     """The record of every group and shape; collective. The first rank alone reports rows. quick:
     one tiny shape, all ranks at once."""

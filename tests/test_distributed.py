@@ -610,3 +610,28 @@ def test_what_is_kept_for_backward(pool: Pool, keep: dict[str, Any], z: int) -> 
         row = -(-(HIDDEN + 4 * 2 + 8 * SLOTS) // 16) * 16 + 4 * SLOTS
         want = rows * row + assignments * (12 + z)  # besides the route's plan
         assert want <= total <= want + 512, (total, want)  # the plans' few fixed words
+
+
+def strides(group: Any, p: Problem, options: dict[str, Any]) -> tuple[int, int]:
+    """How far apart the rows of x lie that a backward transposes; bytes of a row of the wire."""
+    layer = layer_of(p, group, **options)
+    found = []
+    transpose = ops.permute_transpose_fp8
+
+    def seen(q: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(q.data.stride(0))
+        return transpose(q, *args, **kwargs)
+
+    ops.permute_transpose_fp8 = seen  # type: ignore[assignment]
+    try:
+        p.run(layer)
+    finally:
+        ops.permute_transpose_fp8 = transpose
+    return found[0], ops.packed_row_bytes(HIDDEN, SLOTS)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_backward_reads_the_rows_as_they_came(pool: Pool, transport: str) -> None:
+    """It makes no dense copy of them."""
+    for stride, row in results(pool.run(2, strides, batch(40), {"transport": transport})):
+        assert stride == row

@@ -47,6 +47,7 @@ class Plan(NamedTuple):
 
 
 SAVED_TENSORS = 9  # of Saved.tensors()
+ROWS_APART = ()  # of these, rows that may lie apart
 
 
 class Saved(NamedTuple):

@@ -40,6 +40,7 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
 SAVED_TENSORS = 14  # of Saved.tensors()
+ROWS_APART = (2, 3)  # of these, the codes and scales of x, which may be parts of longer rows
 
 
 class Saved(NamedTuple):

@@ -166,9 +166,12 @@ class _Experts(torch.autograd.Function):
         if asked_gate_up or asked_down:
             grads = grads.returning(asked_gate_up, asked_down)
         x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]
-        # Dense, wherever a saved-tensor hook has put them.
-        tensors = [None if t is None else t.contiguous() for t in ctx.saved_tensors]
         body = block.body_of(options.recipe)
+        # Dense, wherever a saved-tensor hook has put them, but for rows that came with a gap.
+        tensors = [
+            t if t is None or (n in body.ROWS_APART and t.stride(-1) == 1) else t.contiguous()
+            for n, t in enumerate(ctx.saved_tensors)
+        ]
         saved = body.Saved.of(tensors, ctx.sizes, options.recipe, isinstance(move, Grouped))
         del tensors
         dx, dprobs, dweights = block.backward(

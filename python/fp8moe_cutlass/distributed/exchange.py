@@ -156,7 +156,7 @@ class Exchange:
         words = self._words_of(terms, counts.device)
         if self._peers is None:
             return self._collectives.announce(counts, words, self._differed)
-        mark = self.mark(terms, counts.device)
+        mark = self._words_of(terms.mark(False), counts.device)
         return self._peers.announce(counts, mark, words, self._differed, not known)
 
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
@@ -192,13 +192,11 @@ class Exchange:
         self._differed += differ
         return differ
 
-    def count(self, status: Tensor, dropped: Tensor) -> None:
-        """Add what a forward dropped: `dispatch_plan`'s status, and [1] assignments."""
-        self._follow(status.device)
-        if self.segment:
-            self.dropped += torch.cat([status[:2], dropped])
-        else:  # every assignment has a place
-            self.dropped[:2] += status[:2]
+    def count(self, found: Tensor) -> None:
+        """Add what a forward dropped: integers, in the order of `dropped`, of which an exact
+        exchange has no assignments."""
+        self._follow(found.device)
+        self.dropped[: found.shape[0]].add_(found)
 
     def check(self) -> None:
         """Waits for the device and raises ValueError if this rank has dropped anything, or the

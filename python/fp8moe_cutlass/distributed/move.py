@@ -83,7 +83,8 @@ class GroupMove:
             ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
         body = body_of(recipe)
         local = body.make_plan(ids, len(mine), sizes.assignments)
-        exchange.count(sent.plan.status, body.dropped(ids, local))
+        lost = sent.plan.buffer[:2]  # of its status
+        exchange.count(torch.cat([lost, body.dropped(ids, local)]) if exchange.segment else lost)
         route = Route(sent.plan, sizes, carrier)
         return Arrived(rows, row_probs, local, route, carrier.into(sizes))
 
