@@ -161,13 +161,14 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
         for sequences in (1, 2):
             ids = torch.randint(sizes["vocabulary"], (sequences, length), device=device)
             result: Record = {"op": mode, "shape": {"T": ids.numel()}, "variant": "LoRA r 16"}
+            result |= {"ms": None, "limit_ms": None, "peers": {}, "bytes": 0, "flops": 0}
             scope = reuse_fp8_weights(model) if mode == "kept" else contextlib.nullcontext()
             try:
                 with scope:
                     result |= measure(model, ids, 2 if given.quick else given.steps)
                 result["ms"] = 1e3 * result["seconds"]
             except torch.OutOfMemoryError as error:
-                result["failed"] = str(error).partition(".")[0]
+                result["error"] = str(error).partition(".")[0]
             model.zero_grad()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -172,3 +172,11 @@ def test_committed_plots_are_small() -> None:
     plots = [*ROOT.glob("docs/benchmarks/*.png")]
     assert plots
     assert all(path.stat().st_size < 150_000 for path in plots)
+
+
+@pytest.mark.parametrize("name", ["frozen", "lora_model"])
+def test_lora_scripts_run(name: str, tmp_path: Path) -> None:
+    script(name, "--device", "cpu", "--quick", "--json", tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["results"]) == {"frozen": 9, "lora_model": 4}[name]
+    assert all(row["ms"] > 0 for row in record["results"])

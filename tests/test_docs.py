@@ -406,6 +406,30 @@ def test_frozen_table_equals_its_record() -> None:
     assert table("docs/how-to/fp8-checkpoints.md", "frozen-h200.json") == want
 
 
+def test_lora_tables_equal_their_records() -> None:
+    rows: dict[str, dict[str, float]] = {}
+    for r in results("lora-h100.json"):
+        rows.setdefault(r["model"], {})[r["op"]] = r["ms"]
+    want = []
+    for model, ms in rows.items():
+        cells = [model]
+        for mode in ("kept", "turned"):
+            frozen = ms[f"frozen, {mode}"]
+            low = [f"{ms[f'LoRA r {rank}, {mode}'] / frozen:.2f}" for rank in (16, 64)]
+            cells += [f"{frozen:.2f}", *low]
+        want.append(cells)
+    assert table("docs/how-to/lora.md", "lora-h100.json") == want
+    names = {"turned": "turned in each backward", "kept": "kept"}
+    want = [
+        [
+            *(names[r["op"]], f"{r['shape']['T']:,}", f"{r['ms']:.0f}"),
+            *(f"{r['tokens_per_s']:,.0f}", f"{r['peak_gib']:.1f}"),
+        ]
+        for r in results("lora-model-h100.json")
+    ]
+    assert table("docs/how-to/lora.md", "lora-model-h100.json") == want
+
+
 def test_megatron_table_equals_its_record() -> None:
     record = recorded("megatron-h100.json")
     want = [
