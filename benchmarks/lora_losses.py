@@ -62,10 +62,10 @@ def train(model: Any, ids: torch.Tensor, lr: float) -> list[float]:
 def checkpoint(folder: Path, text: bytes, steps: int) -> Path:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, experts_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     train(model, batches(text, steps, seed=0), 1e-3)
     model.bfloat16().save_pretrained(folder / "bf16")
-    quantized = AutoModelForCausalLM.from_pretrained(
+    quantized: Any = AutoModelForCausalLM.from_pretrained(
         folder / "bf16", dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config()
     )
     quantized.save_pretrained(folder / "fp8")
@@ -76,10 +76,10 @@ def adapted(path: Path, fp8: bool, seed: int) -> Any:
     options: dict[str, Any] = {"dtype": torch.bfloat16}
     if not fp8:
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
     if fp8:
         fp8moe.swap(model)
-    wrap = fp8moe.get_peft_model if fp8 else peft.get_peft_model
+    wrap: Any = fp8moe.get_peft_model if fp8 else peft.get_peft_model
     model = wrap(model, peft.LoraConfig(**LORA))
     for name, p in sorted(model.named_parameters()):  # the same in both, whatever its shape
         if "lora_A" in name:
@@ -98,7 +98,8 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--json", type=Path, required=True)
     given = arguments.parse_args()
-    FineGrainedFP8HfQuantizer.validate_environment = lambda *a, **k: None  # it wants a GPU
+    quantizer: Any = FineGrainedFP8HfQuantizer
+    quantizer.validate_environment = lambda *a, **k: None  # it wants a GPU
     first, then = (b"\n".join(p.read_bytes() for p in paths) for paths in (given.first, given.then))
     record: Record = {"commit": commit(), "torch": torch.__version__, "results": []}
     record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
