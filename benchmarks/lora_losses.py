@@ -61,11 +61,11 @@ def train(model: Any, ids: torch.Tensor, lr: float) -> list[float]:
 
 def checkpoint(folder: Path, text: bytes, steps: int) -> Path:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES, experts_implementation="eager")
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(Qwen3MoeConfig(**SIZES), dtype=torch.float32)
     train(model, batches(text, steps, seed=0), 1e-3)
     model.bfloat16().save_pretrained(folder / "bf16")
-    quantized: Any = AutoModelForCausalLM.from_pretrained(
+    quantized = auto.from_pretrained(
         folder / "bf16", dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config()
     )
     quantized.save_pretrained(folder / "fp8")
