@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ranks
 from fp8moe_cutlass import Fp8Recipe, ops
 from fp8moe_cutlass.distributed import peers as peers_module
+from fp8moe_cutlass.distributed import symmetric
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, assert_same
 from ranks import MEMBERS, Pool, results
@@ -428,7 +430,9 @@ def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
 
 def choices(group: Any) -> list[str]:
     layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="auto")
-    with pytest.warns(UserWarning, match="rows go by torch.distributed: 'peer' is for GPUs"):
+    with pytest.warns(
+        UserWarning, match="rows go by torch.distributed: transport 'peer' is for GPUs"
+    ):
         layer(torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"transport must be 'auto', 'nccl' or 'peer'; got 'ring'"):
         MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="ring")
@@ -441,6 +445,41 @@ def test_auto_takes_torch_distributed_on_the_cpu() -> None:
         assert results(pool.run(2, choices)) == [["auto", "None"]] * 2
     finally:
         pool.close()
+
+
+def without_room(group: Any, transport: str) -> str:
+    """What is said where the second rank has no memory to share."""
+
+    def make(group: Any, size: int, device: Any) -> symmetric.Memory:
+        if rank_of(group) == 1:
+            raise OSError("no room")
+        share = torch.zeros(size, dtype=torch.uint8)
+        return symmetric.Memory([share, share], share, None)
+
+    symmetric._of_files = make
+    peers_module.unavailable = lambda device, transport: ""
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport=transport)
+    of = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            layer(*of)
+        except RuntimeError as error:
+            return str(error)
+    return str(said[0].message)
+
+
+def test_no_memory_to_share() -> None:
+    """All ranks say so; "auto" goes on by torch.distributed."""
+    for transport, begins in (("peer", ""), ("auto", "rows go by torch.distributed: ")):
+        pool = Pool(2, {2: [0, 1]})
+        try:
+            found = results(pool.run(2, without_room, transport))
+        finally:
+            pool.close()
+        for text, got in zip(found, ("none on another rank", "no room"), strict=True):
+            assert re.match(rf"\[MoEExperts\] {begins}transport 'peer' needs \d+ bytes", text)
+            assert f"got {got}; use transport='nccl'" in text
 
 
 def test_transport_is_of_a_group() -> None:

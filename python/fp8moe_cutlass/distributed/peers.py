@@ -30,7 +30,13 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.streams import Written, written
 from fp8moe_cutlass.distributed.sizes import Returning
-from fp8moe_cutlass.distributed.symmetric import Memory, agree, allocate, unavailable
+from fp8moe_cutlass.distributed.symmetric import (
+    Memory,
+    NoSharedMemory,
+    agree,
+    allocate,
+    unavailable,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
 
@@ -238,13 +244,18 @@ def peers_of(group: Any, device: torch.device, transport: str) -> Peers | None:
     Collective, at the first call for a group."""
     known = _of_group.setdefault(group, {})
     if device not in known or (known[device] is None and transport == "peer"):
-        reason = _reason(group, device, transport)
-        if reason and transport == "peer":
-            raise RuntimeError(f"[MoEExperts] transport 'peer' {reason}")
-        if reason:
-            slow_path("transport", f"[MoEExperts] rows go by torch.distributed: 'peer' {reason}")
-        with torch.inference_mode(False):
-            known[device] = None if reason else Peers(group, device)
+        try:
+            reason = _reason(group, device, transport)
+            if reason:
+                raise NoSharedMemory(f"[MoEExperts] transport 'peer' {reason}")
+            with torch.inference_mode(False):
+                known[device] = Peers(group, device)
+        except NoSharedMemory as error:  # on all ranks alike
+            if transport == "peer":
+                raise
+            why = str(error).removeprefix("[MoEExperts] ")
+            slow_path("transport", f"[MoEExperts] rows go by torch.distributed: {why}")
+            known[device] = None
     return known[device]
 
 

@@ -30,6 +30,10 @@ class Memory:
         return torch.tensor(addresses, device=self.mine.device)
 
 
+class NoSharedMemory(RuntimeError):
+    """The ranks cannot have memory that all of them address."""
+
+
 def unavailable(device: torch.device, transport: str) -> str:
     """Why this process cannot have such memory; "": it can."""
     if device.type == "cpu":
@@ -51,7 +55,7 @@ def agree(group: Any, device: torch.device, mine: bool) -> bool:
 
 
 def allocate(group: Any, size: int, device: torch.device) -> Memory:
-    """`size` bytes on each rank, zero. Collective; RuntimeError on all ranks if one has no room."""
+    """`size` bytes on each rank, zero. Collective; NoSharedMemory on all if one has no room."""
     make = _of_gpu if device.type == "cuda" else _of_files
     memory, error = None, ""
     try:
@@ -59,7 +63,7 @@ def allocate(group: Any, size: int, device: torch.device) -> Memory:
     except (RuntimeError, OSError) as caught:
         error = str(caught)
     if not agree(group, device, memory is not None) or memory is None:
-        raise RuntimeError(
+        raise NoSharedMemory(
             f"[MoEExperts] transport 'peer' needs {size} bytes that ranks share on each of them; "
             f"got {error or 'none on another rank'}; use transport='nccl'"
         )
