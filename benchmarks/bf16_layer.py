@@ -180,7 +180,7 @@ class _Bring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dprobs: Tensor) -> Any:
-        returning = ctx.move.return_grads(dx, dprobs.contiguous(), ctx.route)
+        returning = ctx.move.return_grads(dx, dprobs.contiguous(), ctx.route, True)
         return *ctx.move.receive_grads(returning, ctx.route), None, None, None
 
 

@@ -378,6 +378,32 @@ def test_gradients_that_nobody_asks_for(pool: Pool) -> None:
     results(pool.run(2, frozen, batch(30)))
 
 
+def fetched(group: Any, p: Problem) -> list[int]:
+    """How often rows are copied in a backward with weight gradients, without, and delayed."""
+    counts = []
+    fetch = peers_module.Peers.fetch
+    for options, frozen in (({}, False), ({}, True), ({"delay_wgrad": True}, False)):
+        layer = layer_of(p, group, transport="peer", **options).requires_grad_(not frozen)
+        parts = []
+
+        def counting(self: Any, part: Any, *args: Any, parts: Any = parts) -> Any:
+            parts.append(part.dtype)
+            return fetch(self, part, *args)
+
+        peers_module.Peers.fetch = counting  # type: ignore[method-assign]
+        try:
+            p.run(layer)
+        finally:
+            peers_module.Peers.fetch = fetch  # type: ignore[method-assign]
+        assert set(parts) <= {torch.bfloat16}
+        counts.append(len(parts))
+    return counts
+
+
+def test_dx_is_copied_beside_weight_gradients_alone(pool: Pool) -> None:
+    assert results(pool.run(2, fetched, batch(30))) == [[1, 0, 0]] * 2
+
+
 # ---- what is wrong ------------------------------------------------------------------------------
 
 

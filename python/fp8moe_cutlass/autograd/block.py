@@ -52,8 +52,10 @@ class Move(Protocol):
         """dout [T, H] -> rows as the body's backward takes them, and where it writes dx, bf16
         (None: anywhere)."""
 
-    def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: Any) -> Any:
-        """Begin to send both back."""
+    def return_grads(
+        self, dx: Tensor | None, dprobs: Tensor | None, route: Any, beside: bool
+    ) -> Any:
+        """Begin to send both back; beside: while weight gradients are computed."""
 
     def receive_grads(self, returning: Any, route: Any) -> tuple[Tensor | None, Tensor | None]:
         """Wait for dx [T, H] and dprobs [T, S]."""
@@ -70,7 +72,7 @@ class _Here:
     def combine(self, out: Tensor, route: None) -> Tensor:
         return out
 
-    def return_grads(self, dx: Any, dprobs: Any, route: None) -> Any:
+    def return_grads(self, dx: Any, dprobs: Any, route: None, beside: bool) -> Any:
         return dx, dprobs
 
     def receive_grads(self, returning: Any, route: None) -> Any:
@@ -182,7 +184,8 @@ def backward(
     more = {"scaling": scaling} if scaling else {}
     made: Gradients = body.backward(rows, saved, options, need, counters, into, **more)
     del rows, saved
-    returning = move.return_grads(made.dx, made.dprobs, route)
+    beside = grads.pending is None and not (made.gate_up is None and made.down is None)
+    returning = move.return_grads(made.dx, made.dprobs, route, beside)
     # While both are on their way:
     weights = grads.accept(made.gate_up, made.down, made.workspace)
     if scaling:

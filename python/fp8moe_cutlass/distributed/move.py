@@ -117,8 +117,10 @@ class GroupMove:
         marks = carrier.marks(came, announced)
         return self.exchange.compare(marks, terms, backward=backward)
 
-    def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: Route) -> Any:
-        return route.carrier.start_sums([dprobs, dx], route.plan, route.sizes, True)
+    def return_grads(
+        self, dx: Tensor | None, dprobs: Tensor | None, route: Route, beside: bool
+    ) -> Any:
+        return route.carrier.start_sums([dprobs, dx], route.plan, route.sizes, beside)
 
     def receive_grads(self, returning: Any, route: Route) -> tuple[Tensor | None, Tensor | None]:
         # A slot's gradient is 0 but on the rank of its expert: the sum of dprobs is that one.

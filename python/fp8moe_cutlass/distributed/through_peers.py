@@ -110,11 +110,11 @@ class ThroughPeers:
     def start_sums(
         self, parts: list[Tensor | None], plan: RoutingPlan, sizes: Sizes, beside: bool
     ) -> list[Returning | None]:
-        """beside: beside what is queued until they are waited for, if that is weight gradients. The
-        narrow rows of dprobs are never worth it."""
+        """beside: beside what is queued until they are waited for. The narrow rows of dprobs are
+        never worth it."""
         ready = [part if part is None else self._ready(part, sizes) for part in parts]
         self.peers.ready()
-        if not (beside and sizes.terms.weights_grad):
+        if not beside:
             return ready
         return [
             self._fetch(r, plan, sizes) if r is not None and r.rows.dtype == torch.bfloat16 else r

@@ -167,7 +167,9 @@ class _DeepEp:
         pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.handle, **options)[0]
         return fp8_rows("experts", pair, sent.pow2), None
 
-    def return_grads(self, dx: Tensor | None, dprobs: Tensor | None, route: _Route) -> Any:
+    def return_grads(
+        self, dx: Tensor | None, dprobs: Tensor | None, route: _Route, beside: bool
+    ) -> Any:
         return self._combine(dx, route, dprobs)
 
     def receive_grads(self, returning: Any, route: _Route) -> Any:
