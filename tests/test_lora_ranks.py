@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import ranks
 from fp8moe_cutlass import nn
@@ -92,3 +94,25 @@ def test_ranks_make_the_layer_of_one_process(pool: Pool, kind: str, compiled: bo
                 assert torch.equal(mine, want.view(E, 16, -1)[local].flatten(0, 1))
             else:
                 assert torch.equal(mine, want.view(len(want), 16, E)[..., local].flatten(1))
+
+
+def under_fully_shard(group: Any, kind: str, compiled: bool) -> list[Any]:
+    layer = layer_of(kind, None)
+    fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    found = []
+    for _ in range(2):  # a second gather fills the same memory
+        layer.zero_grad()
+        out, dx, dprobs, *grads = step(layer, rank_of(group), 2)
+        found = [out, dx, dprobs, *(grad.full_tensor() for grad in grads)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["codes", "values"])
+def test_under_fully_shard_gradients_are_averages(pool: Pool, kind: str) -> None:
+    halves = [step(layer_of(kind, None), rank, 2) for rank in range(2)]
+    for rank, found in enumerate(results(pool.run(2, under_fully_shard, kind, False))):
+        for got, want in zip(found[:3], halves[rank][:3], strict=True):
+            assert torch.equal(got, want)
+        for n, got in enumerate(found[3:]):
+            want = sum(half[3 + n].float() for half in halves) / 2
+            assert (got.float() - want).norm() < 0.01 * want.norm()
