@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
+MEAN_OF = 20  # steps
 LORA: dict[str, Any] = {
     "r": 16,
     "lora_alpha": 32,
@@ -97,11 +98,12 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=200)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--json", type=Path, required=True)
+    arguments.add_argument("--png", type=Path, help="the curves")
     given = arguments.parse_args()
     quantizer: Any = FineGrainedFP8HfQuantizer
     quantizer.validate_environment = lambda *a, **k: None  # it wants a GPU
     first, then = (b"\n".join(p.read_bytes() for p in paths) for paths in (given.first, given.then))
-    record: Record = {"commit": commit(), "torch": torch.__version__, "results": []}
+    record: Record = {"commit": commit(), "torch": torch.__version__, "results": [], "losses": {}}
     record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), first, 2 * given.steps)
@@ -109,9 +111,33 @@ def main() -> None:
             ids = batches(then, given.steps, seed=100 + seed)
             for kind in ("FP8", "bf16"):
                 losses = train(adapted(path, kind == "FP8", seed), ids, 1e-3)
-                record["results"].append({"experts": kind, "seed": seed, "losses": losses})
+                record["losses"][f"{kind} {seed}"] = [round(loss, 4) for loss in losses]
+                ends = range(given.steps // 5, given.steps + 1, given.steps // 5)
+                means = {f"to {end}": sum(losses[end - MEAN_OF : end]) / MEAN_OF for end in ends}
+                record["results"].append({"experts": kind, "seed": seed, **means})
                 print(kind, seed, f"{losses[0]:.3f} to {sum(losses[-20:]) / 20:.3f}", flush=True)
     write(record, given.json)
+    if given.png:
+        draw(record, given.png)
+
+
+def draw(record: Record, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, losses in record["losses"].items():
+        kind, seed = name.split()
+        line = "-" if kind == "FP8" else ":"
+        means = [sum(losses[n - 10 : n]) / 10 for n in range(10, len(losses) + 1, 5)]
+        at = [*range(10, len(losses) + 1, 5)]
+        name = f"{kind} experts, seed {seed}"
+        axes.plot(at, means, line, color=f"C{seed}", lw=1 if line == "-" else 3, label=name)
+    axes.set(xlabel="step", ylabel="loss, nats per byte, means of 10 steps")
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

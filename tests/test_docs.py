@@ -406,6 +406,9 @@ def test_frozen_table_equals_its_record() -> None:
     assert table("docs/how-to/fp8-checkpoints.md", "frozen-h200.json") == want
 
 
+LOSSES_TO = range(40, 201, 40)
+
+
 def test_lora_tables_equal_their_records() -> None:
     rows: dict[str, dict[str, float]] = {}
     for r in results("lora-h100.json"):
@@ -428,6 +431,14 @@ def test_lora_tables_equal_their_records() -> None:
         for r in results("lora-model-h100.json")
     ]
     assert table("docs/how-to/lora.md", "lora-model-h100.json") == want
+    want = [
+        [f"{r['experts']} experts, seed {r['seed']}", *(f"{r[f'to {n}']:.3f}" for n in LOSSES_TO)]
+        for r in results("lora-losses-cpu.json")
+    ]
+    assert table("docs/how-to/lora.md", "lora-losses-cpu.json") == want
+    for r in results("lora-losses-cpu.json"):
+        beside = recorded("lora-losses-cpu.json")["losses"][f"bf16 {r['seed']}"]
+        assert abs(r["to 200"] - sum(beside[-20:]) / 20) < 0.005
 
 
 def test_megatron_table_equals_its_record() -> None:
