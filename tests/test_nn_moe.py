@@ -260,6 +260,33 @@ def test_replay_of_any_integers(dtype: torch.dtype) -> None:
     assert int(routing.tokens_per_expert.sum()) == int((some >= 0).sum())
 
 
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_padding_need_not_be_routed(recipe: Any) -> None:
+    """No row of it reaches the experts, whatever it holds; the other tokens keep their bits."""
+    moe, x = moe_of(recipe=recipe), torch.randn(3, 8, 64)
+    padding = torch.rand(3, 8) < 0.4
+    given: list[Tensor] = []
+    moe.experts.register_forward_pre_hook(lambda _, args: given.append(args[1]))
+
+    def step(**how: Any) -> list[Tensor]:
+        moe.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = moe(leaf, padding=padding, **how)
+        out[~padding].square().sum().backward()
+        return [out.detach(), leaf.grad, *(w.grad for w in moe.experts.parameters())]
+
+    want, got = step(), step(route_padding=False)
+    assert torch.equal(got[0][~padding], want[0][~padding])
+    assert not got[0][padding].any()
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert relative_error(a, b) < 0.05  # columns are quantized with fewer rows beside them
+    assert (given[1] == -1).all(dim=1).tolist() == padding.flatten().tolist()
+    with pytest.raises(ValueError, match=r"\[MoE\] padding must be given with route_padding=False"):
+        moe(x, route_padding=False)
+    with pytest.raises(ValueError, match=r"\[MoE\] route_padding must be"):
+        moe(x, padding=padding, route_padding=1)
+
+
 def test_replay_and_padding_reach_the_router() -> None:
     moe = moe_of(recipe=None)
     x = torch.randn(2, 6, 64)

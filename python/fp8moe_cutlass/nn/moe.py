@@ -113,6 +113,7 @@ class MoE(nn.Module):
         *,
         topk_idx: Tensor | None = None,
         padding: Tensor | None = None,
+        route_padding: bool = True,
         return_routing: Literal[False] = False,
         weights: Fp8Weights | None = None,
     ) -> Tensor: ...
@@ -124,6 +125,7 @@ class MoE(nn.Module):
         *,
         topk_idx: Tensor | None = None,
         padding: Tensor | None = None,
+        route_padding: bool = True,
         return_routing: Literal[True],
         weights: Fp8Weights | None = None,
     ) -> tuple[Tensor, Routing]: ...
@@ -134,13 +136,16 @@ class MoE(nn.Module):
         *,
         topk_idx: Tensor | None = None,
         padding: Tensor | None = None,
+        route_padding: bool = True,
         return_routing: bool = False,
         weights: Fp8Weights | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype), or
         with return_routing (that, the Routing of the T tokens of x).
 
-        topk_idx [..., top_k] int64 and padding [...] bool, with x's leading sizes: as of Router.
+        topk_idx [..., top_k] and padding [...] bool, with x's leading sizes: as of Router.
+        route_padding: False sends no row of padding to the experts, or to other ranks. Its output
+        is the shared expert's, or zero, and nobody may read it.
         All of x's sizes but the last two count its sequences. weights: as of MoEExperts.
         """
         # Shapes that the reshapes would hide; the router and the experts check the rest.
@@ -149,6 +154,9 @@ class MoE(nn.Module):
             check_leading("MoE", "topk_idx", topk_idx, x, "top_k")
         if padding is not None:
             check_leading("MoE", "padding", padding, x)
+        check_bool("MoE", "route_padding", route_padding)
+        if padding is None and not route_padding:
+            raise ValueError("[MoE] padding must be given with route_padding=False; got None")
         check_bool("MoE", "return_routing", return_routing)
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(
@@ -157,7 +165,10 @@ class MoE(nn.Module):
             padding=None if padding is None else padding.reshape(-1),
             sequences=max(math.prod(x.shape[:-2]), 1),
         )
-        out: Tensor = self.experts(tokens, routing.topk_idx, routing.topk_weights, weights=weights)
+        idx = routing.topk_idx
+        if routing.padding is not None and not route_padding:
+            idx = idx.masked_fill(routing.padding[:, None], -1)
+        out: Tensor = self.experts(tokens, idx, routing.topk_weights, weights=weights)
         if self.shared_expert is not None:
             out = out + self.shared_expert(tokens).to(out.dtype)
         out = in_shape(out, x.shape)
