@@ -22,6 +22,7 @@ DH = torch.randn(PLAN.rows, H // 2)
 Q_ROWS = ops.permute_pad(Q, PLAN)[0]
 Q_COLUMNS = ops.transpose_fp8(Q_ROWS, PLAN)
 W, _ = ops.quantize_weight(torch.randn(E, 128, H))
+FACTOR, U = torch.ones(E, 16, H).bfloat16(), torch.ones(PLAN.rows, 16).bfloat16()
 
 OPS: dict[str, Callable[[RoutingPlan], Any]] = {
     "permute_pad": lambda p: ops.permute_pad(X, p, PROBS),
@@ -35,8 +36,11 @@ OPS: dict[str, Callable[[RoutingPlan], Any]] = {
     "act_quantize_backward": lambda p: ops.act_quantize_backward(DH, ROWS, p),
     "grouped_gemm": lambda p: ops.grouped_gemm(Q_ROWS, W, p),
     "grouped_gemm_wgrad": lambda p: ops.grouped_gemm_wgrad(Q_COLUMNS, Q_COLUMNS, p),
+    "lora_project": lambda p: ops.lora_project(Q, FACTOR, p),
+    "lora_wgrad": lambda p: ops.lora_wgrad(U, Q, p),
 }
 BY_ROW = {"permute_pad", "permute_pad_fp8", "unpermute_unpad_backward", "permute_transpose_fp8"}
+BY_ROW |= {"lora_project", "lora_wgrad"}
 BY_COLUMN = {"transpose_fp8", "permute_transpose_fp8", "grouped_gemm_wgrad"}
 BY_TOKEN = {"permute_pad_backward", "unpermute_unpad"}
 BAD = (-2, PLAN.rows + 1, 0x7FFFFFFF, -0x80000000)
