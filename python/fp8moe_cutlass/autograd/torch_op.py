@@ -109,7 +109,9 @@ def run(
     of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
     pending = average = of_low_rank = None
     if owner is not None:
-        of, pending, average = _own(owner, gate_up, down), owner._delayed, owner._average
+        pending, average = owner._delayed, owner._average
+        if average is not None:
+            of = owner.gate_up_proj, owner.down_proj
         counters, of_low_rank = owner._counters, owner._lora_average
     scaling = 0.0 if lora is None else lora.scaling
     grads = weight_grads(of, shapes, pending, average)
@@ -200,11 +202,6 @@ class Owner:
     key = -1
 
 
-def _own(owner: Owner, gate_up: Tensor, down: Tensor) -> tuple[Any, Any]:
-    """The tensors that get the gradients of a forward over gate_up and down."""
-    return (gate_up, down) if owner._average is None else (owner.gate_up_proj, owner.down_proj)
-
-
 owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _keys = itertools.count()
 
@@ -232,7 +229,9 @@ def _through_torch(
     """`experts` by the operator: everything as tensors, numbers and words."""
     if owner is not None and owner._delayed is not None:
         raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be traced or compiled")
-    own = (gate_up, down) if owner is None else _own(owner, gate_up, down)
+    own = (gate_up, down)
+    if owner is not None and owner._average is not None:
+        own = owner.gate_up_proj, owner.down_proj
     in_place = [hasattr(w, "main_grad") for w in own]
     plan, op, key = None, torch.ops.fp8moe.experts, -1
     tokens, experts = x.shape[0], gate_up.shape[0]

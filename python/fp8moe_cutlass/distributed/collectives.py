@@ -18,6 +18,8 @@ class Collectives:
     lie packed, and back. segment: rows of a pair of ranks, of which a last one, not counted, has
     the sender's terms; 0: exact."""
 
+    announces_gradients = False
+
     def __init__(self, group: Any, ranks: int, segment: int) -> None:
         self.group, self.ranks, self.segment = group, ranks, segment
 
@@ -49,10 +51,7 @@ class Collectives:
         to, by = list(sent[0]), list(received[0])
         return Told(to, by, assignments, received[2:-1], sent[-1], None, 0, 0)
 
-    def make_room(self, terms: Terms, told: Told) -> None:
-        """Tensors take what they need."""
-
-    def first(self, announced: Announced | None) -> None:
+    def first(self, announced: Announced | None, terms: Terms, told: Told | None) -> None:
         """Sums come to this rank, which looks nowhere."""
 
     def place(self, terms: Terms, slots: int) -> None:
@@ -65,7 +64,7 @@ class Collectives:
         """Sums are written anywhere."""
 
     def announce_grad(self, mark: Tensor) -> None:
-        """Gradients go as the rows did; nothing is said."""
+        """Gradients go as the rows did; their marks go with them."""
 
     def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
         """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]. mark
@@ -92,12 +91,13 @@ class Collectives:
         """Start to send the rows of each part [sizes.rows, C] to where they came from, to be added
         up there. beside: beside what is queued until they are waited for."""
         started: list[Returning | None] = []
+        size = plan.rows
         for part in parts:
             if part is None:
                 started.append(None)
                 continue
             rows = part.contiguous()
-            got = rows.new_empty(plan.rows, rows.shape[1])
+            got = rows.new_empty(size, rows.shape[1])
             into = got[: sizes.rows_sent]
             work: Any = dist.all_to_all_single(
                 into, rows, sizes.sent, sizes.received, group=self.group, async_op=beside
@@ -109,4 +109,7 @@ class Collectives:
         self, returning: list[Returning | None], plan: RoutingPlan, sizes: Sizes
     ) -> list[Tensor | None]:
         """The sums [T, C]."""
-        return [None if r is None else sum_here(r, plan) for r in returning]
+        sums: list[Tensor | None] = []
+        for r in returning:
+            sums.append(None if r is None else sum_here(r, plan))
+        return sums

@@ -162,19 +162,20 @@ class Exchange:
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
         ValueError on every rank if the ranks' terms differ, or have differed."""
+        told: Told | None = None
         if announced is not None and not (self.segment and terms in self._agreed):
             by: Any = self._collectives if self._peers is None else self._peers
-            told: Told = by.told(by.read(announced), len(terms))
+            told = by.told(by.read(announced), len(terms))
             terms.check(told.terms, self._names)
             self._check_in_step(told.differed)
-            carrier.make_room(terms, told)
             if self.segment:
                 self._agreed.add(terms)
                 for backward in (False, True):  # before a capture, which can copy nothing
                     self.mark(terms, announced.message.device, backward)
-        first = carrier.first(announced)
+        first = carrier.first(announced, terms, told)
         if self.segment:
             return self.fixed(terms, first)
+        assert told is not None
         sent, received, assignments, begins = *told[:3], told.begins
         whole = sum(sent), sum(received)
         return Sizes(terms, sent, received, *whole, assignments, begins, first)

@@ -95,8 +95,10 @@ class GroupMove:
 
     def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> tuple[Any, Tensor | None]:
         exchange, (plan, sizes, carrier) = self.exchange, route
-        mark = exchange.mark(sizes.terms, dout.device, backward=True)
-        announced = carrier.announce_grad(mark)
+        mark = announced = None
+        if exchange.segment or carrier.announces_gradients:
+            mark = exchange.mark(sizes.terms, dout.device, backward=True)
+            announced = carrier.announce_grad(mark)
         place, into = carrier.place(sizes.terms, 0), carrier.into(sizes)
         packed = wire.pack_grad(dout, plan, recipe, place)
         rows = carrier.dispatch(packed, sizes, mark if exchange.segment else None)

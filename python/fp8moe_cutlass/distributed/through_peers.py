@@ -19,6 +19,8 @@ class ThroughPeers:
     words], told by each to all: its mark, what goes to each rank, its terms, and how often each
     rank has differed."""
 
+    announces_gradients = True
+
     def __init__(self, peers: Peers, segment: int) -> None:
         self.peers, self.ranks, self.rank = peers, peers.ranks, peers.rank
         self.segment = segment
@@ -63,7 +65,7 @@ class ThroughPeers:
             max(map(sum, zip(*rows, strict=True))),
         )
 
-    def make_room(self, terms: Terms, told: Told) -> None:
+    def _make_room(self, terms: Terms, told: Told) -> None:
         """Room for an exchange of these sizes, collective."""
         of_one, in_all = told.of_one, told.in_all
         if self.segment:
@@ -73,8 +75,11 @@ class ThroughPeers:
         needed = Needed(of_one * width, in_all * 2 * terms.hidden_size, in_all * probs)
         self.peers.make_room(needed, fixed=self.segment > 0)
 
-    def first(self, announced: Announced | None) -> Tensor:
-        """Where this rank's rows begin in what each rank receives."""
+    def first(self, announced: Announced | None, terms: Terms, told: Told | None) -> Tensor:
+        """Where this rank's rows begin in what each rank receives. told: sizes that were read now,
+        for which there is room then."""
+        if told is not None:
+            self._make_room(terms, told)
         if self._first is not None:
             return self._first
         assert announced is not None

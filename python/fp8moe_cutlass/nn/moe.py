@@ -154,9 +154,10 @@ class MoE(nn.Module):
             check_leading("MoE", "topk_idx", topk_idx, x, "top_k")
         if padding is not None:
             check_leading("MoE", "padding", padding, x)
-        check_bool("MoE", "route_padding", route_padding)
-        if padding is None and not route_padding:
-            raise ValueError("[MoE] padding must be given with route_padding=False; got None")
+        if route_padding is not True:
+            check_bool("MoE", "route_padding", route_padding)
+            if padding is None:
+                raise ValueError("[MoE] padding must be given with route_padding=False; got None")
         check_bool("MoE", "return_routing", return_routing)
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(
