@@ -98,16 +98,26 @@ void claim_next_tile(const Sizes& sizes, int ctas, std::mt19937& random) {
   CHECK(taken == dealt && queue == 0);
 }
 
-template <int TileM, int TileN>
-void rows(const std::vector<int>& counts, int n, int raster_group, int ctas) {
+std::vector<int> offsets_of(const std::vector<int>& counts) {
   std::vector<int> offsets{0};
   for (int rows : counts) offsets.push_back(offsets.back() + rows);
+  return offsets;
+}
+
+Sizes sizes_of_rows(const std::vector<int>& offsets, int n, int raster_group) {
   Sizes sizes{};
   sizes.row_offsets = offsets.data();
-  sizes.experts = static_cast<int>(counts.size());
+  sizes.experts = static_cast<int>(offsets.size()) - 1;
   sizes.n = n;
   sizes.k_blocks = kBlocks;
   sizes.raster_group = raster_group;
+  return sizes;
+}
+
+template <int TileM, int TileN>
+void rows(const std::vector<int>& counts, int n, int raster_group, int ctas) {
+  const std::vector<int> offsets = offsets_of(counts);
+  const Sizes sizes = sizes_of_rows(offsets, n, raster_group);
   walk<Kind::fprop, TileM, TileN>(sizes, ctas, offsets);
 }
 
@@ -135,13 +145,8 @@ void tokens(const std::vector<int>& counts, int m, int n, int raster_group, int 
 
 // The tiles of 128x192 of experts of `counts` rows that CTA `cta` of `ctas` has.
 std::vector<Tile> tiles_of(const std::vector<int>& counts, int n, int cta, int ctas) {
-  std::vector<int> offsets{0};
-  for (int rows : counts) offsets.push_back(offsets.back() + rows);
-  Sizes sizes{};
-  sizes.row_offsets = offsets.data();
-  sizes.experts = static_cast<int>(counts.size());
-  sizes.n = n;
-  sizes.raster_group = 4;
+  const std::vector<int> offsets = offsets_of(counts);
+  const Sizes sizes = sizes_of_rows(offsets, n, 4);
   Schedule<Kind::fprop, 128, 192> schedule(sizes, offsets.data(), cta, ctas);
   std::vector<Tile> tiles;
   for (Tile tile; schedule.next(tile);) tiles.push_back(tile);
