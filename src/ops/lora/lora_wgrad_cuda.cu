@@ -142,6 +142,15 @@ __global__ __launch_bounds__(kThreads, kRanks == 16
 #pragma unroll
     for (int j = 0; j < 4; ++j) v[j] = sums[m][j][2 * half], v[4 + j] = sums[m][j][2 * half + 1];
   };
+  const auto put = [&](int64_t at, const float (&v)[8]) {
+    if (p.bf16) {
+      store(static_cast<uint16_t*>(p.dfactor) + at, pack<Bf16>(v));
+    } else {
+      float* const d = static_cast<float*>(p.dfactor) + at;
+      store(d, float4{v[0], v[1], v[2], v[3]});
+      store(d + 4, float4{v[4], v[5], v[6], v[7]});
+    }
+  };
   const int64_t base = int64_t{expert} * p.rank * p.rows.c;
   const int to = 32 * warp + 8 * c;
   if (p.rank_first) {
@@ -154,14 +163,7 @@ __global__ __launch_bounds__(kThreads, kRanks == 16
         if (rank >= p.rank) continue;
         float v[8];
         values(m, half, v);
-        const int64_t at = base + int64_t{rank} * p.rows.c + 128 * tile + to;
-        if (p.bf16) {
-          store(static_cast<uint16_t*>(p.dfactor) + at, pack<Bf16>(v));
-        } else {
-          float* const d = static_cast<float*>(p.dfactor) + at;
-          store(d, float4{v[0], v[1], v[2], v[3]});
-          store(d + 4, float4{v[4], v[5], v[6], v[7]});
-        }
+        put(base + int64_t{rank} * p.rows.c + 128 * tile + to, v);
       }
     return;
   }
@@ -186,14 +188,7 @@ __global__ __launch_bounds__(kThreads, kRanks == 16
     float v[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = from[j];
-    const int64_t at = base + int64_t{128} * tile * p.rank + 8 * i;
-    if (p.bf16) {
-      store(static_cast<uint16_t*>(p.dfactor) + at, pack<Bf16>(v));
-    } else {
-      float* const d = static_cast<float*>(p.dfactor) + at;
-      store(d, float4{v[0], v[1], v[2], v[3]});
-      store(d + 4, float4{v[4], v[5], v[6], v[7]});
-    }
+    put(base + int64_t{128} * tile * p.rank + 8 * i, v);
   }
 }
 
