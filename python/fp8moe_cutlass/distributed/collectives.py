@@ -72,16 +72,13 @@ class Collectives:
         got = rows.new_empty(sizes.rows, rows.shape[1])
         sent = rows[: sizes.rows_sent]
         if mark is not None:
-            self._marks(sent).copy_(mark)
+            self.marks(sent, None).copy_(mark)
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got
 
     def marks(self, rows: Tensor, announced: Announced | None) -> Tensor:
-        """[ranks, 4] i32, with a rank capacity: what each rank told with its rows."""
-        return self._marks(rows)
-
-    def _marks(self, rows: Tensor) -> Tensor:
-        """The first bytes of the last row of each segment."""
+        """[ranks, 4] i32, with a rank capacity: what each rank tells with its rows, the first bytes
+        of the last row of each segment."""
         last = rows.view(self.ranks, self.segment + 1, -1)[:, -1]
         return last.view(torch.uint8)[:, :16].view(torch.int32)
 

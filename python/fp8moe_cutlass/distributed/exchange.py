@@ -156,7 +156,7 @@ class Exchange:
         words = self._words_of(terms, counts.device)
         if self._peers is None:
             return self._collectives.announce(counts, words, self._differed)
-        mark = self._words_of(terms.mark(False), counts.device)
+        mark = self.mark(terms, counts.device)
         return self._peers.announce(counts, mark, words, self._differed, not known)
 
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:

@@ -101,7 +101,7 @@ class GroupMove:
             announced = carrier.announce_grad(mark)
         place, into = carrier.place(sizes.terms, 0), carrier.into(sizes)
         packed = wire.pack_grad(dout, plan, recipe, place)
-        rows = carrier.dispatch(packed, sizes, mark if exchange.segment else None)
+        rows = carrier.dispatch(packed, sizes, mark)
         if exchange.segment:
             self._compare(rows, announced, carrier, sizes.terms, backward=True)
         return wire.unpack_grad(rows, dout.shape[1], recipe), into
