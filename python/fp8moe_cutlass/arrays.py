@@ -8,9 +8,10 @@ import numpy as np
 
 from fp8moe_cutlass.typing import Array, DType
 
+FLOATS = ("float32", "float16", "bfloat16")
 # By name; a framework's object is known by its own.
 _NAMES: dict[Any, str] = {
-    **{name: name for name in ("float32", "float16", "bfloat16", "e4m3", "e5m2")},
+    **{name: name for name in (*FLOATS, "e4m3", "e5m2")},
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }

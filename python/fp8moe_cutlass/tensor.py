@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.arrays import contiguous, dtype_name, zeros
+from fp8moe_cutlass.arrays import FLOATS, contiguous, dtype_name, zeros
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
@@ -170,7 +170,7 @@ class Fp8Tensor:
 
     def dequantize(self, dtype: DType = "bfloat16") -> Array:
         """The values, rounded once to `dtype`: ops.dequantize, also of rows that lie apart."""
-        name = dtype_name("dequantize", "dtype", dtype, "float32", "float16", "bfloat16")
+        name = dtype_name("dequantize", "dtype", dtype, *FLOATS)
         data, scale_inv = contiguous(self.data), contiguous(self.scale_inv)
         values: Array = _C.dequantize(replace(self, data=data, scale_inv=scale_inv), name)
         return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass import _C
-from fp8moe_cutlass.arrays import dtype_name
+from fp8moe_cutlass.arrays import FLOATS, dtype_name
 from fp8moe_cutlass.ops._words import (
     FORMATS,
     FP8_TENSOR,
@@ -18,7 +18,6 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import LAYOUTS, Fp8Tensor
 from fp8moe_cutlass.typing import Array, DType, ScaleKind, ScaleLayout
 
-_FLOATS = ("float32", "float16", "bfloat16")
 SHIFTS = 17
 COUNTS = 4 + SHIFTS  # words: live, underflowed, moved, flushed, and the histogram of shifts
 
@@ -123,8 +122,8 @@ def turn_weight(q: Fp8Tensor, *, out: Fp8Tensor | None = None) -> Fp8Tensor:
 
 def dequantize(q: Fp8Tensor, *, dtype: DType = "bfloat16", out: Array | None = None) -> Array:
     """The values of q [M, K] or [E, M, K], rounded once to float32, float16 or bfloat16."""
-    if not isinstance(dtype, str) or dtype not in _FLOATS:
-        dtype = dtype_name("dequantize", "dtype", dtype, *_FLOATS)
+    if not isinstance(dtype, str) or dtype not in FLOATS:
+        dtype = dtype_name("dequantize", "dtype", dtype, *FLOATS)
     x: Array = _C.dequantize(q, dtype if out is None else out)
     return x
 
