@@ -1,12 +1,13 @@
 """get_peft_model: PEFT's LoRA on a model whose experts are nn.MoEExperts.
 
 PEFT's own target_parameters would compute W + B A, which FP8 codes cannot be and other experts have
-in a copy of all weights. integrations.transformers exports it. docs/how-to/fp8-checkpoints.md.
+in a copy of all weights. integrations.transformers exports it. docs/how-to/lora.md.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -117,13 +118,9 @@ def _rank(config: Any, name: str) -> tuple[int, float]:
     return found.pop()
 
 
-_types: list[Any] = []  # made when PEFT is there
-
-
+@functools.cache  # made once, when PEFT is there
 def _adapter_type() -> Any:
     """What PEFT finds among a model's modules: one factor, by the name of its adapter."""
-    if _types:
-        return _types[0]
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     class Adapter(nn.ModuleDict, BaseTunerLayer):
@@ -147,5 +144,4 @@ def _adapter_type() -> Any:
                     "[get_peft_model] the experts' adapter cannot be deleted; load the model again"
                 )
 
-    _types.append(Adapter)
     return Adapter
