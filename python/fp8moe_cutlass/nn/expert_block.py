@@ -167,7 +167,8 @@ class ExpertBlock(Owner):
         if self.recipe is None:
             raise ValueError("[quantize_weights] the layer must have an FP8 recipe; got None")
         transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
-        gate_up, down = self.local_weights()
+        with torch.no_grad():
+            gate_up, down = self.local_weights()
         if is_codes(gate_up):
             return self._codes(transposed)
         with torch.no_grad():

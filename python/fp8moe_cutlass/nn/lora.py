@@ -15,7 +15,7 @@ from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
 from fp8moe_cutlass.distributed.shards import held, is_sharded
 from fp8moe_cutlass.nn._validate import check_dtype, check_number, check_size
 from fp8moe_cutlass.recipe import Fp8Recipe
-from fp8moe_cutlass.tensor import TILE
+from fp8moe_cutlass.tensor import Fp8Tensor
 
 if TYPE_CHECKING:
     from fp8moe_cutlass.nn.experts import MoEExperts
@@ -54,9 +54,8 @@ class Factor(nn.Module):
             rank, c = own.shape[1:] if self.is_a else own.shape[:0:-1]
             all_experts = new.shape[0 if self.is_a else -1] // rank
             shape = (all_experts * rank, c) if self.is_a else (c, rank * all_experts)
-            if tuple(new.shape) != shape or all_experts < self.local.stop - (
-                0 if all_experts != e else self.local.start
-            ):
+            too_few = all_experts != e and all_experts < self.local.stop
+            if tuple(new.shape) != shape or too_few:
                 want = [e * rank, c] if self.is_a else [c, rank * e]
                 args[-1].append(
                     f"[MoEExperts] {key} must be {want}, of a LoRA of rank {rank} on {e} experts; "
@@ -132,10 +131,8 @@ def factors(layer: Any) -> list[Tensor]:
 
 
 def factors_of(layer: Any) -> Lora | None:
-    """What a forward of the layer adds to its projections."""
-    if layer._lora is None or not layer.lora_enabled:
-        return None
-    return Lora(tuple(factors(layer)), layer._lora[1])
+    """What a forward of a layer with LoRA adds to its projections."""
+    return Lora(tuple(factors(layer)), layer._lora[1]) if layer.lora_enabled else None
 
 
 # ---- merging -------------------------------------------------------------------------------------
@@ -145,12 +142,11 @@ def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
     """W + scaling B A of a local expert: of gate_up_proj (of=0) or down_proj (1), [N, K] f32."""
     a, b = (t.detach()[expert].float() for t in factors(layer)[2 * of : 2 * of + 2])
     w = held((layer.gate_up_proj, layer.down_proj)[of]).detach()[expert]
-    value = w.float()
     if is_codes(w):
         scales = (layer.gate_up_proj_scale_inv, layer.down_proj_scale_inv)[of].detach()[expert]
-        n, k = value.shape
-        by_block = scales.float().repeat_interleave(TILE, 0)[:n].repeat_interleave(TILE, 1)[:, :k]
-        value *= by_block
+        value = Fp8Tensor(w, scales.float(), "block").float()
+    else:
+        value = w.float()
     assert layer._lora is not None
     return torch.addmm(value, b, a, alpha=layer._lora[1])
 

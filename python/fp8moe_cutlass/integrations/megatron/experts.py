@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
-from fp8moe_cutlass.autograd import Fp8Weights, quantize_weights
+from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.integrations.megatron import checkpoint, flags
 from fp8moe_cutlass.integrations.megatron.linears import ExpertLinear
 from fp8moe_cutlass.nn import MoEExperts
@@ -151,10 +151,7 @@ class Experts(MoEExperts):
             return None
         if self.is_first_microbatch or self._kept is None:
             self._kept = None  # before the next are made
-            transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
-            with torch.no_grad():
-                weights = self.local_weights()
-            self._kept = quantize_weights(*weights, self.recipe, transposed=transposed)
+            self._kept = self.quantize_weights()
         return self._kept
 
     def backward_dw(self) -> None:

@@ -170,7 +170,8 @@ class _Stacked(torch.autograd.Function):
         weights: Any = ctx.weights
         if getattr(weights[0], "main_grad", None) is not None:
             for part in ctx.scratch:
-                torch._foreach_add_([w.main_grad for w in weights], list(part.unbind(0)))
+                for w, mine in zip(weights, part, strict=True):
+                    w.main_grad.add_(mine)
             ctx.scratch.clear()
             if hasattr(weights[0], "grad_added_to_main_grad"):
                 for w in weights:
