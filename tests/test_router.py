@@ -426,7 +426,8 @@ def test_a_router_refuses_other_tokens(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("padding", [torch.zeros(3), torch.zeros(4, dtype=torch.bool)], ids=str)
 def test_a_router_refuses_other_padding(padding: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"padding must be bool \[3\]; got"):
+    rule = r"padding must be bool \[3\], True for padding \(attention_mask == 0\); got"
+    with pytest.raises(ValueError, match=rule):
         Router(16, 12, 4)(torch.zeros(3, 16), padding=padding)
 
 

@@ -42,7 +42,7 @@ class Routing(NamedTuple):
     logits: Tensor  # [T, E] f32, differentiable
     scores: Tensor  # [T, E] f32, differentiable: without bias and groups
     tokens_per_expert: Tensor  # [E] i64 without padding; with a group, of all its ranks
-    padding: Tensor | None  # [T] bool, as given
+    padding: Tensor | None  # [T] bool, True for padding, as given
     replayed: bool  # topk_idx was given
     losses: dict[str, Tensor]  # those with a coefficient, by its name, detached
 

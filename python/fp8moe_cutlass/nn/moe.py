@@ -143,7 +143,8 @@ class MoE(nn.Module):
         """x [..., H] float -> [..., H] in x's dtype (under autocast: in the autocast dtype), or
         with return_routing (that, the Routing of the T tokens of x).
 
-        topk_idx [..., top_k] and padding [...] bool, with x's leading sizes: as of Router.
+        topk_idx [..., top_k] and padding [...] bool, True for padding (attention_mask == 0), with
+        x's leading sizes: as of Router.
         route_padding: False sends no row of padding to the experts, or to other ranks. Its output
         is the shared expert's, or zero, and nobody may read it.
         All of x's sizes but the last two count its sequences. weights: as of MoEExperts.
@@ -157,7 +158,10 @@ class MoE(nn.Module):
         if route_padding is not True:
             check_bool("MoE", "route_padding", route_padding)
             if padding is None:
-                raise ValueError("[MoE] padding must be given with route_padding=False; got None")
+                raise ValueError(
+                    "[MoE] padding (bool, True for padding) must be given with "
+                    "route_padding=False; got None"
+                )
         check_bool("MoE", "return_routing", return_routing)
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(

@@ -162,8 +162,9 @@ class Router(nn.Module):
         (replay). Weights, scores and losses are those of x all the same. A token may name an expert
         twice. -1 names none: its weight is 0, and the others' are as if it were not there. Other
         ids raise on the CPU; on a GPU their weights are NaN.
-        padding [T] bool: tokens that no loss and no load counts; they are routed all the same. One
-        that is not finite is routed as zeros, and reaches no gradient here.
+        padding [T] bool, True for padding (attention_mask == 0): tokens that no loss and no load
+        counts; they are routed all the same. One that is not finite is routed as zeros, and reaches
+        no gradient here.
         sequences: the tokens are this many sequences of equal length, one after the other.
         """
         self._check(x, topk_idx, padding)
@@ -259,16 +260,17 @@ class Router(nn.Module):
         if x.ndim != 2 or x.shape[1] != self.hidden_size:
             raise ValueError(f"[Router] x must be [T, {self.hidden_size}]; got {tuple(x.shape)}")
         tokens = x.shape[0]
-        for name, given, kind, dtypes, shape in (
-            ("topk_idx", topk_idx, "integers", _INTEGERS, (tokens, self.top_k)),
-            ("padding", padding, "bool", (torch.bool,), (tokens,)),
+        true = ", True for padding (attention_mask == 0)"
+        for name, given, kind, dtypes, shape, more in (
+            ("topk_idx", topk_idx, "integers", _INTEGERS, (tokens, self.top_k), ""),
+            ("padding", padding, "bool", (torch.bool,), (tokens,), true),
         ):
             if given is None:
                 continue
             check_tensor("Router", name, given, distributed=parallel)
             if given.dtype not in dtypes or given.shape != shape:
                 raise ValueError(
-                    f"[Router] {name} must be {kind} {list(shape)}; "
+                    f"[Router] {name} must be {kind} {list(shape)}{more}; "
                     f"got {given.dtype} {tuple(given.shape)}"
                 )
         for name, given in (("x", x), ("topk_idx", topk_idx), ("padding", padding)):
