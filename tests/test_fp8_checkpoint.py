@@ -438,5 +438,8 @@ def test_other_arguments() -> None:
         MoEExperts.from_fp8(list(tensors), num_experts=E)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"\[from_fp8\] num_experts must be at least 1; got 0"):
         MoEExperts.from_fp8(tensors, PREFIX, num_experts=0)
+    for fewer in (1, E - 1):
+        with pytest.raises(ValueError, match=rf"num_experts must count all .* got {fewer}, and "):
+            MoEExperts.from_fp8(tensors, PREFIX, num_experts=fewer)
     with pytest.raises(TypeError, match="dtype"):
         frozen(tensors, dtype=torch.bfloat16)

@@ -295,6 +295,10 @@ def test_bad_state_dicts_name_the_key() -> None:
     with pytest.raises(RuntimeError, match=r"base_layer.lora_A.default.weight must be \[64, 256\]"):
         layer.load_state_dict(short)
     assert torch.equal(factors(layer)[0], before)
+    for name, dim in zip(NAMES, (0, 1, 0, 1), strict=True):  # of a layer of twice as many experts
+        twice = {k: torch.cat([t, t], dim) if k == name else t for k, t in state.items()}
+        with pytest.raises(RuntimeError, match=rf"{name} must be .* on {E} experts; got \["):
+            layer.load_state_dict(twice)
     del state[NAMES[3]]
     with pytest.raises(RuntimeError, match=r'Missing key.*"lora_B.default.weight"'):
         layer.load_state_dict(state)

@@ -191,14 +191,19 @@ def test_values_are_adapted_too() -> None:
         ({"target_parameters": ["nothing"]}, "target_parameters must name both"),
         ({"target_parameters": None}, "target_parameters must name both"),
         ({"rank_pattern": {"down_proj": 16}}, "rank_pattern and alpha_pattern must say the same"),
+        ({"r": 12}, "rank must be a multiple of 8, 8 to 64; got 12"),
+        ({"r": 16, "lora_alpha": 0}, "alpha must be more than 0; got 0"),
     ],
 )
 def test_refused(changed: dict[str, Any], rule: str) -> None:
+    """By an error that leaves the model as it was, and so takes the next call."""
     model = model_of("Qwen3Moe", torch.bfloat16, num_hidden_layers=1)
     fp8moe.swap(model)
-    with pytest.raises(ValueError, match=rf"\[get_peft_model\] {rule}"):
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=rf"\[(get_peft_model|add_lora)\] {rule}"):
         fp8moe.get_peft_model(model, config(**changed))
-    assert not [n for n, _ in model.named_parameters() if "lora_" in n]
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    fp8moe.get_peft_model(model, config())
 
 
 def test_peft_alone_is_refused_on_codes(checkpoint: Path) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn import MoEExperts, lora
 from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
-from fp8moe_cutlass.nn.lora import Factor
 
 ADAPTER = "default"
 
@@ -36,7 +35,11 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     _check(peft, config, options)
     found = {name: m for name, m in model.named_modules() if isinstance(m, MoEExperts)}
     wanted, others = _chosen(found, config.target_parameters or [])
-    ranks = {name: _rank(config, name) for name in wanted}
+    wide = options.get("autocast_adapter_dtype", True)
+    dtype = torch.float32 if wide else torch.bfloat16
+    terms = {name: (*_rank_and_alpha(config, name), dtype) for name in wanted}
+    for name in wanted:
+        lora.check(found[name], *terms[name])
     own = copy.copy(config)
     own.target_parameters = others or None
     if not own.target_modules and not others:
@@ -44,11 +47,9 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     made = peft.get_peft_model(model, own, **options)
     own = made.peft_config[ADAPTER]
     own.target_parameters, own.target_modules = config.target_parameters, config.target_modules
-    wide = options.get("autocast_adapter_dtype", True)
     for name in wanted:
         layer = found[name]
-        rank, scaling = ranks[name]
-        layer.add_lora(rank, alpha=rank * scaling, dtype=torch.float32 if wide else torch.bfloat16)
+        lora.add(layer, *terms[name])
         for owner in (layer.base_layer, layer):
             for key in ("lora_A", "lora_B"):
                 setattr(owner, key, _adapter_type()(layer, getattr(owner, key)[ADAPTER]))
@@ -98,8 +99,8 @@ def _chosen(
     return wanted, [t for t, of in named.items() if not of]
 
 
-def _rank(config: Any, name: str) -> tuple[int, float]:
-    """The rank of PEFT's patterns for both weights of an experts module, and alpha over it."""
+def _rank_and_alpha(config: Any, name: str) -> tuple[int, float]:
+    """add_lora's arguments by PEFT's patterns, the same for both weights of an experts module."""
     from peft.utils.other import get_pattern_key
 
     found = set()
@@ -109,7 +110,7 @@ def _rank(config: Any, name: str) -> tuple[int, float]:
         alpha = config.alpha_pattern.get(
             get_pattern_key(config.alpha_pattern, key), config.lora_alpha
         )
-        found.add((rank, alpha / (rank**0.5 if config.use_rslora else rank)))
+        found.add((rank, alpha * rank**0.5 if config.use_rslora else alpha))
     if len(found) > 1:
         raise ValueError(
             "[get_peft_model] rank_pattern and alpha_pattern must say the same of gate_up_proj and "
@@ -124,7 +125,7 @@ def _adapter_type() -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     class Adapter(nn.ModuleDict, BaseTunerLayer):
-        def __init__(self, layer: MoEExperts, factor: Factor) -> None:
+        def __init__(self, layer: MoEExperts, factor: lora.Factor) -> None:
             super().__init__({ADAPTER: factor})
             self._of = [layer]  # in a list: no child of this module
 

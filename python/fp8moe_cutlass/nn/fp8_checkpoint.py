@@ -45,6 +45,12 @@ def sizes(
             raise ValueError(
                 f"[from_fp8] tensors must have {prefix}gate_up_proj or {key}; got {_some(tensors)}"
             )
+        beyond = f"{prefix}{num_experts}.down_proj.weight"
+        if beyond in tensors:
+            raise ValueError(
+                f"[from_fp8] num_experts must count all experts of tensors; got {num_experts}, and "
+                f"{beyond}"
+            )
     down = _get(tensors, key)
     if down.ndim != ndim or (ndim == 3 and down.shape[0] != num_experts):
         want = f"[{num_experts}, H, I]" if ndim == 3 else "[H, I]"

@@ -31,13 +31,13 @@ NAMES = (  # of the parameters, as PEFT's target_parameters have them, which wra
 class Factor(nn.Module):
     """A factor of all local experts. `weight` is an A, [E, r, C], or a B, [E, C, r]; in a state
     dict it has PEFT's shape, [E r, C] or [C, r E], the expert the fastest. A state dict to load may
-    hold all experts of a group."""
+    hold the `experts` of all ranks."""
 
     def __init__(
-        self, shape: tuple[int, int, int], is_a: bool, local: range, **factory: Any
+        self, shape: tuple[int, int, int], is_a: bool, local: range, experts: int, **factory: Any
     ) -> None:
         super().__init__()
-        self.is_a, self.local = is_a, local
+        self.is_a, self.local, self.experts = is_a, local, experts
         self.weight = nn.Parameter(torch.empty(shape, **factory))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -52,11 +52,9 @@ class Factor(nn.Module):
         new, own, e = state_dict.get(key), self.weight, len(self.local)
         if isinstance(new, Tensor) and not is_sharded(own) and new.shape != own.shape:
             rank, c = own.shape[1:] if self.is_a else own.shape[:0:-1]
-            all_experts = new.shape[0 if self.is_a else -1] // rank
-            shape = (all_experts * rank, c) if self.is_a else (c, rank * all_experts)
-            too_few = all_experts != e and all_experts < self.local.stop
-            if tuple(new.shape) != shape or too_few:
-                want = [e * rank, c] if self.is_a else [c, rank * e]
+            shapes = [[n * rank, c] if self.is_a else [c, rank * n] for n in (e, self.experts)]
+            if list(new.shape) not in shapes:
+                want = " or ".join(dict.fromkeys(map(str, shapes)))
                 args[-1].append(
                     f"[MoEExperts] {key} must be {want}, of a LoRA of rank {rank} on {e} experts; "
                     f"got {list(new.shape)}"
@@ -75,8 +73,8 @@ class Pair(nn.Module):
         self.lora_A, self.lora_B = (nn.ModuleDict({"default": factor}) for factor in (a, b))
 
 
-def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
-    """MoEExperts.add_lora."""
+def check(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
+    """Raises what add raises, before anything changes."""
     check_size("add_lora", "rank", rank)
     if rank % 8 or rank > 64:
         raise ValueError(f"[add_lora] rank must be a multiple of 8, 8 to 64; got {rank}")
@@ -93,12 +91,18 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
             "[add_lora] the layer must have plain parameters: add LoRA before fully_shard; got "
             "DTensors"
         )
+
+
+def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
+    """MoEExperts.add_lora."""
+    check(layer, rank, alpha, dtype)
     e, h, i = len(layer.local_experts), layer.hidden_size, layer.intermediate_size
     shapes = (e, rank, h), (e, 2 * i, rank), (e, rank, i), (e, h, rank)
     factory: Any = {"dtype": dtype, "device": layer.gate_up_proj.device}
     layer.gate_up_proj.requires_grad_(False)
     layer.down_proj.requires_grad_(False)
-    made = [Factor(s, n % 2 == 0, layer.local_experts, **factory) for n, s in enumerate(shapes)]
+    ids = layer.local_experts, layer.num_experts
+    made = [Factor(s, n % 2 == 0, *ids, **factory) for n, s in enumerate(shapes)]
     layer.base_layer, outer = Pair(*made[:2]), Pair(*made[2:])
     layer.lora_A, layer.lora_B = outer.lora_A, outer.lora_B
     layer._lora = rank, alpha / rank, made
