@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fp8moe_cutlass
 
@@ -40,6 +41,8 @@ AFTER = {
 def program(page: str, *before: str) -> str:
     """All Python of a page, one block after the other. before: lines that run first."""
     parts = [*before, *blocks(page, "python"), AFTER.get(page, "")]
+    if not torch.cuda.is_available():
+        parts = [part.replace('device_map="cuda"', 'device_map="cpu"') for part in parts]
     if any("init_process_group" in part for part in parts):
         # A thread of torch's gloo may still release tensors. Where Python (before 3.14) ends under
         # it, it aborts the process: end without the interpreter's own end.
@@ -152,11 +155,6 @@ def test_tutorial_commands_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "cpp")])
 def test_cpp_compiles_as_written(page: str) -> None:
     for code in blocks(page, "cpp"):
-        if "#include" not in code:  # an excerpt: what surrounds it
-            code = f"""#include "fp8moe/ops.h"
-            void excerpt(fp8moe::Fp8Tensor x, fp8moe::RoutingPlan plan, fp8moe::Tensor probs,
-                         fp8moe::Fp8Tensor rows, fp8moe::Tensor row_probs, fp8moe::Fp8Tensor weight,
-                         fp8moe::Tensor d, fp8moe::Stream stream) {{ {code} }}"""
         flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-x", "c++", "-"]
         command = [CXX, f"-I{fp8moe_cutlass.include_dir()}", *flags]
         done = subprocess.run(command, input=code, capture_output=True, text=True)
@@ -241,6 +239,23 @@ def test_readme_steps_equal_their_record() -> None:
             model = r["model"] if r["variant"] == "fp8moe" else "the same, compiled"
             want.append([model, f"{r['ms']:.1f}", f"{ms:.1f}", f"{r['ratio']:.2f}", *gib])
     assert table("README.md", "transformers-h100.json") == want
+
+
+def test_readme_says_what_transposed_codes_cost() -> None:
+    """2 to 3% of time and 1 to 4 GiB, of whole steps, eager and compiled."""
+    of_steps = [r for r in results("transformers-h100.json") if r["op"] == "step"]
+    steps = {(r["model"], r["variant"]): r for r in of_steps}
+    longer, below = [], []
+    for (model, variant), remade in steps.items():
+        if "remade" in variant:
+            saved = steps[model, variant.replace(", remade", "")]
+            longer.append(100 * (remade["ms"] / saved["ms"] - 1))
+            [bf16] = [remade["peak_gib"][base] for base in remade["peers"]]
+            below.append(bf16 - remade["peak_gib"][variant])
+    assert (round(min(longer)), round(max(longer))) == (2, 3)
+    assert (round(min(below)), round(max(below))) == (1, 4)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert "takes 2 to 3% longer, and its peaks are 1 to 4 GiB below bf16's" in text
 
 
 def test_sweep_table_equals_its_record() -> None:
@@ -382,6 +397,8 @@ def test_several_gpus_tables_equal_their_records(record: str) -> None:
         rows.setdefault((r["model"], r["shape"]["T"]), {})[r["variant"]] = r
     first, *of_fp8 = "bf16, fully_shard", "FP8, fully_shard", "FP8, group", "FP8, group, capacity"
     ways = (first, *of_fp8, "bf16, group")
+    if record == "several-gpus-h100.json":  # it gathered FP8 experts in bf16
+        ways = tuple(way for way in ways if way != "FP8, fully_shard")
     want = []
     for (model, tokens), of in rows.items():
         of_ways = [of[way] for way in ways if way in of]
