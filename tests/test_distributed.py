@@ -177,6 +177,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "column": {"recipe": Fp8Recipe(columns="column")},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2_gradients": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
+    "weighted_output": {"recipe": Fp8Recipe(weighting="output")},
 }
 
 

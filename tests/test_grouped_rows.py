@@ -21,6 +21,7 @@ OPTIONS: dict[str, Options] = {
     "fp32": Options(Fp8Recipe(scale="fp32", columns="column")),
     "recompute": Options(preactivation="recompute"),
     "fp8_z": Options(preactivation="save_fp8"),
+    "weighted_output": Options(Fp8Recipe(weighting="output")),
     "transposes": Options(transposed_weights="recompute"),
     "bf16": Options(None),
     "bf16_recompute": Options(None, preactivation="recompute"),
@@ -128,7 +129,11 @@ def test_forward_rows_is_the_block(recipe: Any, form: str, extra: int) -> None:
 
 
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
-@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "recipe",
+    [Fp8Recipe(), Fp8Recipe(weighting="output"), None],
+    ids=["fp8", "weighted_output", "bf16"],
+)
 @pytest.mark.parametrize("fill", [1.0, torch.nan])
 def test_padding_between_experts_influences_nothing(
     recipe: Any, preactivation: str, fill: float

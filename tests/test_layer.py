@@ -44,6 +44,7 @@ RECIPES = {
     "amax_scales": (Fp8Recipe(scale="amax", columns="column"), {}, TWICE),
     "transposes_recomputed": (Fp8Recipe(), {"transposed_weights": "recompute"}, SINGLE),
     "e5m2_grads": (Fp8Recipe(grad_dtype="e5m2"), {}, E5M2),
+    "weighted_output": (Fp8Recipe(weighting="output"), {}, SINGLE),
     "bf16": (None, {}, 0.006),
     "bf16_recompute": (None, {"preactivation": "recompute"}, 0.006),
 }

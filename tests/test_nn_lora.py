@@ -141,8 +141,9 @@ def test_the_low_rank_term_is_there(on: torch.device) -> None:
         Fp8Recipe(),
         Fp8Recipe(grad_dtype="e5m2"),
         Fp8Recipe(scale="fp32", columns="column"),
+        Fp8Recipe(weighting="output"),
     ],
-    ids=["pow2", "e5m2", "fp32"],
+    ids=["pow2", "e5m2", "fp32", "weighted_output"],
 )
 def test_options(recipe: Fp8Recipe, preactivation: str, on: torch.device) -> None:
     options = {"recipe": recipe, "preactivation": preactivation}

@@ -226,6 +226,7 @@ def test_equals_torch_distributed(pool: Pool, ranks: int, capacity: Any) -> None
         {"recipe": None},
         {"preactivation": "recompute"},
         {"preactivation": "save_fp8"},
+        {"recipe": Fp8Recipe(weighting="output")},
         {"recipe": Fp8Recipe(grad_dtype="e5m2", scale="fp32", columns="column")},
         {"rank_capacity": (9, 30)},  # which drops
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind
+from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind, Weighting
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
@@ -18,7 +18,9 @@ class Fp8Recipe:
     (power-of-two scales, shifted exactly by the FP8-domain transpose), or float32 scales: "fp32"
     multiplies by largest / magnitude, "amax" divides by magnitude / largest. eps: floor of a
     tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
-    fast wgrad) or "column" (1x128 along tokens, the most accurate one).
+    fast wgrad) or "column" (1x128 along tokens, the most accurate one). weighting: what the routing
+    weight multiplies, "hidden" (h, before it is quantized) or "output" (the rows of the down
+    projection as they are summed, as inference engines have it).
     Raises ValueError for an unknown word, and for float32 scales with "block": a 128x128 block has
     one scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
@@ -27,12 +29,14 @@ class Fp8Recipe:
     scale: ScaleKind = "pow2"
     eps: float = 1e-10
     columns: Columns = "block"
+    weighting: Weighting = "hidden"
 
     def __post_init__(self) -> None:
         allowed = {
             "grad_dtype": ("e4m3", "e5m2"),
             "scale": ("pow2", "fp32", "amax"),
             "columns": ("block", "column"),
+            "weighting": ("hidden", "output"),
         }
         for name, words in allowed.items():
             value = getattr(self, name)

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "amax_scales": {"recipe": Fp8Recipe(scale="amax", columns="column")},
     "e5m2_grads": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
+    "weighted_output": {"recipe": Fp8Recipe(weighting="output")},
 }
 BOTH_COLUMNS = pytest.mark.parametrize("name", ["default", "column"])
 

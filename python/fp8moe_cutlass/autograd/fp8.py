@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
@@ -197,7 +198,8 @@ def forward(
     into: Tensor | None = None,
     lora: Lora | None = None,
 ) -> tuple[Tensor, Saved | None]:
-    """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t].
+    """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t]; or
+    of prob * down_e (silu(gate) * up), by the recipe's weighting.
 
     x [T, H] and probs [T, S] f32 -> out [T, H] bf16; grouped: x [R, H] and probs [R] f32 or None
     -> out [R, H]. And what `backward` reads, if there is a `need`. into: where to write out, unless
@@ -206,6 +208,7 @@ def forward(
     recipe, multiplied = options.recipe, weights.multiplied
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
     rows, row_probs = (x, probs) if grouped else ops.permute_pad(x, plan, probs=probs)
+    last = recipe.weighting == "output"
     terms = None if lora is None else Terms(lora, recipe)
     u1, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
@@ -213,7 +216,7 @@ def forward(
     made: Any = ops.act_quantize(
         z,
         plan,
-        probs=row_probs,
+        probs=None if last else row_probs,
         save_z=save_z,
         scale=recipe.scale,
         eps=recipe.eps,
@@ -221,7 +224,10 @@ def forward(
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
-    out = y if grouped else ops.unpermute_unpad(y, plan, out=into)
+    if not grouped:
+        out = ops.unpermute_unpad(y, plan, probs if last else None, out=into)
+    else:
+        out = weighted(y, row_probs) if last else y
     if need is None:
         return out, None
     if counters is not None:
@@ -272,7 +278,8 @@ def backward(
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
-            h = ops.act_quantize(z, plan, probs=row_probs, scale=recipe.scale, eps=recipe.eps)
+            probs = None if recipe.weighting == "output" else row_probs
+            h = ops.act_quantize(z, plan, probs=probs, scale=recipe.scale, eps=recipe.eps)
         del rows
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
@@ -298,6 +305,9 @@ def backward(
         count(counters, "dout", dout, plan)
         count(counters, "dz", dz, plan)
 
+    u2 = None if low is None else low.u2
+    if need.lora and recipe.weighting == "output":  # dout and h are saved without their weight
+        du2, u2 = weighted(du2, row_probs), weighted(u2, row_probs)
     dx, dprobs = None, row_dprobs if need.probs else None
     if need.x:
         gate_up_t = transpose(gate_up, recipe) if gate_up_t is None else gate_up_t
@@ -317,11 +327,18 @@ def backward(
             terms.wgrad(GATE_UP, du1, x, plan),
             terms.wgrad(GATE_UP + 1, low.u1, dz, plan),
             terms.wgrad(DOWN, du2, h, plan),
-            terms.wgrad(DOWN + 1, low.u2, dout, plan),
+            terms.wgrad(DOWN + 1, u2, dout, plan),
         ]
         if terms is not None and low is not None and need.lora
         else [],
     )
+
+
+def weighted(rows: Any, row_probs: Tensor | None) -> Any:
+    """rows [R, C] times row_probs [R] f32, rounded once."""
+    if row_probs is None:
+        return rows
+    return torch.mul(rows, row_probs[:, None], out=torch.empty_like(rows))
 
 
 def count(

@@ -76,8 +76,8 @@ def _options_of(words: list[str]) -> Options:
     preactivation, transposed, *recipe = words
     if not recipe:
         return Options(None, preactivation, transposed)
-    grad_dtype, scale, eps, columns = recipe
-    made: Any = Fp8Recipe(grad_dtype, scale, float(eps), columns)  # type: ignore[arg-type]
+    grad_dtype, scale, eps, *words = recipe
+    made: Any = Fp8Recipe(grad_dtype, scale, float(eps), *words)  # type: ignore[arg-type]
     return Options(made, preactivation, transposed)
 
 

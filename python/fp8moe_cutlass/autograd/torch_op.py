@@ -304,4 +304,5 @@ def words_of(options: Options) -> str:
     of = f"{preactivation} {transposed}"
     if recipe is None:
         return of
-    return f"{of} {recipe.grad_dtype} {recipe.scale} {recipe.eps} {recipe.columns}"
+    of = f"{of} {recipe.grad_dtype} {recipe.scale} {recipe.eps} {recipe.columns}"
+    return f"{of} {recipe.weighting}"

@@ -131,7 +131,8 @@ class ExpertBlock(Owner):
         ops.plan_from_counts, for experts whose rows begin at multiples of its align. Padding rows
         and rows past their sum influence nothing; what comes out there, and as their gradient, is
         unspecified. Counts in host memory are read before this returns.
-        probs [R]: multiply the activation, before it is quantized. None: the caller weights.
+        probs [R]: multiply the activation, before it is quantized, or what comes out, by the
+        recipe's weighting. None: the caller weights.
         weights: as of forward.
         """
         held = self.local_weights()
