@@ -50,7 +50,7 @@ def swap(
     are quantized in another way: swap before parallelizing or quantizing, or use `register`.
     ValueError for options of a model whose experts are swapped already. Hooks on the experts
     modules go on. Afterwards `set_experts_implementation` has nothing to act on: the next forward
-    raises RuntimeError.
+    raises RuntimeError, but for "batched_mm" after "grouped_mm", as generate() sets it on a GPU.
     group, rank_capacity, transport: as of nn.shard_experts, which then makes this rank's share of
       them, as new parameters: swap before an optimizer or a Trainer is made.
     """
