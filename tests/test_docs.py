@@ -209,6 +209,35 @@ def recorded(name: str) -> dict:
     return json.loads((ROOT / "docs/benchmarks" / name).read_text())
 
 
+def makers() -> dict[str, str]:
+    """The script of each record, by benchmarks/README.md."""
+    _, _, text = (ROOT / "benchmarks/README.md").read_text().partition("makes which record\n")
+    lines = text.partition("\n## ")[0].splitlines()
+    rows = [line.split("|") for line in lines if line.startswith("| ")]
+    scripts = {}
+    for _, script, of, *_ in rows:
+        for record in ROOT.glob("docs/benchmarks/*.json"):
+            if re.search(rf"(?<![\w-]){record.stem}(?![\w-])", of):
+                scripts[record.stem] = script.strip(" `").removeprefix("scripts/")
+    return scripts
+
+
+def test_every_record_has_its_script() -> None:
+    made = makers()
+    assert set(made) == {p.stem for p in ROOT.glob("docs/benchmarks/*.json")}
+    for script in set(made.values()) - {"none any more"}:
+        assert any((ROOT / folder / script).exists() for folder in ("benchmarks", "scripts"))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.startswith("docs/")])
+def test_a_table_names_what_makes_its_record(page: str) -> None:
+    made = makers()
+    for section in re.split(r"^#+ ", (ROOT / page).read_text(), flags=re.MULTILINE):
+        for record in re.findall(r"benchmarks/([\w-]+)\.json\)", section):
+            command = made[record].replace("none any more", "`train`")
+            assert command in section, f"{record} without {command}"
+
+
 def results(name: str) -> list[dict]:
     return recorded(name)["results"]
 
