@@ -160,6 +160,7 @@ def test_bad_id_is_an_error_and_writes_nothing(bad: int) -> None:
     assert torch.equal(out.buffer, before)
 
 
+@CPU_ONLY
 def test_bad_counts_are_errors() -> None:
     with pytest.raises(ValueError, match="got -1 for expert 1"):
         ops.plan_from_counts(torch.tensor([2, -1]), capacity=4)
