@@ -20,6 +20,7 @@ import table
 from cases import CASES
 from common import ignore
 from fp8moe_cutlass import ops
+from host_overhead import host_overhead
 from launch import processes
 
 CPU = torch.device("cpu")
@@ -52,6 +53,12 @@ def test_every_operator_has_a_case() -> None:
         *("plan_from_counts", "plan_from_row_id_map", "packed_row_bytes", "zero_workspace"),
         "share_words",
     }
+
+
+def test_host_overhead() -> None:
+    """What `ops.py --device cpu` appends."""
+    [row] = host_overhead(calls=10)
+    assert 0 < row["repeat"]["min"] <= row["repeat"]["max"]
 
 
 def test_ops() -> None:

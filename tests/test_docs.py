@@ -238,6 +238,28 @@ def test_a_table_names_what_makes_its_record(page: str) -> None:
             assert command in section, f"{record} without {command}"
 
 
+COMMAND = re.compile(
+    r"(python|torchrun|)[^`\n]*?((?:examples|benchmarks|scripts)/\w+\.py)([^`\n#|]*)"
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_options_that_exist_and_those_required(page: str) -> None:
+    for start, script, rest in COMMAND.findall((ROOT / page).read_text()):
+        if script == "benchmarks/NAME.py":
+            continue
+        code = (ROOT / script).read_text()
+        need = set(re.findall(r'add_argument\("(--[\w-]+)"[^\n]*required=True', code))
+        if re.search(r"\bparser\(__doc__\)", code) and "def parser(" not in code:
+            need.add("--json")  # of benchmarks/common.py
+        given = set(re.findall(r"(?<!\S)--[\w-]+", rest))
+        if script == "benchmarks/layer.py":
+            code += (ROOT / "benchmarks/model_layer.py").read_text()
+        known = set(re.findall(r'"(--[\w-]+)"', code)) | {"--device", "--quick", "--json"}
+        assert given <= known, (script, rest)
+        assert not start or given >= need, (script, rest)
+
+
 def results(name: str) -> list[dict]:
     return recorded(name)["results"]
 
