@@ -316,7 +316,7 @@ WRONG = {  # of each kind of argument: what it must be, and what it is not
     "int": ("an int", (1.0, True, "x", None, [1], torch.zeros(2))),
     "bool": ("True or False", (1, None, "x", np.True_, torch.tensor(True))),
     "float": ("a number", (None, "x", True, [1.0], torch.zeros(2))),
-    "str": ("'pow2', 'fp32' or 'amax'", (None, "e8m0", True, 1, ["pow2"])),
+    "str": ("'pow2', 'fp32', 'amax' or 'approx'", (None, "e8m0", True, 1, ["pow2"])),
     "format": ("'e4m3' or 'e5m2'", (None, "e3m4", 4, ["e4m3"])),
 }
 
@@ -519,7 +519,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "got pow2=True, scale='amax'",
     ),
     "columns": (lambda p: transposed(p, columns="row", requantize=True), "'block' or 'column'"),
-    "scale": (lambda p: ops.quantize(p.x, scale="e8m0"), "scale must be 'pow2', 'fp32' or 'amax'"),
+    "scale": (
+        lambda p: ops.quantize(p.x, scale="e8m0"),
+        "scale must be 'pow2', 'fp32', 'amax' or 'approx'",
+    ),
     "fp8_dtype": (
         lambda p: ops.quantize(p.x, fp8_dtype="e3m4"),
         r"\[quantize\] fp8_dtype must be one of",

@@ -42,6 +42,7 @@ RECIPES = {
     "fp8_z": (Fp8Recipe(), {"preactivation": "save_fp8"}, TWICE),
     "fp32_scales": (Fp8Recipe(scale="fp32", columns="column"), {}, TWICE),
     "amax_scales": (Fp8Recipe(scale="amax", columns="column"), {}, TWICE),
+    "approx_scales": (Fp8Recipe(scale="approx", columns="column"), {}, TWICE),
     "transposes_recomputed": (Fp8Recipe(), {"transposed_weights": "recompute"}, SINGLE),
     "e5m2_grads": (Fp8Recipe(grad_dtype="e5m2"), {}, E5M2),
     "weighted_output": (Fp8Recipe(weighting="output"), {}, SINGLE),
@@ -241,7 +242,7 @@ def test_wgrad_sees_what_the_row_gemms_saw(columns: Any, monkeypatch: pytest.Mon
     assert rounded > 0
 
 
-@pytest.mark.parametrize("scale", ["fp32", "amax"])
+@pytest.mark.parametrize("scale", ["fp32", "amax", "approx"])
 def test_float32_scales_are_requantized_by_the_recipe(
     scale: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def torchao(x: F32) -> Quantized:
 
 
 def amax_over_largest(floor: float) -> Rule:
-    """DeepSeek-V3's, with a floor vLLM's and SGLang's: a / 448, and a division per value."""
+    """DeepSeek-V3's, with a floor vLLM 0.25's: a / 448, and a division per value."""
 
     def rule(x: F32) -> Quantized:
         scale = largest_of(x, floor) / LARGEST
@@ -130,7 +130,8 @@ def deepseek_v32_fp32(x: F32) -> Quantized:
 
 
 def deepep_fp32(floor: float) -> Rule:
-    """Codes by 448 / a, and a stored scale that is not its reciprocal. SGLang's newer kernel."""
+    """Codes by 448 / a, and a stored scale that is not its reciprocal. SGLang's kernel, too, but
+    for its division, which is the GPU's approximate one."""
 
     def rule(x: F32) -> Quantized:
         a = largest_of(x, floor)
@@ -207,7 +208,7 @@ ROWS: dict[str, tuple[Rule, str, float]] = {
     "TransformerEngine and Paddle, fp32": (transformer_engine_fp32, "fp32", 0.0),
     "torchao": (torchao, "fp32", 1e-12),
     "DeepSeek-V3": (amax_over_largest(0.0), "amax", 0.0),
-    "vLLM and SGLang": (amax_over_largest(1e-10), "amax", 1e-10),
+    "vLLM 0.25": (amax_over_largest(1e-10), "amax", 1e-10),
 }
 
 
@@ -287,6 +288,35 @@ def test_deepep_has_the_codes_of_fp32(dtype: torch.dtype, floor: float) -> None:
         want_codes, want_scales = by_rule(x, deepep_fp32(floor), rows)
         assert torch.equal(codes, want_codes)
         assert ulps(scales, want_scales) <= 2
+
+
+@pytest.mark.parametrize("floor", [1e-4, 1e-10], ids=["DeepEP", "SGLang"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_approx(dtype: torch.dtype, floor: float, device: torch.device) -> None:
+    """DeepEP's and SGLang's scales. A GPU's codes are SGLang's: by an approximate division, at most
+    2 ulp off, and so a neighbour where a product is next to a midpoint."""
+    for rows in (1, 128):
+        x = tiles_of_many_magnitudes(8, dtype)
+        codes, scales = ours(x, rows, scale="approx", eps=floor)
+        want_codes, want_scales = by_rule(x, deepep_fp32(floor), rows)
+        assert torch.equal(scales.view(torch.int32), want_scales.view(torch.int32))
+        apart = (ordinal(codes) - ordinal(want_codes)).abs()
+        assert apart.max() <= (0 if device.type == "cpu" else 1)
+        assert (apart != 0).float().mean() < 5e-3
+
+
+def test_approx_of_extreme_tiles() -> None:
+    """Without a floor, tiles of any magnitude: scales are normal numbers, and codes as they give
+    the values."""
+    x = torch.zeros(4, 128)
+    x[1, 0], x[2, 0], x[3, :] = 1e-44, 3e38, torch.nan
+    x[2, 1] = torch.inf
+    q = ops.quantize(x, scale="approx", eps=0.0)
+    assert q.scale_inv.flatten().tolist() == [1.0, 2.0**-126, 1.0, 1.0]
+    assert (q.data[3].view(torch.uint8) == 0x7F).all()
+    x[2, 1] = 0
+    q = ops.quantize(x, scale="approx", eps=0.0)
+    assert q.dequantize("float32")[2, 0] == pytest.approx(3e38)
 
 
 def test_fp32_and_amax_are_two_rules() -> None:

@@ -58,7 +58,12 @@ enum { FP8MOE_LAYOUT_ROW = 0, FP8MOE_LAYOUT_GEMM = 1, FP8MOE_LAYOUT_BLOCK = 2 };
 
 /* Values of fp8moe_scale_rule.kind: how a tile's scale follows from its largest magnitude (ops.h,
  * ScaleKind). */
-enum { FP8MOE_SCALE_FP32 = 0, FP8MOE_SCALE_POW2 = 1, FP8MOE_SCALE_AMAX = 2 };
+enum {
+  FP8MOE_SCALE_FP32 = 0,
+  FP8MOE_SCALE_POW2 = 1,
+  FP8MOE_SCALE_AMAX = 2,
+  FP8MOE_SCALE_APPROX = 3
+};
 
 /* Of a workspace that must be zero: so many bytes serve every operator that asks for one, in calls
  * that follow one another on a stream. It is zero again when each has run. Calls that may run at

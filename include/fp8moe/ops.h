@@ -33,7 +33,9 @@ namespace fp8moe {
 // How a tile's scale follows from its largest magnitude (docs/reference/numerics.md, "Scale rule").
 // fp32: FP8's largest over the magnitude, which values are multiplied by. pow2: the same, rounded
 // down to a power of two. amax: the magnitude over FP8's largest, which values are divided by.
-enum class ScaleKind : int32_t { fp32 = 0, pow2 = 1, amax = 2 };
+// approx: values times FP8's largest over the magnitude, by the GPU's approximate division, and a
+// stored scale that is the magnitude times the rounded 1 / FP8's largest.
+enum class ScaleKind : int32_t { fp32 = 0, pow2 = 1, amax = 2, approx = 3 };
 struct ScaleRule {
   ScaleKind kind = ScaleKind::pow2;
   float eps = 1e-10f;  // floor of the magnitude

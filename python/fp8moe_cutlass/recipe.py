@@ -14,13 +14,15 @@ FLOAT32_MAX = 2.0**128 - 2.0**104
 class Fp8Recipe:
     """The number formats and scales by which a layer quantizes.
 
-    grad_dtype: format of gradients; activations and weights are in E4M3. scale: "pow2"
-    (power-of-two scales, shifted exactly by the FP8-domain transpose), or float32 scales: "fp32"
-    multiplies by largest / magnitude, "amax" divides by magnitude / largest. eps: floor of a
-    tile's magnitude. columns: tiles of the operands contracted over tokens, "block" (128x128, the
-    fast wgrad) or "column" (1x128 along tokens, the most accurate one). weighting: what the routing
-    weight multiplies, "hidden" (h, before it is quantized) or "output" (the rows of the down
-    projection as they are summed, as inference engines have it).
+    grad_dtype: format of gradients; activations and weights are in E4M3.
+    scale: "pow2", power-of-two scales, which the FP8-domain transpose shifts exactly; or float32
+      scales: "fp32" multiplies by largest / magnitude, "amax" divides by magnitude / largest,
+      "approx" is SGLang's rule (docs/reference/numerics.md).
+    eps: floor of a tile's magnitude.
+    columns: tiles of the operands contracted over tokens, "block" (128x128, the fast wgrad) or
+      "column" (1x128 along tokens, the most accurate one).
+    weighting: what the routing weight multiplies, "hidden" (h, before it is quantized) or "output"
+      (the rows of the down projection as they are summed, as inference engines have it).
     Raises ValueError for an unknown word, and for float32 scales with "block": a 128x128 block has
     one scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
@@ -34,7 +36,7 @@ class Fp8Recipe:
     def __post_init__(self) -> None:
         allowed = {
             "grad_dtype": ("e4m3", "e5m2"),
-            "scale": ("pow2", "fp32", "amax"),
+            "scale": ("pow2", "fp32", "amax", "approx"),
             "columns": ("block", "column"),
             "weighting": ("hidden", "output"),
         }

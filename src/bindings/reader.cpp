@@ -88,11 +88,12 @@ bool is_text(nb::handle object, const char* text) {
   return PyUnicode_Check(object.ptr()) && PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0;
 }
 
-// Of three interned words, the one that was given; -1: another.
-int index_of(nb::handle given, PyObject* const (&words)[3]) {
-  for (int i = 0; i < 3; ++i)
+// Of interned words, the one that was given; -1: another.
+template <int kWords>
+int index_of(nb::handle given, PyObject* const (&words)[kWords]) {
+  for (int i = 0; i < kWords; ++i)
     if (given.ptr() == words[i]) return i;
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < kWords; ++i)
     if (PyUnicode_Check(given.ptr()) && PyUnicode_Compare(given.ptr(), words[i]) == 0) return i;
   return -1;
 }
@@ -222,9 +223,10 @@ DType Reader::format_of(Object given) const {
 }
 
 ScaleKind Reader::scale_kind(Object given) const {
-  static PyObject* const words[] = {interned("fp32"), interned("pow2"), interned("amax")};
+  static PyObject* const words[] = {interned("fp32"), interned("pow2"), interned("amax"),
+                                    interned("approx")};
   const int kind = index_of(given, words);
-  if (kind < 0) refuse(given, "'pow2', 'fp32' or 'amax'");
+  if (kind < 0) refuse(given, "'pow2', 'fp32', 'amax' or 'approx'");
   return static_cast<ScaleKind>(kind);
 }
 

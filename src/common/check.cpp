@@ -288,8 +288,8 @@ int64_t Checker::values(const Tensor& t, const char* name, int64_t rows) const {
 
 void Checker::rule(ScaleRule rule) const {
   const auto kind = static_cast<int>(rule.kind);
-  FP8MOE_CHECK(kind >= 0 && kind <= static_cast<int>(ScaleKind::amax), "[", op_,
-               "] scale must be 0 (fp32), 1 (pow2) or 2 (amax); got ", kind);
+  FP8MOE_CHECK(kind >= 0 && kind <= static_cast<int>(ScaleKind::approx), "[", op_,
+               "] scale must be 0 (fp32), 1 (pow2), 2 (amax) or 3 (approx); got ", kind);
   FP8MOE_CHECK(rule.eps >= 0.0f && std::isfinite(rule.eps), "[", op_,
                "] eps must be finite and not negative; got ", rule.eps);
 }

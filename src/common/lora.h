@@ -24,8 +24,7 @@ FP8MOE_HD HighLow high_low(float x, float scale, bool divide) {
 FP8MOE_HD bool is_low(bool of_w2, int part) { return of_w2 ? part == 2 : part == 1; }
 
 FP8MOE_HD TileScale lora_scale(float amax, float fp8_max, ScaleKind kind, float eps) {
-  if (kind == ScaleKind::amax) return amax_scale(amax, fp8_max, eps);
-  return tile_scale(amax, fp8_max, kind == ScaleKind::pow2, eps, 0x1.fffffep127f);
+  return tile_scale(amax, fp8_max, kind, eps, 0x1.fffffep127f);
 }
 
 }  // namespace fp8moe

@@ -8,6 +8,7 @@
 
 #include "common/bits.h"
 #include "common/host_device.h"
+#include "fp8moe/ops.h"
 
 namespace fp8moe {
 
@@ -37,10 +38,29 @@ FP8MOE_HD TileScale amax_scale(float amax, float fp8_max, float eps) {
   return scale < 0x1p-126f ? TileScale{0x1p-126f, 0x1p-126f} : TileScale{scale, scale};
 }
 
-// By the other two rules. overflow: the largest finite value of x's dtype, for when fp8_max / amax
+// The float32 scales of SGLang and DeepEP: scale_inv = a RN(1 / fp8_max), at least 2^-126, and
+// values are multiplied by fp8_max / a, which a GPU approximates as they do.
+FP8MOE_HD TileScale approx_scale(float amax, float fp8_max, float eps) {
+  const float a = amax < eps ? eps : amax;
+  if (!(a > 0.0f) || a > 0x1.fffffep127f) return {1.0f, 1.0f};  // 0, NaN or Inf
+  const float scale_inv = a * (1.0f / fp8_max);
+  if (scale_inv < 0x1p-126f) return {0x1p126f, 0x1p-126f};
+#if defined(__CUDA_ARCH__)
+  float scale;  // a is at most 2^126 here, or the instruction gives 0
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(scale) : "f"(fp8_max), "f"(a));
+  return {a > 0x1p126f ? fp8_max / a : scale, scale_inv};
+#else
+  return {fp8_max / a, scale_inv};
+#endif
+}
+
+// By a rule's kind. overflow: the largest finite value of x's dtype, for when fp8_max / amax
 // overflows.
-FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, bool pow2, float eps, float overflow) {
-  if (pow2) return pow2_scale(amax, fp8_max, eps);
+FP8MOE_HD TileScale tile_scale(float amax, float fp8_max, ScaleKind kind, float eps,
+                               float overflow) {
+  if (kind == ScaleKind::pow2) return pow2_scale(amax, fp8_max, eps);
+  if (kind == ScaleKind::amax) return amax_scale(amax, fp8_max, eps);
+  if (kind == ScaleKind::approx) return approx_scale(amax, fp8_max, eps);
   const float a = amax < eps ? eps : amax;
   if (!(a > 0.0f) || a > 0x1.fffffep127f) return {1.0f, 1.0f};  // 0, NaN or Inf
   float scale = fp8_max / a;

@@ -41,8 +41,7 @@ inline constexpr float kMaxFinite<Fp16> = 65504.0f;
 
 template <typename F, typename T>
 FP8MOE_HD TileScale tile_scale_of(float amax, ScaleRule rule) {
-  if (rule.kind == ScaleKind::amax) return amax_scale(amax, F::kMax, rule.eps);
-  return tile_scale(amax, F::kMax, rule.kind == ScaleKind::pow2, rule.eps, kMaxFinite<T>);
+  return tile_scale(amax, F::kMax, rule.kind, rule.eps, kMaxFinite<T>);
 }
 
 struct TileMax {

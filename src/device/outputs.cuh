@@ -9,16 +9,16 @@ namespace fp8moe::cuda {
 constexpr float kMaxFloat = 0x1.fffffep127f;
 
 // How a tile's scale follows from its amax, and whether values are multiplied or divided by it:
-// fp32 or pow2 by a flag, pow2 alone (no division), or amax.
+// by a kind that multiplies, pow2 alone (no division), or amax.
 struct Scaling {
   static constexpr bool kDivides = false;
-  bool pow2;
+  ScaleKind kind;  // not amax
   float eps;
   float overflow;  // the largest finite value of what is quantized
 
   template <typename F>
   __device__ __forceinline__ TileScale of(float amax) const {
-    return tile_scale(amax, F::kMax, pow2, eps, overflow);
+    return tile_scale(amax, F::kMax, kind, eps, overflow);
   }
 };
 struct Pow2Scaling {
@@ -46,7 +46,7 @@ void dispatch_scaling(ScaleRule rule, float overflow, Fn fn) {
   if (rule.kind == ScaleKind::amax)
     fn(AmaxScaling{rule.eps});
   else
-    fn(Scaling{rule.kind == ScaleKind::pow2, rule.eps, overflow});
+    fn(Scaling{rule.kind, rule.eps, overflow});
 }
 
 // Columns a kernel makes: none, one scale a 128x128 tile, one a column of a tile.

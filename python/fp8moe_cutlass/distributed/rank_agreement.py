@@ -57,7 +57,7 @@ def _yes(word: int) -> str:
     return str(bool(word))
 
 
-_RECIPES = (None, *itertools.product(("pow2", "fp32", "amax"), ("e4m3", "e5m2")))
+_RECIPES = (None, *itertools.product(("pow2", "fp32", "amax", "approx"), ("e4m3", "e5m2")))
 # What an error calls a word, and how it reads it.
 _READ: dict[str, tuple[str, Callable[[int], str]]] = {
     "num_experts": ("num_experts", str),

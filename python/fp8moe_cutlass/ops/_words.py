@@ -93,9 +93,9 @@ def is_pow2(op: str, scale: str) -> bool:
     if isinstance(scale, str):
         if scale == "pow2":
             return True
-        if scale in ("fp32", "amax"):
+        if scale in ("fp32", "amax", "approx"):
             return False
-    refuse(op, "scale", "'pow2', 'fp32' or 'amax'", scale)
+    refuse(op, "scale", "'pow2', 'fp32', 'amax' or 'approx'", scale)
 
 
 def column_layout(op: str, columns: str) -> str:

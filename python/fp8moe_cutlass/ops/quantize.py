@@ -34,8 +34,9 @@ def quantize(
     """Quantizes x [M, K] (float32, float16 or bfloat16; K a multiple of 16) by tiles of 1x128.
 
     A tile's scale maps max(a, eps), a its largest magnitude, to the largest FP8 value L. scale:
-    "pow2" multiplies by L / a rounded down to a power of two, "fp32" by L / a, and "amax" divides
-    by a / L (docs/reference/numerics.md). scale_layout: "row" or "gemm".
+    "pow2" multiplies by L / a rounded down to a power of two, "fp32" by L / a, "amax" divides by
+    a / L, and "approx" is SGLang's rule (docs/reference/numerics.md). scale_layout: "row" or
+    "gemm".
     """
     if not isinstance(fp8_dtype, str) or fp8_dtype not in FORMATS:
         fp8_dtype = dtype_name("quantize", "fp8_dtype", fp8_dtype, *FORMATS)
