@@ -89,9 +89,9 @@ class ExpertBlock(Owner):
 
         no_expert: the id of a slot without an expert, besides -1, such as transformers'
         num_experts. Other ids out of range raise on the CPU; on a GPU they are dropped and counted.
-        topk_idx may be a routing mask [..., E] bool, with topk_weights [..., E]: the same as ids in
-        ascending order. It needs max_assignments, the most that it may hold; on a GPU those beyond
-        are dropped. Not with a group.
+        topk_idx may be a routing mask [..., E] bool, True where an expert takes a token, with
+        topk_weights [..., E]: the same as ids in ascending order. It needs max_assignments, the
+        most that it may hold; on a GPU those beyond are dropped. Not with a group.
         weights: the FP8 weights to multiply, such as `quantize_weights()` made; gradients are the
         parameters'. None: the parameters, quantized now, or, where they are FP8, as they lie.
         """

@@ -51,7 +51,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
       memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
       saved, and z computed again; the same bits as "save".
-    transposed_weights: what dgrad reads of the weights. "save": their FP8 codes, made in forward
+    transposed_weights: what backward reads of the weights. "save": their FP8 codes, made in forward
       and kept until the backward, one byte per parameter for each forward in flight. "recompute":
       each backward makes them from the parameters, which must then be what they were (torch's
       "modified by an inplace operation"); the same bits. For many forwards in flight. Under
