@@ -3,6 +3,7 @@ their records, pages keep the limits of scripts/prose.py."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -187,6 +188,31 @@ def test_index_lists_every_page() -> None:
         p.relative_to(ROOT / "docs").as_posix() for k in kinds for p in ROOT.glob(f"docs/{k}/*.md")
     }
     assert pages == {p for p in listed if p.startswith(kinds)}
+
+
+def messages() -> list[str]:
+    """What the package's Python says in errors and warnings, with {} for values."""
+    found = []
+    for path in (ROOT / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(
+                str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "{}"
+                for part in parts
+            )
+            found.append(text)
+    return [text for text in found if text.startswith("[")]
+
+
+def test_errors_are_those_of_the_sources() -> None:
+    listed = re.findall(
+        r"^\| `(\[[^`]+)`", (ROOT / "docs/reference/errors.md").read_text(), re.MULTILINE
+    )
+    said = messages()
+    assert len(listed) > 20
+    for message in listed:
+        pattern = re.compile(".*".join(map(re.escape, message.split("…"))))
+        assert any(pattern.match(text) for text in said), message
 
 
 @pytest.mark.parametrize("page", PAGES)
