@@ -572,9 +572,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
     "recipe word": (lambda p: Fp8Recipe(columns="rows"), "got 'rows'"),
     "recipe weighting": (
         lambda p: Fp8Recipe(weighting="after"),
-        "weighting must be one of .'hidden', 'output'.; got 'after'",
+        "weighting must be one of .'activation', 'output'.; got 'after'",
     ),
     "recipe eps": (lambda p: Fp8Recipe(eps=-1.0), "got -1.0"),
+    "recipe activation_eps": (lambda p: Fp8Recipe(activation_eps="x"), "activation_eps .* got 'x'"),
     "recipe eps past float32": (lambda p: Fp8Recipe(eps=1e39), r"got 1e\+39"),
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass import Fp8Recipe, ops
 from moe_problem import problem
 
 
@@ -31,3 +34,23 @@ def test_output_weights_multiply_the_rows_of_the_down_projection(device: torch.d
     with torch.no_grad():
         assert torch.equal(rows[0], unweighted(p.x, p.topk_idx[:, :1], one))
         assert not torch.equal(out, unweighted(p.x, p.topk_idx, p.probs))
+
+
+def test_activation_eps_is_the_floor_of_h_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both forwards' h, with LoRA's recomputed one; x, gradients and weights keep eps."""
+    seen: dict[str, set[float]] = {}
+    for name in ("quantize", "act_quantize", "act_quantize_backward", "quantize_weight"):
+        op = getattr(ops, name)
+
+        def spied(*args: Any, _op: Any = op, _name: str = name, **kwargs: Any) -> Any:
+            seen.setdefault(_name, set()).add(kwargs["eps"])
+            return _op(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, spied)
+    p = problem(40)
+    layer = p.experts(recipe=Fp8Recipe(eps=1e-3, activation_eps=0.25), preactivation="recompute")
+    p.run(layer)
+    layer.add_lora(8, alpha=16)
+    p.run(layer)
+    assert seen.pop("act_quantize") == {0.25}
+    assert set.union(*seen.values()) == {1e-3}

@@ -18,11 +18,11 @@ class Fp8Recipe:
     scale: "pow2", power-of-two scales, which the FP8-domain transpose shifts exactly; or float32
       scales: "fp32" multiplies by largest / magnitude, "amax" divides by magnitude / largest,
       "approx" is SGLang's rule (docs/reference/numerics.md).
-    eps: floor of a tile's magnitude.
+    eps: floor of a tile's magnitude. activation_eps: that of h in the forward; None: eps.
     columns: tiles of the operands contracted over tokens, "block" (128x128, the fast wgrad) or
       "column" (1x128 along tokens, the most accurate one).
-    weighting: what the routing weight multiplies, "hidden" (h, before it is quantized) or "output"
-      (the rows of the down projection as they are summed, as inference engines have it).
+    weighting: what the routing weight multiplies, "activation" (h, before it is quantized) or
+      "output" (the rows of the down projection as they are summed, as inference engines have it).
     Raises ValueError for an unknown word, and for float32 scales with "block": a 128x128 block has
     one scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
@@ -31,24 +31,31 @@ class Fp8Recipe:
     scale: ScaleKind = "pow2"
     eps: float = 1e-10
     columns: Columns = "block"
-    weighting: Weighting = "hidden"
+    weighting: Weighting = "activation"
+    activation_eps: float | None = None
 
     def __post_init__(self) -> None:
         allowed = {
             "grad_dtype": ("e4m3", "e5m2"),
             "scale": ("pow2", "fp32", "amax", "approx"),
             "columns": ("block", "column"),
-            "weighting": ("hidden", "output"),
+            "weighting": ("activation", "output"),
         }
         for name, words in allowed.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in words:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
-        is_number = isinstance(self.eps, Real) and not isinstance(self.eps, bool)
-        if not is_number or not 0.0 <= float(self.eps) <= FLOAT32_MAX:
-            raise ValueError(f"[Fp8Recipe] eps must be in [0, 3.4e38]; got {self.eps!r}")
+        for name, eps in (("eps", self.eps), ("activation_eps", self.activation_eps or 0.0)):
+            is_number = isinstance(eps, Real) and not isinstance(eps, bool)
+            if not is_number or not 0.0 <= float(eps) <= FLOAT32_MAX:
+                raise ValueError(f"[Fp8Recipe] {name} must be in [0, 3.4e38]; got {eps!r}")
         if self.scale != "pow2" and self.columns == "block":
             raise ValueError(
                 f"[Fp8Recipe] columns must be 'column' with scale {self.scale!r}; got 'block', "
                 "whose transpose shifts codes by powers of two"
             )
+
+    @property
+    def eps_of_activation(self) -> float:
+        """The floor by which the forward quantizes h."""
+        return self.eps if self.activation_eps is None else self.activation_eps

@@ -14,7 +14,7 @@ DType: TypeAlias = Any
 ScaleLayout: TypeAlias = Literal["row", "gemm", "block"]
 Columns: TypeAlias = Literal["block", "column"]
 ScaleKind: TypeAlias = Literal["pow2", "fp32", "amax", "approx"]
-Weighting: TypeAlias = Literal["hidden", "output"]
+Weighting: TypeAlias = Literal["activation", "output"]
 Fp8DType: TypeAlias = Literal["e4m3", "e5m2"]
 
 

@@ -219,7 +219,7 @@ def forward(
         probs=None if last else row_probs,
         save_z=save_z,
         scale=recipe.scale,
-        eps=recipe.eps,
+        eps=recipe.eps_of_activation,
     )
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
@@ -279,7 +279,8 @@ def backward(
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
             probs = None if recipe.weighting == "output" else row_probs
-            h = ops.act_quantize(z, plan, probs=probs, scale=recipe.scale, eps=recipe.eps)
+            eps = recipe.eps_of_activation
+            h = ops.act_quantize(z, plan, probs=probs, scale=recipe.scale, eps=eps)
         del rows
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)

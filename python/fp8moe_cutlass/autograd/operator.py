@@ -76,8 +76,10 @@ def _options_of(words: list[str]) -> Options:
     preactivation, transposed, *recipe = words
     if not recipe:
         return Options(None, preactivation, transposed)
-    grad_dtype, scale, eps, *words = recipe
-    made: Any = Fp8Recipe(grad_dtype, scale, float(eps), *words)  # type: ignore[arg-type]
+    grad_dtype, scale, eps, columns, weighting, of_h = recipe
+    floor = None if of_h == "None" else float(of_h)
+    words_of_recipe: Any = (grad_dtype, scale, float(eps), columns, weighting, floor)
+    made = Fp8Recipe(*words_of_recipe)
     return Options(made, preactivation, transposed)
 
 

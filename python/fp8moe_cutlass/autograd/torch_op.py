@@ -305,4 +305,4 @@ def words_of(options: Options) -> str:
     if recipe is None:
         return of
     of = f"{of} {recipe.grad_dtype} {recipe.scale} {recipe.eps} {recipe.columns}"
-    return f"{of} {recipe.weighting}"
+    return f"{of} {recipe.weighting} {recipe.activation_eps}"
