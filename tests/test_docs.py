@@ -269,7 +269,7 @@ COMMAND = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "benchmarks/README.md", "scripts/README.md"])
 def test_commands_have_options_that_exist_and_those_required(page: str) -> None:
     for start, script, rest in COMMAND.findall((ROOT / page).read_text()):
         if script == "benchmarks/NAME.py":
@@ -304,7 +304,14 @@ def test_layer_table_equals_its_record() -> None:
         want.append([model, *(f"{figure:.2f}" for figure in ms)])
     assert table("docs/reference/performance.md", "layer-peers-h200.json") == want
     short = [[*row[:3], row[4]] for row in want]
-    assert table("README.md", "layer-peers-h200.json") == [short[0], short[2], short[4]]
+    short = [short[0], short[2], short[4]]
+    assert table("README.md", "layer-peers-h200.json") == short
+    ms = [[float(cell) for cell in cells] for _, *cells in short]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    times = sorted(bf16 / quantizing for quantizing, _, bf16 in ms)
+    assert f"{times[0]:.1f} to {times[-1]:.1f} times as fast as torch's bf16" in text
+    share = sorted(100 * (1 - reusing / quantizing) for quantizing, reusing, _ in ms)
+    assert f"quantizes its weights, {share[0]:.0f} to {share[-1]:.0f}% of a step here" in text
 
 
 def test_readme_steps_equal_their_record() -> None:
