@@ -6,11 +6,11 @@ of theirs. Nothing here uses the library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-
-F32 = torch.float32
-
 
 # ---- the routers --------------------------------------------------------------------------------
 
@@ -48,3 +48,90 @@ def route_qwen3(logits: Tensor, top_k: int, engine: str) -> tuple[Tensor, Tensor
     for s in range(top_k):
         total = total + chosen[:, s]
     return ids, (chosen / total[:, None] if engine == "sglang" else chosen * (1 / total)[:, None])
+
+
+# ---- quantizers ---------------------------------------------------------------------------------
+
+LARGEST = torch.tensor(448.0)
+INVERSE = 1 / LARGEST  # rounded, as a constant of float32 is
+
+
+class Quantized(NamedTuple):
+    """codes [M, K] in E4M3, scale [M, K / 128] f32."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def amax_of(x: Tensor, floor: float) -> Tensor:
+    """Of each 1x128 tile of x [M, K]: [M, K / 128, 1], at least `floor`."""
+    tiles = x.float().view(len(x), -1, 128)
+    return tiles.abs().amax(2, keepdim=True).clamp(min=floor)
+
+
+def up_to_pow2(scale: Tensor) -> Tensor:
+    """2^ceil(log2(scale)), exactly."""
+    fraction, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+
+
+def quantized(values: Tensor, scale: Tensor) -> Quantized:
+    codes = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return Quantized(codes.view(len(values), -1), scale[..., 0])
+
+
+def quantize_vllm(x: Tensor, of_h: bool) -> Quantized:
+    """Power-of-two scales. Of x a floor of the scale; of h one of the magnitude, and a product with
+    the rounded 1 / 448."""
+    tiles = x.float().view(len(x), -1, 128)
+    if of_h:
+        scale = up_to_pow2(amax_of(x, 1e-10) * INVERSE)
+    else:
+        scale = up_to_pow2((amax_of(x, 1e-10) / LARGEST).clamp(min=1e-10))
+    return quantized(tiles / scale, scale)
+
+
+def quantize_sglang(x: Tensor, of_h: bool) -> Quantized:
+    """A stored scale that is not the reciprocal of what values are multiplied by. A GPU divides
+    approximately, this exactly."""
+    amax = amax_of(x, 1e-10)
+    tiles = x.float().view(len(x), -1, 128)
+    return quantized(tiles * (LARGEST / amax), amax * INVERSE)
+
+
+# ---- the layer ----------------------------------------------------------------------------------
+
+QUANTIZE = {"vllm": quantize_vllm, "sglang": quantize_sglang}
+Gemm = Callable[[Quantized, int, str], Tensor]
+
+
+def activation(z: Tensor, engine: str) -> Tensor:
+    """silu(gate) up of z = [gate | up] in bf16, rounded once, or silu first; silu is exact here."""
+    gate, up = z.chunk(2, dim=1)
+    silu = (gate.double() / (1 + torch.exp(-gate.double()))).float()
+    if engine == "vllm":
+        return silu.bfloat16() * up
+    return (silu * up.float()).bfloat16()
+
+
+def weighted_sum(y: Tensor, probs: Tensor) -> Tensor:
+    """y [T, S, H] bf16, probs [T, S] f32 -> [T, H] bf16: float32 fma by ascending slots, rounded
+    once. float64 holds the products exactly."""
+    total = torch.zeros_like(y[:, 0], dtype=torch.float64)
+    for s in range(y.shape[1]):
+        total = (total + y[:, s].double() * probs[:, s, None].double()).float().double()
+    return total.bfloat16()
+
+
+def experts(x: Tensor, ids: Tensor, probs: Tensor, engine: str, gemm: Gemm) -> Tensor:
+    """x [T, H] bf16, ids [T, S] and probs [T, S] f32 -> [T, H] bf16. gemm(rows, expert, projection)
+    multiplies rows by one expert's "gate_up" or "down", bf16 out."""
+    quantize = QUANTIZE[engine]
+    x_q = quantize(x, False)
+    tokens, slots = ids.shape
+    y = torch.zeros(tokens, slots, x.shape[1], dtype=torch.bfloat16)
+    for e in ids.unique().tolist():
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        z = gemm(Quantized(x_q.codes[token], x_q.scale[token]), e, "gate_up")
+        y[token, slot] = gemm(quantize(activation(z, engine), True), e, "down")
+    return weighted_sum(y, probs)
