@@ -11,6 +11,7 @@ from common import Record
 NAMES = {"grouped_mm": "bf16 experts", "fp8moe": "FP8 experts"}
 PARTS = {
     "experts": style.OURS,
+    "weights to FP8": style.OURS_LIGHT,
     "attention": style.SERIES[0],
     "other GEMMs": style.SERIES[5],
     "elementwise, moves": style.OTHER,

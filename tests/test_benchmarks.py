@@ -163,7 +163,7 @@ DRAWN = [
     "ep-2-h200",
     "ep-trace-h200",
     "train-cpu",
-    "transformers-recipe-h200",
+    "transformers-recipe-h100",
 ]
 
 
