@@ -129,7 +129,7 @@ struct Route {
 };
 FP8MOE_API void outputs(Route& p);
 FP8MOE_API void route(const Route& p, Stream stream = {});
-FP8MOE_API int64_t workspace_bytes(const Route& p);  // of the plan alone
+FP8MOE_API int64_t workspace_bytes(const Route& p);  // of the plan's sizes and device
 
 // Fills the plan for rows that arrive grouped: tokens_per_expert [E] i32/i64, token i of the plan
 // (T == capacity, S == 1) being the i-th row of the packed groups.
@@ -403,7 +403,7 @@ struct DispatchPlan {
 };
 FP8MOE_API void outputs(DispatchPlan& p);
 FP8MOE_API void dispatch_plan(const DispatchPlan& p, Stream stream = {});
-FP8MOE_API int64_t workspace_bytes(const DispatchPlan& p);  // of the plan alone
+FP8MOE_API int64_t workspace_bytes(const DispatchPlan& p);  // of the plan's sizes and device
 
 // Bytes of a row on the wire: hidden codes | cdiv(hidden, 128) f32 scales | slots i32 ids | slots
 // f32 probs | zeros up to a multiple of 16. slots 0: a gradient, codes and scales alone.

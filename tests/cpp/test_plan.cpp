@@ -53,6 +53,16 @@ void topk_plans() {
   }
 }
 
+// Who allocates by a plan's sizes alone asks before there is memory.
+void workspaces_of_sizes() {
+  const RoutingPlan plan{{}, 70, 3, 5, 1, 210}, travel{{}, 70, 3, 3, 1, 210};
+  CHECK(workspace_bytes(Route{.plan = plan}) == 0);  // on the CPU
+  CHECK(workspace_bytes(DispatchPlan{.plan = travel}) == 0);
+  CHECK_INVALID("[route] plan needs", workspace_bytes(Route{.plan = {{}, 70, 0, 5, 1, 210}}));
+  CHECK_INVALID("[dispatch_plan] plan must have slots",
+                workspace_bytes(DispatchPlan{.plan = plan}));
+}
+
 void routing_maps() {
   const int64_t tokens = 9, experts = 4;
   Random random(4);
@@ -126,6 +136,7 @@ void bad_arguments() {
 
 int main() {
   topk_plans();
+  workspaces_of_sizes();
   routing_maps();
   counted_plans();
   row_id_maps();

@@ -17,7 +17,7 @@ void check_ranks(const Checker& check, const RoutingPlan& plan) {
 
 int64_t workspace_bytes(const DispatchPlan& p) {
   const Checker check("dispatch_plan", p.plan.buffer.device);
-  check.plan(p.plan);
+  check.plan_sizes(p.plan);
   check_ranks(check, p.plan);
   return dispatch_workspace(p, p.plan.buffer.device);
 }

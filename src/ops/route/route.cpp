@@ -8,7 +8,7 @@ namespace fp8moe {
 
 int64_t workspace_bytes(const Route& p) {
   const Checker check("route", p.plan.buffer.device);
-  check.plan(p.plan);
+  check.plan_sizes(p.plan);
   return dispatch_workspace(p, p.plan.buffer.device);
 }
 
