@@ -25,6 +25,7 @@ PAGES = sorted(
 )
 NOTES = "docs/notes/transformers-step.md"
 MEGATRON = "docs/how-to/megatron-core.md"  # tests/test_megatron_core_docs.py runs it
+JAX = "docs/how-to/jax.md"  # tests/test_jax_moe.py runs it
 CXX = shutil.which("c++") or shutil.which("g++")
 
 
@@ -71,7 +72,7 @@ SLOW = {"README.md", "docs/how-to/hugging-face.md", "docs/how-to/several-gpus.md
     [
         pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else [])
         for p in PAGES
-        if blocks(p, "python") and p != MEGATRON
+        if blocks(p, "python") and p not in (MEGATRON, JAX)
     ],
 )
 def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
