@@ -1,8 +1,5 @@
-"""The expert block in bf16 by jax.lax.ragged_dot: what JAX has without this library.
-
-python benchmarks/jax_ragged.py compiles the steps that jax_layer.py times, into the cache that
-JAX_COMPILATION_CACHE_DIR names: on a GPU that takes minutes.
-"""
+"""The expert block in bf16 by jax.lax.ragged_dot, what JAX has without this library: for
+jax_layer.py."""
 
 from __future__ import annotations
 
@@ -10,12 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-SHAPES: dict[str, dict[str, int]] = {
-    "DeepSeek-V3, 32 experts": {"T": 4096, "E": 32, "S": 8, "H": 7168, "I": 2048},
-    "Qwen3-30B, 128 experts": {"T": 4096, "E": 128, "S": 8, "H": 2048, "I": 768},
-}
-QUICK = {"tiny": {"T": 64, "E": 4, "S": 2, "H": 256, "I": 128}}
 
 
 @jax.custom_vjp
@@ -54,17 +45,3 @@ def step_of(block: Any) -> Any:
         return out, *pull(dout)
 
     return jax.jit(step)
-
-
-def compile_ragged(shape: dict[str, int]) -> None:
-    t, e, s, h, i = (shape[name] for name in "TESHI")
-    bf16 = jnp.bfloat16
-    shapes = ((t, h), bf16), ((t, s), jnp.int32), ((t, s), jnp.float32), ((e, h, 2 * i), bf16)
-    given = [jax.ShapeDtypeStruct(*of) for of in (*shapes, ((e, i, h), bf16), ((t, h), bf16))]
-    step_of(ragged_experts).lower(*given).compile()
-
-
-if __name__ == "__main__":
-    for model, shape in SHAPES.items():
-        compile_ragged(shape)
-        print(model, "compiled", flush=True)

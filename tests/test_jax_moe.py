@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -192,3 +193,15 @@ def test_errors(found: dict[str, Any]) -> None:
         want["id"] = "[route] topk_idx must lie in [-1, 8); got"
     for name, said in want.items():
         assert said in str(found[f"error/{name}"]), name
+
+
+@pytest.mark.slow
+def test_benchmark(build: Path, tmp_path: Path) -> None:
+    """benchmarks/jax_layer.py at a tiny size: JAX and torch in one process."""
+    script = EXAMPLES.parent / "benchmarks/jax_layer.py"
+    given = ("--device", "cpu", "--quick", "--build", build, "--json", tmp_path / "found.json")
+    jax_run("cpu", script, *given)
+    (row,) = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert all(row["bit_equal"].values())
+    assert set(row["peers"]) == {"torch, captured", "ragged_dot"}
+    assert 0.03 < row["ragged_dot_differs_by"] < 0.1  # FP8 against bf16
