@@ -59,7 +59,7 @@ def lora_wgrad(
     """Contracts u [R, r] (bfloat16) and rows, as lora_project takes them, over each expert's rows.
 
     Returns [E, r, C] (rank_first), the gradient of LoRA's A, or [E, C, r], that of its B; float32
-    or bfloat16, zeros for an expert without tokens. Sums in float32, in the order of rows.
+    or bfloat16, zeros for an expert without tokens. Sums in float32, in one order.
     """
     if not isinstance(out_dtype, str) or out_dtype not in ("bfloat16", "float32"):
         out_dtype = dtype_name("lora_wgrad", "out_dtype", out_dtype, "bfloat16", "float32")

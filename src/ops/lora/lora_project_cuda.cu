@@ -25,16 +25,26 @@ template <int kRanks, bool kRankFirst>
 struct ProjectStage {
   // Of the factor's tile, [kRanks, 128] or [128, kRanks], in bytes from row to row.
   static constexpr int kFactorRows = kRankFirst ? kRanks : 128;
-  static constexpr int kFactorStride = 2 * (kRankFirst ? 128 + 16 : kRanks + 8);
+  static constexpr int kFactorStride = 2 * (kRankFirst ? 128 + 8 : kRanks + 8);
   static constexpr int kCodes = kRows * 128;
   static constexpr int kBytes = kCodes + kFactorRows * kFactorStride;
+
+  // Where byte `column` of row `row` of the codes lies.
+  __device__ static int code_at(int row, int column) { return row * 128 + (column ^ row % 2 * 64); }
+  // Where row `row` of the factor's tile lies. Of a [128, kRanks] tile a product takes eight at
+  // once that lie one behind the other.
+  __device__ static constexpr int row_of(int row) {
+    return kRankFirst ? row : row / 64 * 64 + row / 2 % 8 * 8 + row % 2 * 4 + row / 16 % 4;
+  }
 };
 
 // A block per 128 rows of one expert, a warp per 16 of them. Of K-blocks of 128, the first of three
-// stages is multiplied while the other two are on their way. Within 16 of C a thread takes four
-// codes that lie together: products of both operands in another order of k are the same sums.
+// stages is multiplied while the other two are on their way. Within 64 of C a thread takes 16 codes
+// that lie together, four for a product: products of both operands in another order of k are the
+// same sums.
 template <typename F, int kRanks, bool kRankFirst>
-__global__ __launch_bounds__(kThreads) void project(const __grid_constant__ ProjectParams p) {
+__global__ __launch_bounds__(kThreads, kRanks == 16 ? 3 : 2) void project(
+    const __grid_constant__ ProjectParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   using Stage = ProjectStage<kRanks, kRankFirst>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
@@ -49,91 +59,123 @@ __global__ __launch_bounds__(kThreads) void project(const __grid_constant__ Proj
   const int last_token = begin + __ldg(p.tokens_per_expert + expert);
   if (first >= end) return;
 
-  // What this thread brings: pieces of 16 bytes at column 16 (thread % 8) of rows thread / 8 + 16
-  // i.
+  // What this thread brings of a K-block: 16 codes of four rows, and pieces of eight of the factor.
   const int piece = static_cast<int>(threadIdx.x) % 8 * 16;
-  const uint8_t* from[4];
+  const int code_to = Stage::code_at(static_cast<int>(threadIdx.x) / 8, piece);
+  const uint8_t* codes[4];
+  int bytes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = first + static_cast<int>(threadIdx.x) / 8 + 32 * i;
     const int at = p.rows.at(row, row < last_token);
-    from[i] = at < 0 ? nullptr : p.rows.codes + at * p.rows.stride;
+    codes[i] = p.rows.code(max(at, 0), piece);
+    bytes[i] = at < 0 ? 0 : 16;
   }
-  const uint16_t* const factor = p.factor + int64_t{expert} * p.rank * p.rows.c;
-  const auto bring = [&](int block) {
-    uint8_t* const stage = shared + block % kStages * Stage::kBytes;
-    const int k = 128 * block + piece;
+  constexpr int kPieces = kRankFirst ? 16 : kRanks == 48 ? 8 : kRanks / 8;  // of a row of its tile
+  constexpr int kAtOnce = kThreads / kPieces;                               // rows of it
+  const int tile_row = static_cast<int>(threadIdx.x) / kPieces;
+  const int tile_column = static_cast<int>(threadIdx.x) % kPieces * 8;
+  const int rank = kRankFirst ? tile_row : tile_column, k = kRankFirst ? tile_column : tile_row;
+  const int row_step = kRankFirst ? p.rows.c : p.rank;
+  const uint16_t* factor =
+      p.factor + (int64_t{expert} * p.rank * p.rows.c + tile_row * row_step + tile_column);
+  const int factor_to =
+      Stage::kCodes + Stage::row_of(tile_row) * Stage::kFactorStride + 2 * tile_column;
+  int coming = 0;  // the first k of the K-block to bring
+  uint8_t* next_stage = shared;
+  const auto bring = [&] {
+    const bool inside = coming + piece < p.rows.c;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool wanted = from[i] != nullptr && k < p.rows.c;
-      copy_async(stage + code_at(static_cast<int>(threadIdx.x) / 8 + 32 * i, piece),
-                 wanted ? from[i] + k : p.rows.codes, wanted ? 16 : 0);
+      copy_async(next_stage + code_to + 32 * 128 * i, codes[i], inside ? bytes[i] : 0);
+      codes[i] += 128;
     }
-    uint8_t* const tile = stage + Stage::kCodes;
-    constexpr int kPieces = kRankFirst ? 16 : kRanks / 8;  // of a row of the factor's tile
-    for (int i = threadIdx.x; i < Stage::kFactorRows * kPieces; i += kThreads) {
-      const int row = i / kPieces, column = i % kPieces * 8;
-      const int rank = kRankFirst ? row : column, at = 128 * block + (kRankFirst ? column : row);
-      const bool wanted = rank < p.rank && at < p.rows.c;
-      const int64_t offset =
-          kRankFirst ? int64_t{rank} * p.rows.c + at : int64_t{at} * p.rank + rank;
-      copy_async(tile + row * Stage::kFactorStride + 2 * column, factor + (wanted ? offset : 0),
-                 wanted ? 16 : 0);
+#pragma unroll
+    for (int i = 0; i < Stage::kFactorRows / kAtOnce; ++i) {
+      const int more = kAtOnce * i;
+      const bool wanted =
+          kRankFirst ? rank + more < p.rank && coming + k < p.rows.c : coming + k + more < p.rows.c;
+      if (kRankFirst || kRanks / 8 == kPieces || rank < kRanks)
+        copy_async(next_stage + factor_to + Stage::row_of(more) * Stage::kFactorStride,
+                   factor + int64_t{more} * row_step, wanted && rank < p.rank ? 16 : 0);
     }
+    factor += kRankFirst ? 128 : 128 * p.rank;
+    coming += 128;
+    next_stage =
+        next_stage == shared + (kStages - 1) * Stage::kBytes ? shared : next_stage + Stage::kBytes;
   };
 
   // The rows of this thread's sums, and their scales.
   const int row = first + 16 * warp + g;
-  const int at[2] = {p.rows.at(row, row < last_token), p.rows.at(row + 8, row + 8 < last_token)};
-  const auto scale_of = [&](int half, int block) {
-    return at[half] < 0 ? 0.0f : __ldg(p.rows.scale(at[half], block));
-  };
+  const float* scales[2];
+  bool there[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = p.rows.at(row + 8 * half, row + 8 * half < last_token);
+    there[half] = at >= 0;
+    scales[half] = p.rows.scale(max(at, 0), 0);
+  }
   const bool idle = first + 16 * warp >= last_token;  // a warp whose rows are all zero
-  const int blocks = (p.rows.c + 127) / 128;
   float sums[kRanks / 8][4] = {};
-  float next[2] = {scale_of(0, 0), scale_of(1, 0)};
+  float next[2] = {there[0] ? __ldg(scales[0]) : 0.0f, there[1] ? __ldg(scales[1]) : 0.0f};
 #pragma unroll
   for (int block = 0; block < kStages - 1; ++block) {
-    if (block < blocks) bring(block);
+    if (coming < p.rows.c) bring();
     copy_commit();
   }
-  for (int block = 0; block < blocks; ++block) {
+  const uint8_t* stage = shared;
+  for (int done = 0; done < p.rows.c; done += 128) {
     copy_wait<kStages - 2>();
     __syncthreads();
-    if (block + kStages - 1 < blocks) bring(block + kStages - 1);
+    if (coming < p.rows.c) bring();
     copy_commit();
     const float scale[2] = {next[0], next[1]};
-    if (block + 1 < blocks) next[0] = scale_of(0, block + 1), next[1] = scale_of(1, block + 1);
-
-    const uint8_t* const stage = shared + block % kStages * Stage::kBytes;
-    const uint8_t* const codes = stage + (16 * warp + g) * 128 + 4 * c;
-    const uint8_t* const tile = stage + Stage::kCodes;
+    if (done + 128 < p.rows.c) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        scales[half] += p.rows.scale_tile;
+        if (there[half]) next[half] = __ldg(scales[half]);
+      }
+    }
+    const uint8_t* const now = stage;
+    stage = stage == shared + (kStages - 1) * Stage::kBytes ? shared : stage + Stage::kBytes;
     if (idle) continue;
     float part[kRanks / 8][4] = {};
 #pragma unroll
-    for (int step = 0; step < 8; ++step) {
-      const uint8_t* const four = codes + ((16 * step) ^ (16 * g));  // code_at of rows g and g + 8
-      const uint32_t upper = *reinterpret_cast<const uint32_t*>(four);
-      const uint32_t lower = *reinterpret_cast<const uint32_t*>(four + 8 * 128);
-      const uint32_t a[4] = {to_bf16x2<F>(upper), to_bf16x2<F>(lower), to_bf16x2<F>(upper >> 16),
-                             to_bf16x2<F>(lower >> 16)};
+    for (int k = 0; k < 128; k += 64) {
+      const uint8_t* const from = now + Stage::code_at(16 * warp + g, k + 16 * c);
+      const auto upper = *reinterpret_cast<const uint4*>(from);
+      const auto lower = *reinterpret_cast<const uint4*>(from + 8 * 128);
+      const uint32_t words[4][2] = {
+          {upper.x, lower.x}, {upper.y, lower.y}, {upper.z, lower.z}, {upper.w, lower.w}};
+      const uint8_t* const tile = now + Stage::kCodes;
 #pragma unroll
-      for (int t = 0; t < kRanks / 8; t += 2) {
-        uint32_t b[4];
-        if constexpr (kRankFirst) {
+      for (int two = 0; two < 4; two += 2) {  // products, of which each takes four codes
+        uint32_t a[2][4];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const auto four = *reinterpret_cast<const uint2*>(
-                tile + (8 * (t + i) + g) * Stage::kFactorStride + 2 * (16 * step + 4 * c));
-            b[2 * i] = four.x, b[2 * i + 1] = four.y;
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            to_bf16x2<F>(words[two + i][half], a[i][half], a[i][half + 2]);
+#pragma unroll
+        for (int t = 0; t < kRanks / 8; t += kRankFirst ? 1 : 2) {
+          if constexpr (kRankFirst) {
+            const auto b = *reinterpret_cast<const uint4*>(
+                tile + (8 * t + g) * Stage::kFactorStride + 2 * (k + 16 * c + 4 * two));
+            multiply_add(part[t], a[0], b.x, b.y);
+            multiply_add(part[t], a[1], b.z, b.w);
+          } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              uint32_t b[4];
+              const int matrix = lane / 8;
+              const int at = k + 8 * (2 * (two + i) + matrix % 2) + lane % 2 * 4 + lane / 2 % 4;
+              load_transposed(b, tile + at * Stage::kFactorStride + 2 * (8 * (t + matrix / 2)));
+              multiply_add(part[t], a[i], b[0], b[1]);
+              multiply_add(part[t + 1], a[i], b[2], b[3]);
+            }
           }
-        } else {
-          const int i = lane % 8, matrix = lane / 8;
-          const int k = 16 * step + 4 * (i / 2) + i % 2 + 2 * (matrix % 2);
-          load_transposed(b, tile + k * Stage::kFactorStride + 2 * (8 * (t + matrix / 2)));
         }
-        multiply_add(part[t], a, b[0], b[1]);
-        multiply_add(part[t + 1], a, b[2], b[3]);
       }
     }
 #pragma unroll
@@ -154,14 +196,14 @@ __global__ __launch_bounds__(kThreads) void project(const __grid_constant__ Proj
       v[2 * t] = rounded.x, v[2 * t + 1] = rounded.y;
     }
     const TileScale scale = lora_scale(lanes_max<4>(amax(v)), F::kMax, p.kind, p.eps);
-    const int64_t to = row + 8 * half;
-    if (to >= end) continue;
-    if (c == 0) p.u_scale[to] = scale.scale_inv;
-    uint8_t* const q = p.u_q + to * (kParts * kRanks) + 2 * c;
+    const int64_t at = row + 8 * half;
+    if (at >= end) continue;
+    if (c == 0) p.u_scale[at] = scale.scale_inv;
+    uint8_t* const q = p.u_q + at * (kParts * kRanks) + 2 * c;
 #pragma unroll
     for (int t = 0; t < kRanks / 8; ++t) {
       if (8 * t < p.rank)
-        *reinterpret_cast<uint32_t*>(p.u + to * p.rank + 8 * t + 2 * c) = words[t];
+        *reinterpret_cast<uint32_t*>(p.u + at * p.rank + 8 * t + 2 * c) = words[t];
       const auto by_scale = [&](float x) {
         return p.kind == ScaleKind::amax ? __fdiv_rn(x, scale.scale) : x * scale.scale;
       };

@@ -9,28 +9,33 @@
 
 namespace fp8moe::cuda {
 
-// Where byte `column` of row `row` lies in a tile of 128 codes per row: pieces of 16 bytes change
-// places by the row, so that what a warp reads of eight rows lies in all banks.
+// Where byte `column` of row `row` lies in a tile of kColumns codes per row: pieces of 16 bytes
+// change places by the row, so that what a warp reads or writes at once lies in all banks.
+template <int kColumns>
 __device__ __forceinline__ int code_at(int row, int column) {
-  return row * 128 + (column ^ (row % 8 * 16));
+  static_assert(kColumns == 128 || kColumns == 64);
+  const int at = row * kColumns + column;
+  return kColumns == 128 ? at ^ (row % 8 * 16) : at ^ (row / 2 % 4 * 32);
 }
 
 // Rows [R, C] in gemm layout, or [T, C] in row layout by their tokens.
 struct LoraRows {
   const uint8_t* codes;
-  int64_t stride;
   const float* scales;
-  int64_t scale_row, scale_tile;  // between the scales of rows, and of tiles
-  const int32_t* token_of_row;    // nullptr: row r lies at r
+  int stride;                   // bytes between rows
+  int scale_row, scale_tile;    // between the scales of rows, and of tiles
+  const int32_t* token_of_row;  // nullptr: row r lies at r
   int c;
 
   static LoraRows of(const Fp8Tensor& rows, const RoutingPlan& plan) {
     const bool gemm = rows.layout == ScaleLayout::gemm;
+    const int64_t scale_row = gemm ? 1 : rows.scale_inv.stride();
+    const int64_t scale_tile = gemm ? rows.scale_inv.shape[1] : 1;
     return {.codes = rows.data.as<const uint8_t>(),
-            .stride = rows.data.stride(),
             .scales = rows.scale_inv.as<const float>(),
-            .scale_row = gemm ? 1 : rows.scale_inv.stride(),
-            .scale_tile = gemm ? rows.scale_inv.shape[1] : 1,
+            .stride = static_cast<int>(rows.data.stride()),
+            .scale_row = static_cast<int>(scale_row),
+            .scale_tile = static_cast<int>(scale_tile),
             .token_of_row = gemm ? nullptr : plan.token_of_row(),
             .c = static_cast<int>(rows.data.shape[1])};
   }
@@ -40,8 +45,11 @@ struct LoraRows {
     if (!wanted) return -1;
     return token_of_row == nullptr ? r : __ldg(token_of_row + r);
   }
+  __device__ __forceinline__ const uint8_t* code(int at, int column) const {
+    return codes + int64_t{at} * stride + column;
+  }
   __device__ __forceinline__ const float* scale(int at, int tile) const {
-    return scales + at * scale_row + tile * scale_tile;
+    return scales + int64_t{at} * scale_row + int64_t{tile} * scale_tile;
   }
 };
 
@@ -73,11 +81,22 @@ __device__ __forceinline__ void load_transposed(uint32_t (&v)[4], const void* ro
                : "memory");
 }
 
-// Two codes in the low 16 bits as bf16, exactly.
+// The lower (upper) two of four codes as bf16, exactly.
 template <typename F>
-__device__ __forceinline__ uint32_t to_bf16x2(uint32_t codes) {
-  const float2 v = fp8_decode2<F>(codes);
-  return pack2<Bf16>(v.x, v.y);
+__device__ __forceinline__ void to_bf16x2(uint32_t codes, uint32_t& lower, uint32_t& upper) {
+  uint32_t low, high;
+  if constexpr (F::kMantissa == 3)
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n"
+        " cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+  else
+    asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e5m2x2 %0, l;\n"
+        " cvt.rn.f16x2.e5m2x2 %1, h;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+  const float2 a = unpack2<Fp16>(low), b = unpack2<Fp16>(high);
+  lower = pack2<Bf16>(a.x, a.y), upper = pack2<Bf16>(b.x, b.y);
 }
 
 // f.operator()<r'>() of a rank rounded up to 16.
