@@ -1,16 +1,19 @@
-"""LoRA on attention and all experts of a whole model, over FP8 experts, on one GPU.
+"""LoRA on attention and all experts of a whole model, over FP8 or bf16 experts, on one GPU.
 
-48 layers of Qwen3-30B's sizes with random codes: the experts in FP8 by MoEExperts.add_lora, the
-rest frozen in bf16, LoRA r 16 on attention and experts, each layer checkpointed, AdamW on the
-adapters. A step is forward, backward and the optimizer's. "turned" makes dgrad's codes in each
-backward, "kept" holds them (reuse_fp8_weights): a byte per parameter more. A mode that does not fit
-is left out, and its row says so.
+48 layers of Qwen3-30B's sizes with random weights, frozen, LoRA r 16 on attention and experts, each
+layer checkpointed, AdamW on the adapters. A step is forward, backward and the optimizer's.
+
+"turned", "kept": FP8 experts by MoEExperts.add_lora, all else in bf16. "turned" makes dgrad's codes
+in each backward, "kept" holds them (reuse_fp8_weights): a byte per parameter more. "bf16, PEFT":
+experts in bf16 by torch's grouped_mm, LoRA by PEFT's target_parameters. "bf16, attention": no LoRA
+on those experts. What does not fit runs with half the layers; "layers" says how many ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import time
 from typing import Any
 
@@ -22,12 +25,14 @@ from torch.utils.checkpoint import checkpoint
 from common import OnResult, Record, environment, main, parser
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights
 from timing import Limits
+from torch_experts import TorchExperts
 
 QWEN3_30B = {"layers": 48, "hidden": 2048, "inner": 768, "experts": 128, "top_k": 8}
 QWEN3_30B |= {"heads": 32, "kv_heads": 4, "head": 128, "vocabulary": 151_936}
 QUICK = {"layers": 2, "hidden": 256, "inner": 128, "experts": 4, "top_k": 2}
 QUICK |= {"heads": 4, "kv_heads": 2, "head": 64, "vocabulary": 512}
 LENGTH, RANK = 4096, 16
+MODES = ("turned", "kept", "bf16, PEFT", "bf16, attention")
 
 
 class LoraLinear(nn.Module):
@@ -47,8 +52,21 @@ class LoraLinear(nn.Module):
         return F.linear(x, self.weight) + 2 * low
 
 
+class Bf16Experts(nn.Module):
+    """torch's experts, with the sizes that MoE asks for: PEFT wraps what they lie in."""
+
+    def __init__(self, layer: MoEExperts, slots: int) -> None:
+        super().__init__()
+        self.torch = TorchExperts(layer, slots)
+        self.num_experts, self.hidden_size = layer.num_experts, layer.hidden_size
+
+    def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor, **others: Any) -> Tensor:
+        out: Tensor = self.torch(x, topk_idx, probs)
+        return out
+
+
 class Layer(nn.Module):
-    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
+    def __init__(self, sizes: dict[str, int], device: torch.device, fp8: bool) -> None:
         super().__init__()
         hidden, head = sizes["hidden"], sizes["head"]
         self.shapes = [sizes["heads"], sizes["kv_heads"], sizes["kv_heads"]]
@@ -57,11 +75,15 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(hidden, **made) for _ in range(2))
         self.qkv = nn.ModuleList(LoraLinear(hidden, n * head, device) for n in self.shapes)
         self.out = LoraLinear(sizes["heads"] * head, hidden, device)
-        experts = MoEExperts(
-            *(sizes["experts"], hidden, sizes["inner"]), dtype=torch.float8_e4m3fn, device=device
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        experts: Any = MoEExperts(
+            *(sizes["experts"], hidden, sizes["inner"]), dtype=dtype, device=device
         )
-        random_codes(experts)
-        experts.add_lora(RANK, alpha=2 * RANK)
+        if fp8:
+            random_codes(experts)
+            experts.add_lora(RANK, alpha=2 * RANK)
+        else:
+            experts = Bf16Experts(experts.requires_grad_(False), sizes["top_k"])
         router = Router(hidden, sizes["experts"], sizes["top_k"], device=device)
         self.moe = MoE(router, experts)
         for part in (self.norms, router):
@@ -84,11 +106,11 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
+    def __init__(self, sizes: dict[str, int], layers: int, device: torch.device, fp8: bool) -> None:
         super().__init__()
         made: Any = {"device": device, "dtype": torch.bfloat16}
         self.embedding = nn.Embedding(sizes["vocabulary"], sizes["hidden"], **made)
-        self.layers = nn.ModuleList(Layer(sizes, device) for _ in range(sizes["layers"]))
+        self.layers = nn.ModuleList(Layer(sizes, device, fp8) for _ in range(layers))
         self.norm = nn.RMSNorm(sizes["hidden"], **made)
         self.head = nn.Linear(sizes["hidden"], sizes["vocabulary"], bias=False, **made)
         for part in (self.embedding, self.norm, self.head):
@@ -149,35 +171,67 @@ def measure(model: Model, ids: Tensor, steps: int) -> dict[str, float]:
     return {"seconds": seconds, "tokens_per_s": ids.numel() / seconds, "peak_gib": peak}
 
 
+def pefts_lora(model: Model) -> None:
+    """LoRA on the experts by PEFT itself, in bf16, as that on attention."""
+    import peft  # type: ignore[import-not-found, unused-ignore]
+
+    targets = ["experts.torch.gate_up_proj", "experts.torch.down_proj"]
+    given: Any = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": []}
+    peft.inject_adapter_in_model(peft.LoraConfig(target_parameters=targets, **given), model)
+    for name, p in model.named_parameters():
+        if "lora_" in name:  # those on attention, too, which PEFT has frozen
+            p.data = p.data.bfloat16()
+            p.requires_grad_()
+
+
+def run_mode(mode: str, tokens: tuple[int, ...], given: Any, device: torch.device) -> list[Record]:
+    """A row per number of tokens; raises where the first does not fit."""
+    sizes = QUICK if given.quick else QWEN3_30B
+    torch.manual_seed(0)
+    model = Model(sizes, given.layers, device, fp8=mode in ("turned", "kept"))
+    if mode == "bf16, PEFT":
+        pefts_lora(model)
+    rows = []
+    for count in tokens:
+        ids = torch.randint(sizes["vocabulary"], (1, count), device=device)
+        ids = ids.view(-1, 64 if given.quick else LENGTH)
+        result: Record = {"op": mode, "shape": {"T": count}, "variant": f"LoRA r {RANK}"}
+        result |= {"ms": None, "limit_ms": None, "peers": {}, "bytes": 0, "flops": 0}
+        result |= {"layers": given.layers}
+        result["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        try:
+            with reuse_fp8_weights(model) if mode == "kept" else contextlib.nullcontext():
+                result |= measure(model, ids, 2 if given.quick else given.steps)
+            result["ms"] = 1e3 * result["seconds"]
+        except torch.OutOfMemoryError as error:
+            if not rows:
+                raise
+            result["error"] = str(error).partition(".")[0]
+        model.zero_grad()
+        rows.append(result)
+    return rows
+
+
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
     sizes, length = (QUICK, 64) if given.quick else (QWEN3_30B, LENGTH)
     record: Record = {"environment": environment(Limits(device)), "sizes": sizes, "results": []}
-    torch.manual_seed(0)
-    model = Model(sizes, device)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    record["trained"], record["all"] = trained, sum(p.numel() for p in model.parameters())
-    for mode in ("turned", "kept"):
-        scope: Any = contextlib.nullcontext()
-        for sequences in (1, 2):
-            ids = torch.randint(sizes["vocabulary"], (sequences, length), device=device)
-            result: Record = {"op": mode, "shape": {"T": ids.numel()}, "variant": "LoRA r 16"}
-            result |= {"ms": None, "limit_ms": None, "peers": {}, "bytes": 0, "flops": 0}
-            scope = reuse_fp8_weights(model) if mode == "kept" else contextlib.nullcontext()
-            try:
-                with scope:
-                    result |= measure(model, ids, 2 if given.quick else given.steps)
-                result["ms"] = 1e3 * result["seconds"]
-            except torch.OutOfMemoryError as error:
-                result["error"] = str(error).partition(".")[0]
-            model.zero_grad()
+    for mode in given.mode or MODES:
+        given.layers, rows = 2 * sizes["layers"], None
+        while rows is None:
+            given.layers //= 2
+            with contextlib.suppress(torch.OutOfMemoryError):
+                rows = run_mode(mode, (length, 2 * length), given, device)
+            gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            record["results"].append(result)
-            on_result(result)
+        record["results"] += rows
+        for row in rows:
+            on_result(row)
     return record
 
 
 if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--mode", choices=MODES, action="append")
     main(arguments, run)

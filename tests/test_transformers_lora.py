@@ -30,6 +30,11 @@ ATTENTION = ["q_proj", "v_proj"]
 IDS = tokens()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def on(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
 def config(**changed: Any) -> Any:
     given = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION, "target_parameters": EXPERTS}
     return peft.LoraConfig(**given | changed)
@@ -70,21 +75,21 @@ def swapped(path: Path) -> Any:
     return model
 
 
-def ours_of(path: Path) -> Any:
+def ours_of(path: Path, on: Any = "cpu") -> Any:
     made = fp8moe.get_peft_model(swapped(path), config())
     fill(made)
-    return made
+    return made.to(on)
 
 
-def test_adapters_go_to_peft_and_back(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapters_go_to_peft_and_back(checkpoint: Path, tmp_path: Path, on: torch.device) -> None:
     """PEFT, over the dequantized model, reads ours and computes the same; and the reverse."""
-    ours = ours_of(checkpoint)
+    ours, ids = ours_of(checkpoint, on), IDS.to(on)
     ours.save_pretrained(tmp_path / "ours")
     plain = read(checkpoint, quantization_config=FineGrainedFP8Config(dequantize=True))
-    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "ours", is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "ours", is_trainable=True).to(on)
     with ours.disable_adapter():
-        alone = ours(input_ids=IDS).logits
-    got, want = ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits
+        alone = ours(input_ids=ids).logits
+    got, want = ours(input_ids=ids).logits, theirs(input_ids=ids).logits
     assert error(got, want) < 0.05
     assert error(alone, want) > 0.2
     theirs.save_pretrained(tmp_path / "theirs")
@@ -97,19 +102,19 @@ def test_adapters_go_to_peft_and_back(checkpoint: Path, tmp_path: Path) -> None:
         assert torch.equal(t, other[key]), key
 
     again = fp8moe.get_peft_model(
-        swapped(checkpoint), peft.PeftConfig.from_pretrained(tmp_path / "theirs")
+        swapped(checkpoint).to(on), peft.PeftConfig.from_pretrained(tmp_path / "theirs")
     )
     again.load_adapter(tmp_path / "theirs", "default", is_trainable=True)
-    assert torch.equal(again(input_ids=IDS).logits, got)
+    assert torch.equal(again(input_ids=ids).logits, got)
 
 
-def test_gradients_are_pefts(checkpoint: Path, tmp_path: Path) -> None:
-    ours = ours_of(checkpoint)
+def test_gradients_are_pefts(checkpoint: Path, tmp_path: Path, on: torch.device) -> None:
+    ours, ids = ours_of(checkpoint, on), IDS.to(on)
     ours.save_pretrained(tmp_path)
     plain = read(checkpoint, quantization_config=FineGrainedFP8Config(dequantize=True))
-    theirs = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True).to(on)
     for model in (ours, theirs):
-        model(input_ids=IDS, labels=IDS).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
     mine = {n: p for n, p in ours.named_parameters() if p.requires_grad}
     its = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
     assert set(mine) == set(its)
