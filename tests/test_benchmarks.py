@@ -183,7 +183,9 @@ def test_committed_plots_are_small() -> None:
 
 @pytest.mark.parametrize("name", ["frozen", "lora_model"])
 def test_lora_scripts_run(name: str, tmp_path: Path) -> None:
-    script(name, "--device", "cpu", "--quick", "--json", tmp_path / "record.json")
+    modes = ["--mode", "turned", "--mode", "kept", "--mode", "bf16, attention"]  # without peft
+    more = modes if name == "lora_model" else []
+    script(name, "--device", "cpu", "--quick", "--json", tmp_path / "record.json", *more)
     record = json.loads((tmp_path / "record.json").read_text())
-    assert len(record["results"]) == {"frozen": 9, "lora_model": 4}[name]
+    assert len(record["results"]) == {"frozen": 9, "lora_model": 6}[name]
     assert all(row["ms"] > 0 for row in record["results"])
