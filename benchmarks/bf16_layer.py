@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from fp8moe_cutlass.autograd.bf16 import sum_slots, swiglu
+from fp8moe_cutlass.activation import SWIGLU
+from fp8moe_cutlass.autograd.activation import forward_of
+from fp8moe_cutlass.autograd.bf16 import sum_slots
 from fp8moe_cutlass.autograd.body import Need
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from layer import SHAPES
@@ -158,7 +160,7 @@ class Moved(nn.Module):
         x_rows, p = _Spread.apply(rows, row_probs, order, row_of)  # type: ignore[no-untyped-call]
         gate_up, down = (_mine(w) for w in (self.gate_up_proj, self.down_proj))
         z = F.grouped_mm(x_rows, gate_up.transpose(1, 2), offs=groups.offsets)
-        y = F.grouped_mm(swiglu(z, p), down.transpose(1, 2), offs=groups.offsets)
+        y = F.grouped_mm(forward_of(SWIGLU)(z, p), down.transpose(1, 2), offs=groups.offsets)
         sums = _Gather.apply(y, order, row_of)  # type: ignore[no-untyped-call]
         out: Tensor = _Return.apply(sums, self.move, found["route"])  # type: ignore[no-untyped-call]
         return out

@@ -58,6 +58,10 @@ BOTH = (False, True)
 def call(function: Any, *args: Any, **options: Any) -> Any:
     """function(*args, **options), the options under the names that it has."""
     known = inspect.signature(function).parameters
+    if "limit" in options and "activation" in known:
+        from fp8moe_cutlass import Activation
+
+        options["activation"] = Activation(limit=options.pop("limit"))
     named = {}
     for name, value in options.items():
         mine = next((n for n in (name, *NAMES.get(name, ())) if n in known), None)

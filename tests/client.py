@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fp8moe_cutlass
 from fp8moe_cutlass import (
+    Activation,
     CudaError,
     DeviceUnavailable,
     Fp8Recipe,
@@ -65,6 +66,8 @@ def operators() -> Tensor:
     down_t: Fp8Tensor = ops.turn_weight(down)
     z: Tensor = ops.grouped_gemm(permuted.y, weight.q, plan)
     h: Fp8Tensor = ops.act_quantize(z, plan, permuted.row_probs)
+    limited = Activation(limit=10.0)
+    h = ops.act_quantize(z, plan, permuted.row_probs, activation=limited)
     saved: ops.ActQuantized = ops.act_quantize(z, plan, permuted.row_probs, save_z=True)
     y: Tensor = ops.grouped_gemm(saved.h, down, plan)
     out: Tensor = ops.unpermute_unpad(y, plan)

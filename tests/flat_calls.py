@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8moe_cutlass import _C, Fp8Tensor, RoutingPlan, ops
+from fp8moe_cutlass import _C, Activation, Fp8Tensor, RoutingPlan, ops
 
 TOKENS, SLOTS, EXPERTS, WIDTH = 48, 2, 3, 256
 
@@ -259,7 +259,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "z": p.rows,
             **plan,
             "probs": p.row_probs,
-            "limit": math.inf,
+            "activation": Activation(),
             **new("h", rows, width // 2, layout="gemm"),
             **new("z_q", rows, width, layout="row"),
             **rule,
@@ -269,7 +269,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "z": p.rows,
             **plan,
             "probs": p.row_probs,
-            "limit": math.inf,
+            "activation": Activation(),
             **new("dz", rows, width, layout="gemm"),
             "dprobs": torch.zeros(rows),
             **new("dz_columns", width, kcap, layout="block"),

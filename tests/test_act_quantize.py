@@ -18,7 +18,9 @@ from torch import Tensor
 
 import backends
 import reference_columns as columns_of
-from fp8moe_cutlass import Fp8Tensor, RoutingPlan
+from activations import ACTIVATIONS, GATED, formula
+from fp8moe_cutlass import Activation, Fp8Tensor, RoutingPlan
+from fp8moe_cutlass.activation import SWIGLU
 from fp8moe_cutlass.tools.verify import reference as ref
 from on_device import LARGE, ops
 
@@ -37,15 +39,15 @@ class Truth:
 
 
 def truth(
-    z: Tensor, dh: Tensor | None = None, probs: Tensor | None = None, limit: float | None = None
+    z: Tensor,
+    dh: Tensor | None = None,
+    probs: Tensor | None = None,
+    activation: Activation = SWIGLU,
 ) -> Truth:
-    """Autograd of silu(gate) * up * prob in float64; limit: gate <= c, |up| <= c."""
+    """Autograd of the activation times prob in float64."""
     z64 = z.double().requires_grad_()
     p64 = (torch.ones(z.shape[0]) if probs is None else probs).double().requires_grad_()
-    gate, up = z64.chunk(2, -1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    h = torch.nn.functional.silu(gate) * up * p64[:, None]
+    h = formula(z64, activation) * p64[:, None]
     h.backward((torch.zeros_like(h) if dh is None else dh).double())
     assert z64.grad is not None
     assert p64.grad is not None
@@ -124,13 +126,108 @@ def test_forward(dtype: torch.dtype, scale: str) -> None:
 @pytest.mark.parametrize("limit", [0.5, 7.0])
 def test_clamp(limit: float) -> None:
     z, dh = 4 * torch.randn(50, 512), torch.randn(50, 256)
-    want = truth(z, dh, limit=limit)
-    assert_quantized(ops.act_quantize(z, limit=limit), want.h)
-    dz, *_ = ops.act_quantize_backward(dh, z, limit=limit)
+    limited = Activation(limit=limit)
+    want = truth(z, dh, activation=limited)
+    assert_quantized(ops.act_quantize(z, activation=limited), want.h)
+    dz, *_ = ops.act_quantize_backward(dh, z, activation=limited)
     assert_quantized(dz, want.dz)
     shut = torch.cat([z[:, :256] > limit, z[:, 256:].abs() > limit], 1)
     assert shut.any()
     assert ((dz.data.view(torch.uint8)[shut] & 0x7F) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation(name: str, dtype: torch.dtype) -> None:
+    """Forward, backward and dprobs against float64, at sizes on and off the tile."""
+    activation = ACTIVATIONS[name]
+    for inner in (16, 128, 176, 384, 704):
+        z = awkward(40, activation.parts * inner, dtype)
+        dh, probs = awkward(40, inner, dtype), torch.rand(40)
+        want = truth(z, dh, probs, activation)
+        h, z_q = ops.act_quantize(z, probs=probs, activation=activation, save_z=True)
+        assert h.shape == (40, inner)
+        assert_quantized(h, want.h)
+        assert torch.equal(z_q.data.view(torch.uint8), ops.quantize(z).data.view(torch.uint8))
+        dz, *_, dprobs = ops.act_quantize_backward(dh, z, probs=probs, activation=activation)
+        assert_quantized(dz, want.dz)
+        terms = (dh.double() * formula(z.double(), activation)).abs().sum(-1)
+        assert ((dprobs - want.dprobs).abs() <= 1e-5 * terms + 1e-30).all()
+
+
+@pytest.mark.parametrize("columns", ["block", "column"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_columns_of_every_activation(name: str, columns: str) -> None:
+    """The columns are one quantization of the values; zero tokens and empty experts have none."""
+    activation = ACTIVATIONS[name]
+    for counts, inner in (([3, 0, 200, 128], 128), ([70], 176), ([0, 0], 256)):
+        plan = plan_of(counts)
+        z = awkward(plan.rows, activation.parts * inner, torch.bfloat16)
+        dh, probs = awkward(plan.rows, inner, torch.bfloat16), torch.rand(plan.rows)
+        want = truth(z, dh, probs, activation)
+        dz, dz_t, h_t, _ = ops.act_quantize_backward(
+            dh, z, plan, probs, columns=columns, activation=activation
+        )
+        assert dz_t.shape == (activation.parts * inner, plan.columns)
+        assert h_t.shape == (inner, plan.columns)
+        plain = ops.act_quantize_backward(dh, z, plan, probs, activation=activation)[0]
+        used = int(plan.row_offsets[-1])
+        for got, rows in zip(codes_and_scales(dz), codes_and_scales(plain), strict=True):
+            assert torch.equal(got[:used], rows[:used])
+        for q, values in ((dz_t, want.dz), (h_t, want.h)):
+            got = q.dequantize("float32")
+            for g in columns_of.groups_of(counts, 16):
+                exact = values[g.row : g.row + g.tokens].T
+                part = got[:, g.col : g.col + g.tokens]
+                if exact.numel():
+                    most = exact.abs().max()
+                    assert ((part - exact).abs() <= exact.abs() / 16 + most * 2.0**-16).all()
+
+
+@pytest.mark.parametrize("name", [n for n in GATED if ACTIVATIONS[n].limit is not None])
+def test_gradients_at_a_limit(name: str) -> None:
+    """A value at its limit passes its gradient, as torch.clamp's; what is beyond has none; and an
+    infinity is the limit."""
+    activation = Activation(**{**vars(ACTIVATIONS[name]), "interleaved": False, "limit": 2.0})
+    beyond = float(torch.nextafter(torch.tensor(2.0), torch.tensor(3.0)))
+    ups = [2.0, -2.0, beyond, -beyond, torch.inf, -torch.inf]
+    z = torch.full((6, 32), 1.0)
+    z[:, 16] = torch.tensor(ups)
+    dh = torch.zeros(6, 16)
+    dh[:, 0] = 1.0
+    dz = ops.act_quantize_backward(dh, z, activation=activation)[0].dequantize("float32")
+    assert (dz[:, 16] != 0).tolist() == [True, True, False, False, False, False]
+    gates = [2.0, beyond, torch.inf]
+    after = activation.kind == "swiglu_limit_after"
+    if after:  # silu(2.2268...) = 2
+        gates = [2.2, 2.25, torch.inf]
+    z = torch.full((3, 32), 1.0)
+    z[:, 0] = torch.tensor(gates)
+    dz = ops.act_quantize_backward(dh[:3], z, activation=activation)[0].dequantize("float32")
+    assert (dz[:, 0] != 0).tolist() == [True, False, False]
+    h = ops.act_quantize(z, activation=activation).dequantize("float32")
+    z[2, 0] = 2.0 if not after else 50.0
+    want = truth(z, activation=activation).h.float()
+    torch.testing.assert_close(h[:, 0], want[:, 0], rtol=2**-4, atol=0)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_interleaved_is_concatenated_taken_apart(name: str) -> None:
+    """The same h, dprobs, and values of dz, whose tiles are others."""
+    side_by_side = Activation(**{**vars(ACTIVATIONS[name]), "interleaved": False})
+    in_turns = Activation(**{**vars(ACTIVATIONS[name]), "interleaved": True})
+    z, dh, probs = awkward(40, 352), awkward(40, 176), torch.rand(40)
+    turns = z.view(40, 2, 176).mT.reshape(40, 352)
+    h = ops.act_quantize(z, probs=probs, activation=side_by_side)
+    assert torch.equal(
+        h.data.view(torch.uint8),
+        ops.act_quantize(turns, probs=probs, activation=in_turns).data.view(torch.uint8),
+    )
+    *_, dprobs = ops.act_quantize_backward(dh, z, probs=probs, activation=side_by_side)
+    dz, *_, same = ops.act_quantize_backward(dh, turns, probs=probs, activation=in_turns)
+    assert torch.equal(dprobs, same)
+    want = truth(z, dh, probs, side_by_side).dz.view(40, 2, 176).mT.reshape(40, 352)
+    assert_quantized(dz, want)
 
 
 def test_extreme_gates() -> None:
@@ -281,13 +378,14 @@ def test_any_shape(data: st.DataObject) -> None:
     rows, inner = data.draw(st.integers(0, 20)), 16 * data.draw(st.integers(1, 24))
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    limit = data.draw(st.sampled_from([None, 1.0]))
-    z, dh, probs = awkward(rows, 2 * inner, dtype), awkward(rows, inner, dtype), torch.rand(rows)
-    h = ops.act_quantize(z, probs=probs, limit=limit)
-    dz, *_, dprobs = ops.act_quantize_backward(dh, z, probs=probs, limit=limit)
-    assert (h.shape, dz.shape, dprobs.shape) == ((rows, inner), (rows, 2 * inner), (rows,))
+    activation = ACTIVATIONS[data.draw(st.sampled_from(list(ACTIVATIONS)))]
+    width = activation.parts * inner
+    z, dh, probs = awkward(rows, width, dtype), awkward(rows, inner, dtype), torch.rand(rows)
+    h = ops.act_quantize(z, probs=probs, activation=activation)
+    dz, *_, dprobs = ops.act_quantize_backward(dh, z, probs=probs, activation=activation)
+    assert (h.shape, dz.shape, dprobs.shape) == ((rows, inner), (rows, width), (rows,))
     if rows:
-        want = truth(z, dh, probs, limit)
+        want = truth(z, dh, probs, activation)
         assert_quantized(h, want.h)
         assert_quantized(dz, want.dz)
 
@@ -302,9 +400,12 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
         ("twice a multiple of 16; got 48", lambda: swiglu(torch.randn(3, 48))),
         ("z must have the plan's 48 rows; got 47", lambda: swiglu(z[:-1], plan, out=out)),
         ("z must be one of float32", lambda: swiglu(z.int(), plan, out=out)),
-        ("limit must be positive", lambda: swiglu(z, plan, limit=-1.0, out=out)),
-        ("limit must be positive", lambda: swiglu(z, plan, limit=0.0, out=out)),
-        ("limit must be positive", lambda: swiglu(z, plan, limit=float("nan"), out=out)),
+        (
+            "activation must be an Activation; got 'relu2'",
+            lambda: swiglu(z, plan, activation="relu2", out=out),
+        ),
+        ("h must be", lambda: swiglu(z, plan, activation=Activation("relu2"), out=out)),
+        ("z must be", lambda: backward(dh, z, plan, activation=Activation("relu2"))),
         ("need a plan", lambda: backward(dh, z, columns="block")),
         ("'block' or 'column'", lambda: backward(dh, z, plan, columns="rows")),
         (r"probs must be \[48\]", lambda: swiglu(z, plan, torch.rand(47), out=out)),
@@ -341,10 +442,11 @@ def test_without_plan(rows, intermediate, dtype, scale, fp8_dtype):
     dh = backends.awkward(rows, intermediate, dtype=dtype)
     probs = torch.rand(rows)
     backends.check("act_quantize", z, scale=scale)
-    backends.check("act_quantize", z, probs=probs, limit=1.5, scale=scale)
+    backends.check("act_quantize", z, probs=probs, activation=Activation(limit=1.5), scale=scale)
     options = {"scale": scale, "fp8_dtype": fp8_dtype}
     backends.check("act_quantize_backward", dh, z, **options)
-    backends.check("act_quantize_backward", dh, z, probs=probs, limit=1.5, **options)
+    options["activation"] = Activation(limit=1.5)
+    backends.check("act_quantize_backward", dh, z, probs=probs, **options)
 
 
 @LARGE
@@ -389,16 +491,18 @@ def test_every_bf16_sigmoid():
 
 
 @LARGE
-@pytest.mark.parametrize("limit", [None, 1.3])
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if "interleaved" not in n])
 @pytest.mark.parametrize("columns", [None, "block", "column"])
-def test_every_gate_of_whole_tiles(columns, limit):
+def test_every_gate_of_whole_tiles(columns, name):
     """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
     plan = ops.plan_from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    z = torch.cat([every.view(512, 128), torch.ones(512, 128, dtype=torch.bfloat16)], dim=1)
+    activation, z = ACTIVATIONS[name], every.view(512, 128)
     dh = torch.ones(512, 128, dtype=torch.bfloat16)
-    backends.check("act_quantize", z, plan=plan, limit=limit)
-    options = {"plan": plan, "limit": limit, "columns": columns}
+    if activation.gated:
+        z = torch.cat([z, dh], dim=1)
+    backends.check("act_quantize", z, plan=plan, activation=activation)
+    options = {"plan": plan, "activation": activation, "columns": columns}
     backends.check("act_quantize_backward", dh, z, probs=torch.rand(512), **options)
 
 
@@ -413,6 +517,23 @@ def test_many_tiles(intermediate, columns):
     z, dh, probs = inputs(plan, intermediate)
     backends.check("act_quantize", z, probs=probs, plan=plan)
     backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)
+
+
+@LARGE
+@pytest.mark.parametrize("columns", [None, "block", "column"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_beside_the_cpu(name, columns):
+    """Every activation by every kernel: sizes of whole tiles and others, both formats."""
+    activation = ACTIVATIONS[name]
+    counts = torch.tensor([700, 0, 300, 1, 127], dtype=torch.int32)
+    plan = ops.plan_from_counts(counts, capacity=1128, align=16)
+    for intermediate, fp8_dtype in ((128, "e4m3"), (1152, "e5m2"), (176, "e4m3"), (704, "e5m2")):
+        z = backends.awkward(plan.rows, activation.parts * intermediate)
+        dh, probs = backends.awkward(plan.rows, intermediate), torch.rand(plan.rows)
+        options = {"probs": probs, "plan": plan, "activation": activation}
+        backends.check("act_quantize", z, **options)
+        options |= {"columns": columns, "fp8_dtype": fp8_dtype}
+        backends.check("act_quantize_backward", dh, z, **options)
 
 
 @LARGE
@@ -434,20 +555,24 @@ def test_large_intermediate(intermediate, columns, limit):
     counts = torch.tensor([3, 0, 17], dtype=torch.int32)
     plan = ops.plan_from_counts(counts, capacity=32, align=1)
     z, dh, probs = inputs(plan, intermediate)
-    options = {"probs": probs, "columns": columns, "plan": plan, "limit": limit}
+    options = {"probs": probs, "columns": columns, "plan": plan}
+    options["activation"] = Activation(limit=limit)
     backends.check("act_quantize_backward", dh, z, **options)
 
 
-def test_infinities_and_nans():
-    z = backends.awkward(200, 512)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_infinities_and_nans(name):
+    activation = ACTIVATIONS[name]
+    z = backends.awkward(200, 256 * activation.parts)
     values = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 1e-40])
     z[torch.rand(z.shape) < 0.01] = values[0]
     for i, value in enumerate(values):
         z[10 + i, :: 7 + i] = value.to(torch.bfloat16)
     dh = backends.awkward(200, 256)
     dh[5, 5] = float("nan")
-    backends.check("act_quantize", z)
-    backends.check("act_quantize_backward", dh, z, probs=torch.rand(200))
+    backends.check("act_quantize", z, activation=activation)
+    options = {"probs": torch.rand(200), "activation": activation}
+    backends.check("act_quantize_backward", dh, z, **options)
 
 
 @pytest.mark.parametrize("columns", [None, "block"])

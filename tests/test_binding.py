@@ -317,6 +317,7 @@ WRONG = {  # of each kind of argument: what it must be, and what it is not
     "bool": ("True or False", (1, None, "x", np.True_, torch.tensor(True))),
     "float": ("a number", (None, "x", True, [1.0], torch.zeros(2))),
     "str": ("'pow2', 'fp32', 'amax' or 'approx'", (None, "e8m0", True, 1, ["pow2"])),
+    "activation": ("an Activation", (None, "swiglu", 2.0, object())),
     "format": ("'e4m3' or 'e5m2'", (None, "e3m4", 4, ["e4m3"])),
 }
 
@@ -379,7 +380,7 @@ WRONG_CALLS: dict[str, Callable[[Problem], Any]] = {
     "dispatch_plan ranks": lambda p: ops.dispatch_plan(p.topk_idx, 6, 3.0),
     "unpack hidden": lambda p: ops.unpack(p.packed, 128.0, 2),
     "permute_pad probs": lambda p: ops.permute_pad(p.x, p.plan, [1.0], out=(p.rows, p.row_probs)),
-    "act_quantize limit": lambda p: ops.act_quantize(p.rows, limit="2"),
+    "act_quantize activation": lambda p: ops.act_quantize(p.rows, activation="relu2"),
     "quantize out": lambda p: ops.quantize(p.x, out=p.x),
     "route out": lambda p: ops.route(EXPERTS, topk_idx=p.topk_idx, out=p.plan.buffer),
     "quantize scale": lambda p: ops.quantize(p.x, scale=["pow2"]),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, autograd, nn, ops
+from fp8moe_cutlass import Activation, Fp8Recipe, Fp8Tensor, autograd, nn, ops
 from moe_problem import problem
 
 P = problem(16)
@@ -179,12 +179,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "act_quantize": (
         ops.act_quantize,
-        {"z": ROWS, "plan": PLAN, "probs": ROW_PROBS, "limit": None, "save_z": False, "out": None},
+        {"z": ROWS, "plan": PLAN, "probs": ROW_PROBS, "save_z": False, "out": None}
+        | {"activation": Activation()},
     ),
     "act_quantize_backward": (
         ops.act_quantize_backward,
         {"dh": ROWS[:, :128].contiguous(), "z": ROWS, "plan": PLAN, "probs": ROW_PROBS}
-        | {"columns": "block", "fp8_dtype": "e4m3", "out": None},
+        | {"columns": "block", "fp8_dtype": "e4m3", "out": None, "activation": Activation()},
     ),
     "grouped_gemm": (
         ops.grouped_gemm,

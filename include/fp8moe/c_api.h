@@ -17,6 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "fp8moe/activation.h"
+
 #if defined(_WIN32)
 #define FP8MOE_C_API
 #else
@@ -378,12 +380,21 @@ FP8MOE_C_API fp8moe_status fp8moe_count_codes(const fp8moe_count_codes_args* arg
 
 /* ---- activation ---- */
 
+/* activation.h's Activation. SwiGLU: {FP8MOE_SWIGLU, 1.0f, 0.0f, INFINITY, 0}. */
+typedef struct fp8moe_activation {
+  int32_t kind; /* of activation.h */
+  float alpha;
+  float offset;
+  float limit; /* INFINITY: none */
+  int32_t interleaved;
+} fp8moe_activation;
+
 typedef struct fp8moe_act_quantize_args {
   size_t size;
   const fp8moe_tensor* z;
   const fp8moe_plan* plan;    /* optional */
   const fp8moe_tensor* probs; /* optional */
-  float limit;                /* INFINITY: none */
+  fp8moe_activation activation;
   const fp8moe_fp8_tensor* h;
   const fp8moe_fp8_tensor* z_q; /* optional */
   fp8moe_scale_rule rule;
@@ -396,7 +407,7 @@ typedef struct fp8moe_act_quantize_backward_args {
   const fp8moe_tensor* z;
   const fp8moe_plan* plan;    /* optional */
   const fp8moe_tensor* probs; /* optional */
-  float limit;                /* INFINITY: none */
+  fp8moe_activation activation;
   const fp8moe_fp8_tensor* dz;
   const fp8moe_tensor* dprobs;         /* optional */
   const fp8moe_fp8_tensor* dz_columns; /* optional */

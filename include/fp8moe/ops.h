@@ -23,6 +23,7 @@
 #include <limits>
 #include <tuple>
 
+#include "fp8moe/activation.h"
 #include "fp8moe/error.h"
 #include "fp8moe/fields.h"
 #include "fp8moe/plan.h"
@@ -574,17 +575,16 @@ enum CodeCount : int {
 
 // ---- activation --------------------------------------------------------------------------------
 
-// h = Q(silu(gate) * up * prob), z = [gate | up] [R, 2I] f32/f16/bf16, probs [R] f32 or none.
-// limit > 0: gate at most limit, up within [-limit, limit]; infinity: none. `plan` may be
-// undefined: all R rows are then ordinary. Outputs in e4m3, row or gemm layout: h [R, I]; optional
-// z_q [R, 2I] = Q(z), the FP8 pre-activation.
+// h = Q(act(z) * prob), z f32/f16/bf16 [R, 2I] or [R, I] as the activation says, probs [R] f32 or
+// none. `plan` may be undefined: all R rows are then ordinary. Outputs in e4m3, row or gemm layout:
+// h [R, I]; optional z_q = Q(z) of z's shape, the FP8 pre-activation.
 struct ActQuantize {
   static constexpr const char* op = "act_quantize";
 
   Tensor z{};
   RoutingPlan plan{};
   Tensor probs{};
-  float limit = std::numeric_limits<float>::infinity();
+  Activation activation{};
   Fp8Tensor h{};
   Fp8Tensor z_q{};
   ScaleRule rule{};
@@ -592,7 +592,7 @@ struct ActQuantize {
   static constexpr auto fields = std::tuple{in("z", &ActQuantize::z, kAligned),
                                             optional_in("plan", &ActQuantize::plan),
                                             optional_in("probs", &ActQuantize::probs),
-                                            option("limit", &ActQuantize::limit),
+                                            option("activation", &ActQuantize::activation),
                                             out("h", &ActQuantize::h),
                                             optional_out("z_q", &ActQuantize::z_q),
                                             option("rule", &ActQuantize::rule)};
@@ -600,9 +600,10 @@ struct ActQuantize {
 FP8MOE_API void outputs(ActQuantize& p);
 FP8MOE_API void act_quantize(const ActQuantize& p, Stream stream = {});
 
-// The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz [R, 2I] = Q([dgate | dup]); dprobs
-// [R] f32 = sum of silu*up*dh in the pinned order; optional, with a plan and as in transpose_fp8,
-// dz_columns [2I, Kcap] in dz's format, and h_columns [I, Kcap] in e4m3 of h, which is recomputed.
+// The gradient: dh [R, I] f32/f16/bf16, z as given forward. dz = Q(gradient of z), of z's shape;
+// dprobs [R] f32 = sum of act(z)*dh in the pinned order; optional, with a plan and as in
+// transpose_fp8, dz_columns [2I, Kcap] (or [I, Kcap]) in dz's format, and h_columns [I, Kcap] in
+// e4m3 of h, which is recomputed.
 // workspace: a zero workspace, where dprobs and columns are computed on CUDA.
 struct ActQuantizeBackward {
   static constexpr const char* op = "act_quantize_backward";
@@ -611,7 +612,7 @@ struct ActQuantizeBackward {
   Tensor z{};
   RoutingPlan plan{};
   Tensor probs{};
-  float limit = std::numeric_limits<float>::infinity();
+  Activation activation{};
   Fp8Tensor dz{};
   Tensor dprobs{};
   Fp8Tensor dz_columns{};
@@ -624,7 +625,7 @@ struct ActQuantizeBackward {
                  in("z", &ActQuantizeBackward::z, kAligned),
                  optional_in("plan", &ActQuantizeBackward::plan),
                  optional_in("probs", &ActQuantizeBackward::probs),
-                 option("limit", &ActQuantizeBackward::limit),
+                 option("activation", &ActQuantizeBackward::activation),
                  out("dz", &ActQuantizeBackward::dz),
                  optional_out("dprobs", &ActQuantizeBackward::dprobs),
                  optional_out("dz_columns", &ActQuantizeBackward::dz_columns),

@@ -1,5 +1,6 @@
 from typing import Any
 
+import fp8moe_cutlass.activation
 import fp8moe_cutlass.routing
 import fp8moe_cutlass.tensor
 import fp8moe_cutlass.typing
@@ -58,9 +59,9 @@ def permute_transpose_fp8(q: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutla
 
 def count_codes(q: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing.RoutingPlan, columns: fp8moe_cutlass.tensor.Fp8Tensor | None, stride: int, counts: fp8moe_cutlass.typing.DLPackArray | bool | str, /) -> Any: ...
 
-def act_quantize(z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, limit: float, h: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any], z_q: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any] | None, scale: str, eps: float, /) -> Any: ...
+def act_quantize(z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, activation: fp8moe_cutlass.activation.Activation, h: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any], z_q: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any] | None, scale: str, eps: float, /) -> Any: ...
 
-def act_quantize_backward(dh: fp8moe_cutlass.typing.DLPackArray, z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, limit: float, dz: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any], dprobs: fp8moe_cutlass.typing.DLPackArray | bool | str | None, dz_columns: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any] | None, h_columns: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any] | None, scale: str, eps: float, workspace: fp8moe_cutlass.typing.DLPackArray | None, /) -> Any: ...
+def act_quantize_backward(dh: fp8moe_cutlass.typing.DLPackArray, z: fp8moe_cutlass.typing.DLPackArray, plan: fp8moe_cutlass.routing.RoutingPlan | None, probs: fp8moe_cutlass.typing.DLPackArray | None, activation: fp8moe_cutlass.activation.Activation, dz: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any], dprobs: fp8moe_cutlass.typing.DLPackArray | bool | str | None, dz_columns: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any] | None, h_columns: fp8moe_cutlass.tensor.Fp8Tensor | str | tuple[str, Any] | None, scale: str, eps: float, workspace: fp8moe_cutlass.typing.DLPackArray | None, /) -> Any: ...
 
 def grouped_gemm(a: fp8moe_cutlass.tensor.Fp8Tensor, w: fp8moe_cutlass.tensor.Fp8Tensor, plan: fp8moe_cutlass.routing.RoutingPlan, d: fp8moe_cutlass.typing.DLPackArray | bool | str, a2: fp8moe_cutlass.tensor.Fp8Tensor | None, w2: fp8moe_cutlass.tensor.Fp8Tensor | None, /) -> Any: ...
 
@@ -78,6 +79,11 @@ def operators() -> dict[str, tuple[tuple[str, str, str, bool], ...]]:
     """
 
 ZERO_WORKSPACE_BYTES: int = 576
+
+def activations() -> dict[str, tuple[bool, bool, bool]]:
+    """
+    Of each kind of activation: whether it has a gate, a limit, and alpha and offset.
+    """
 
 def attach_torch(module: Any) -> None:
     """

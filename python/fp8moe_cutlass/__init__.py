@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8moe_cutlass._C import CudaError, DeviceUnavailable, UnsupportedDevice, build_info
+from fp8moe_cutlass.activation import Activation
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import SlowPathWarning
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _SUBMODULES = ("autograd", "distributed", "integrations", "nn", "ops", "telemetry")
 
 __all__ = [
+    "Activation",
     "CudaError",
     "DeviceUnavailable",
     "Fp8Recipe",

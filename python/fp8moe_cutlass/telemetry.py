@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
+from fp8moe_cutlass.autograd.activation import backward_of
 from fp8moe_cutlass.autograd.body import COUNTED
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.nn import MoEExperts
@@ -145,7 +146,8 @@ def snr(
     plan = ops.route(layer.num_experts, topk_idx=topk_idx.contiguous())
     w: Any = quantize_weights(layer.gate_up_proj, layer.down_proj, recipe)
     x_q, dout_q = fp8.enter(x, recipe), fp8.enter(dout, recipe, gradient=True)
-    how: Any = {"scale": recipe.scale, "eps": recipe.eps}
+    activation = layer.activation
+    how: Any = {"activation": activation, "scale": recipe.scale, "eps": recipe.eps}
     row_probs: Any
     rows, row_probs = ops.permute_pad(x_q, plan, probs)
     z = ops.grouped_gemm(rows, w.gate_up, plan)
@@ -169,7 +171,7 @@ def snr(
     row_probs = row_probs.masked_fill(~defined[:, 0], 0.0)
     x_rows = x.bfloat16()[token].masked_fill(~defined, 0.0)
     dy = dout.bfloat16()[token].masked_fill(~defined, 0.0)
-    dz, _, h = bf16.swiglu_backward(dh, z, row_probs)
+    dz, _, h = backward_of(activation)(dh, z, row_probs)
     ends = plan.row_offsets[1:].contiguous()
     pairs = {
         "fprop-1": (z, bf16.grouped_mm(x_rows, gate_up.mT, ends)),

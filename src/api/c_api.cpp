@@ -137,6 +137,14 @@ ScaleRule rule(fp8moe_scale_rule c) {
   return {.kind = static_cast<ScaleKind>(c.kind), .eps = c.eps};
 }
 
+Activation activation(const fp8moe_activation& c) {
+  return {.kind = static_cast<ActivationKind>(c.kind),
+          .alpha = c.alpha,
+          .offset = c.offset,
+          .limit = c.limit,
+          .interleaved = c.interleaved != 0};
+}
+
 // ---- each operator's arguments
 // -------------------------------------------------------------------
 
@@ -312,7 +320,7 @@ ActQuantize params(const fp8moe_act_quantize_args& c) {
   return {.z = tensor(c.z),
           .plan = plan(c.plan),
           .probs = tensor(c.probs),
-          .limit = c.limit,
+          .activation = activation(c.activation),
           .h = fp8(c.h),
           .z_q = fp8(c.z_q),
           .rule = rule(c.rule)};
@@ -323,7 +331,7 @@ ActQuantizeBackward params(const fp8moe_act_quantize_backward_args& c) {
           .z = tensor(c.z),
           .plan = plan(c.plan),
           .probs = tensor(c.probs),
-          .limit = c.limit,
+          .activation = activation(c.activation),
           .dz = fp8(c.dz),
           .dprobs = tensor(c.dprobs),
           .dz_columns = fp8(c.dz_columns),

@@ -60,6 +60,7 @@ constexpr const char* kind_of() {
   if constexpr (std::is_same_v<T, Fp8Tensor>) return "fp8";
   if constexpr (std::is_same_v<T, RoutingPlan>) return "plan";
   if constexpr (std::is_same_v<T, ScaleRule>) return "rule";
+  if constexpr (std::is_same_v<T, Activation>) return "activation";
   if constexpr (std::is_same_v<T, DType>) return "format";
   if constexpr (std::is_same_v<T, bool>) return "bool";
   if constexpr (std::is_same_v<T, int64_t>) return "int";
@@ -91,6 +92,7 @@ std::string signature() {
         {"array", "fp8moe_cutlass.typing.DLPackArray"},
         {"fp8", "fp8moe_cutlass.tensor.Fp8Tensor"},
         {"plan", "fp8moe_cutlass.routing.RoutingPlan"},
+        {"activation", "fp8moe_cutlass.activation.Activation"},
         {"format", "str"},
     };
     std::string type = kind;
@@ -145,6 +147,16 @@ NB_MODULE(_C, m) {
   bind_errors(m);
   bind_operators(m);
   m.attr("ZERO_WORKSPACE_BYTES") = kZeroWorkspaceBytes;
+  m.def(
+      "activations",
+      [] {
+        nb::dict all;
+        for (const ActivationTraits& a : kActivations)
+          all[a.name] = nb::make_tuple(a.gated, a.limited, a.scaled);
+        return all;
+      },
+      nb::sig("def activations() -> dict[str, tuple[bool, bool, bool]]"),
+      "Of each kind of activation: whether it has a gate, a limit, and alpha and offset.");
   m.def("attach_torch", &attach_torch, "module"_a, nb::sig("def attach_torch(module: Any) -> None"),
         "From then on torch's arrays are allocated, and their gradients, tangents and versions "
         "looked at.");

@@ -1,5 +1,6 @@
 #include "reader.h"
 
+#include <algorithm>
 #include <iterator>
 #include <optional>
 #include <sstream>
@@ -206,6 +207,25 @@ void Reader::read(ScaleRule& rule) {
   pow2_ = rule.kind == ScaleKind::pow2;
   name_ = "eps";
   rule.eps = number(next());
+}
+
+void Reader::read(Activation& activation) {
+  static PyObject* const names[] = {interned("kind"), interned("alpha"), interned("offset"),
+                                    interned("limit"), interned("interleaved")};
+  const Object given = next();
+  nb::object parts[5];
+  for (int i = 0; i < 5; ++i) {
+    parts[i] = attribute(given, names[i]);
+    if (!parts[i].is_valid()) refuse(given, "an Activation");
+  }
+  const auto* kind = std::find_if(std::begin(kActivations), std::end(kActivations),
+                                  [&](const auto& of) { return is_text(parts[0], of.name); });
+  if (kind == std::end(kActivations)) fail(".kind", "must be a kind; got ", shown(parts[0]));
+  activation.kind = static_cast<ActivationKind>(kind - kActivations);
+  activation.alpha = number(parts[1]);
+  activation.offset = number(parts[2]);
+  if (!parts[3].is_none()) activation.limit = number(parts[3]);
+  activation.interleaved = truth(parts[4]);
 }
 
 void Reader::read(DType& format) { format = format_of(next()); }

@@ -1,8 +1,8 @@
 // One call of an operator from Python: positional arguments, in the order of P::fields, into P.
 //
-// An Fp8Tensor and a RoutingPlan are read by their attributes, an array through DLPack's C exchange
-// API where its type offers it (torch) and through nb::ndarray elsewhere. Nothing is copied. What
-// is wrong becomes one InvalidArgument: "[op] name must be ...; got ...".
+// An Fp8Tensor, a RoutingPlan and an Activation are read by their attributes, an array through
+// DLPack's C exchange API where its type offers it (torch) and through nb::ndarray elsewhere.
+// Nothing is copied. What is wrong becomes one InvalidArgument: "[op] name must be ...; got ...".
 //
 // In an output's place may stand what to allocate: of an array True or the name of its dtype, of an
 // Fp8Tensor its scale layout or (layout, format), of a plan its five sizes, -1 where they follow.
@@ -75,6 +75,7 @@ class __attribute__((visibility("hidden"))) Reader {
   nanobind::object allocate(Tensor& t);
 
   void read(ScaleRule& rule);
+  void read(Activation& activation);
   void read(DType& format);
   void read(bool& value) { value = truth(next()); }
   void read(int64_t& value) { value = integer(next()); }

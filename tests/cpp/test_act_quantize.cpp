@@ -52,13 +52,18 @@ void swiglu(const std::optional<std::vector<int>>& counts, int64_t rows, int64_t
   const OwnedFp8 dz(DType::e4m3, r, 2 * inner, ScaleLayout::gemm);
   const Owned dprobs(DType::f32, {r});
   const auto optional = [&](const OwnedFp8& q) { return counts ? Fp8Tensor(q) : Fp8Tensor{}; };
-  act_quantize(
-      {.z = z, .plan = plan, .probs = given, .limit = limit, .h = h, .z_q = z_q, .rule = rule});
+  act_quantize({.z = z,
+                .plan = plan,
+                .probs = given,
+                .activation = {.limit = limit},
+                .h = h,
+                .z_q = z_q,
+                .rule = rule});
   const ActQuantizeBackward backward = {.dh = dh,
                                         .z = z,
                                         .plan = plan,
                                         .probs = given,
-                                        .limit = limit,
+                                        .activation = {.limit = limit},
                                         .dz = dz,
                                         .dprobs = weighted ? dprobs.view : Tensor{},
                                         .dz_columns = optional(dz_t),
@@ -101,22 +106,19 @@ void bad_arguments() {
   const OwnedPlan plan = from_counts({3}, 3, 1);
   const std::vector<uint8_t> before = h.data.copy();
   const ScaleRule rule;
-  CHECK_INVALID("[act_quantize]", act_quantize({.z = z, .limit = kNoLimit, .rule = rule}));
+  CHECK_INVALID("[act_quantize]", act_quantize({.z = z, .rule = rule}));
   const OwnedFp8 e5m2(DType::e5m2, 3, 32, ScaleLayout::gemm);
   CHECK_INVALID("[act_quantize] h must be float8_e4m3fn",
-                act_quantize({.z = z, .limit = kNoLimit, .h = e5m2, .rule = rule}));
-  CHECK_INVALID("[act_quantize] z_q must be float8_e4m3fn",
-                act_quantize({.z = z,
-                              .limit = kNoLimit,
-                              .h = h,
-                              .z_q = OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row),
-                              .rule = rule}));
+                act_quantize({.z = z, .h = e5m2, .rule = rule}));
+  CHECK_INVALID(
+      "[act_quantize] z_q must be float8_e4m3fn",
+      act_quantize(
+          {.z = z, .h = h, .z_q = OwnedFp8(DType::e5m2, 3, 64, ScaleLayout::row), .rule = rule}));
   CHECK_INVALID(
       "[act_quantize_backward] dz_columns must be",
       act_quantize_backward({.dh = dh,
                              .z = z,
                              .plan = plan,
-                             .limit = kNoLimit,
                              .dz = dz,
                              .dz_columns = OwnedFp8(DType::e5m2, 64, 128, ScaleLayout::block),
                              .rule = rule}));
@@ -125,7 +127,6 @@ void bad_arguments() {
       act_quantize_backward({.dh = dh,
                              .z = z,
                              .plan = plan,
-                             .limit = kNoLimit,
                              .dz = dz,
                              .dz_columns = OwnedFp8(DType::e4m3, 64, 128, ScaleLayout::gemm),
                              .h_columns = h_t,
@@ -139,14 +140,8 @@ void workspaces() {
   const OwnedFp8 dz(DType::e4m3, 3, 64, ScaleLayout::gemm),
       h_t(DType::e4m3, 32, 128, ScaleLayout::block);
   const OwnedPlan plan = from_counts({3}, 3, 1);
-  ActQuantizeBackward p = {.dh = dh,
-                           .z = z,
-                           .plan = plan,
-                           .probs = probs,
-                           .limit = kNoLimit,
-                           .dz = dz,
-                           .dprobs = dprobs,
-                           .h_columns = h_t};
+  ActQuantizeBackward p = {
+      .dh = dh, .z = z, .plan = plan, .probs = probs, .dz = dz, .dprobs = dprobs, .h_columns = h_t};
   check_needs_workspace(act_quantize_backward, p);
   p.dh.device = {DeviceType::cuda, 0};
   CHECK(workspace_bytes(p) > 0);

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass.activation import Activation
 from fp8moe_cutlass.ops._words import refuse, shown
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -48,13 +49,15 @@ def as_counts(op: str, counts: Any) -> Tensor:
         ) from error
 
 
-def check_weights(op: str, gate_up: Any, down: Any) -> None:
-    """ValueError unless the two are tensors that fit each other."""
+def check_weights(op: str, gate_up: Any, down: Any, activation: Activation | None = None) -> None:
+    """ValueError unless the two are tensors that fit each other, and the activation; None: any."""
     for name, t in (("gate_up", gate_up), ("down", down)):
         check_tensor(op, name, t)
     e, h, i = down.shape if down.ndim == 3 else (-1, -1, -1)
-    if gate_up.shape != (e, 2 * i, h):
+    parts = (1, 2) if activation is None else (activation.parts,)
+    if not any(gate_up.shape == (e, n * i, h) for n in parts):
+        of = "[E, I, H]" if parts == (1,) else "[E, 2I, H]"
         raise ValueError(
-            f"[{op}] gate_up must be [E, 2I, H] and down [E, H, I]; "
+            f"[{op}] gate_up must be {of} and down [E, H, I]; "
             f"got {tuple(gate_up.shape)} and {tuple(down.shape)}"
         )

@@ -1,7 +1,7 @@
 """The expert block in bfloat16, in torch alone: what FP8 is compared with, and runs anywhere.
 
 The same steps, the same names and the same deterministic sums as fp8.py, without FP8 and without
-this library's kernels. On a GPU torch.compile fuses SwiGLU and the sums over slots.
+this library's kernels. On a GPU torch.compile fuses the activation and the sums over slots.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.activation import backward_of, forward_of
 from fp8moe_cutlass.autograd.arguments import as_counts
 from fp8moe_cutlass.autograd.body import Counters, ForwardWeights, Gradients, Need, Options, by_slot
 from fp8moe_cutlass.autograd.compiled import compiled
@@ -176,7 +177,7 @@ def forward(
     gate_up, down = weights.multiplied
     x, probs = plan.without_padding(x), None if probs is None else plan.without_padding(probs)
     z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
-    h = swiglu(z, _row_probs(probs, z, plan))
+    h = forward_of(options.activation)(z, _row_probs(probs, z, plan))
     out = plan.sums_of(grouped_mm(h, down.mT, plan.offsets))
     if need is None:
         return out, None
@@ -201,7 +202,7 @@ def backward(
         z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
     dy = plan.rows_of(dout)
     dh = grouped_mm(dy, down, plan.offsets)
-    dz, row_dprobs, h = swiglu_backward(dh, z, _row_probs(probs, z, plan))
+    dz, row_dprobs, h = backward_of(options.activation)(dh, z, _row_probs(probs, z, plan))
     dprobs = None
     if need.probs:
         dprobs = row_dprobs if plan.row_of is None else by_slot(row_dprobs, plan.row_of)
@@ -241,23 +242,3 @@ def sum_slots(rows: Tensor, row_of: Tensor) -> Tensor:
     for row in row_of.unbind(1):
         total += rows[row.clamp(min=0)].masked_fill_((row < 0)[:, None], 0.0)
     return total.to(rows.dtype)
-
-
-@compiled
-def swiglu(z: Tensor, p: Tensor) -> Tensor:
-    gate, up = z.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
-
-
-@compiled
-def swiglu_backward(dh: Tensor, z: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dz [A, 2I], the rows' dprob [A] f32, and `swiglu` [A, I] again, from one pass over z."""
-    gate, up = z.float().chunk(2, dim=-1)
-    dh = dh.float()
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    dsilu = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    dout = dh * p[:, None]
-    dz = torch.cat([(dout * dsilu * up).to(z.dtype), (dout * silu).to(z.dtype)], dim=-1)
-    h = silu * up
-    return dz, (h * dh).sum(dim=-1), (h * p[:, None]).to(z.dtype)

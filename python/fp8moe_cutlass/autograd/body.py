@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 COUNTED = ("x", "h", "dout", "dz", "x columns", "dout columns")
@@ -21,6 +22,7 @@ class Options(NamedTuple):
     recipe: Any = Fp8Recipe()  # None: bfloat16
     preactivation: str = "save"  # "save_fp8", "recompute"
     transposed_weights: str = "save"  # "recompute"
+    activation: Activation = SWIGLU
 
 
 class Need(NamedTuple):

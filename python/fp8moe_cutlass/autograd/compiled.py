@@ -62,7 +62,12 @@ _CONCATENATE = {"max_complex_pointwise_cat_inputs": 0}
 def _compile(function: Callable[..., R], widths: object) -> Callable[..., R]:
     """Compiles a copy of the code for each of `widths`: torch compiles one code object at most
     eight times."""
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    own = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        closure=function.__closure__,
+    )
     known = torch._inductor.list_options()
     options: Any = {name: value for name, value in _CONCATENATE.items() if name in known}
     return torch.compile(own, dynamic=True, options=options)

@@ -1,7 +1,7 @@
 """The expert block in FP8, forward and backward, as plain functions over FP8 tensors.
 
 Two standalone casts exist, by `enter`: x before `forward`, the gradient of the output before
-`backward`. Everything between stays in FP8 or is quantized by the SwiGLU kernels.
+`backward`. Everything between stays in FP8 or is quantized by the activation's kernels.
 
 Rows come as tokens, in row layout, which a plan of `make_plan` takes to their experts; or grouped
 by expert already, in GEMM layout, with a plan of ops.plan_from_counts.
@@ -198,8 +198,8 @@ def forward(
     into: Tensor | None = None,
     lora: Lora | None = None,
 ) -> tuple[Tensor, Saved | None]:
-    """out[t] = sum over slots of down_e (silu(gate) * up * prob), [gate | up] = gate_up_e x[t]; or
-    of prob * down_e (silu(gate) * up), by the recipe's weighting.
+    """out[t] = sum over slots of down_e (act(z) * prob), z = gate_up_e x[t]; or of
+    prob * down_e act(z), by the recipe's weighting.
 
     x [T, H] and probs [T, S] f32 -> out [T, H] bf16; grouped: x [R, H] and probs [R] f32 or None
     -> out [R, H]. And what `backward` reads, if there is a `need`. into: where to write out, unless
@@ -217,6 +217,7 @@ def forward(
         z,
         plan,
         probs=None if last else row_probs,
+        activation=options.activation,
         save_z=save_z,
         scale=recipe.scale,
         eps=recipe.eps_of_activation,
@@ -278,9 +279,14 @@ def backward(
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
-            probs = None if recipe.weighting == "output" else row_probs
-            eps = recipe.eps_of_activation
-            h = ops.act_quantize(z, plan, probs=probs, scale=recipe.scale, eps=eps)
+            h = ops.act_quantize(
+                z,
+                plan,
+                probs=None if recipe.weighting == "output" else row_probs,
+                activation=options.activation,
+                scale=recipe.scale,
+                eps=recipe.eps_of_activation,
+            )
         del rows
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
@@ -291,6 +297,7 @@ def backward(
         z,
         plan,
         probs=row_probs,
+        activation=options.activation,
         columns=recipe.columns if wgrads else None,
         fp8_dtype=recipe.grad_dtype,
         scale=recipe.scale,

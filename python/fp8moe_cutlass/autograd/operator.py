@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fp8moe_cutlass.activation import Activation
 from fp8moe_cutlass.autograd import bf16, block, fp8
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Lora, Need, Options
@@ -73,14 +74,14 @@ class _Backward(NamedTuple):
 
 
 def _options_of(words: list[str]) -> Options:
-    preactivation, transposed, *recipe = words
+    preactivation, transposed, word, *recipe = words
+    activation = Activation.of_word(word)
     if not recipe:
-        return Options(None, preactivation, transposed)
+        return Options(None, preactivation, transposed, activation)
     grad_dtype, scale, eps, columns, weighting, of_h = recipe
     floor = None if of_h == "None" else float(of_h)
     words_of_recipe: Any = (grad_dtype, scale, float(eps), columns, weighting, floor)
-    made = Fp8Recipe(*words_of_recipe)
-    return Options(made, preactivation, transposed)
+    return Options(Fp8Recipe(*words_of_recipe), preactivation, transposed, activation)
 
 
 def _move_of(kind: str, plan: Tensor | None, sizes: Sequence[int], owner: Owner | None) -> Move:
@@ -162,7 +163,7 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
 
     grouped = kind in ("counts", "plan")
     rows = x.shape[0] if grouped else sizes[4]
-    experts, double, hidden = gate_up.shape
+    (experts, double, hidden), inner = gate_up.shape, down.shape[2]
     again = options.preactivation == "recompute"
     z: Any = None
     if not again:
@@ -177,7 +178,7 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
     elif options.transposed_weights == "save":
         source = codes(gate_up.shape, "block"), codes(down.shape, "block")
         gate_up_t = codes((experts, hidden, double), "block") if need[0] else None
-        down_t = codes((experts, double // 2, hidden), "block")
+        down_t = codes((experts, inner, hidden), "block")
     gate_up_t = gate_up_t if need[0] else None
     return fp8.Saved(
         RoutingPlan(buffer, *sizes),
@@ -190,7 +191,7 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
         source[1] if down_t is None else None,
         gate_up_t,
         down_t,
-        _fake_lora(of, None if again else codes((rows, double // 2), "gemm"), rows),
+        _fake_lora(of, None if again else codes((rows, inner), "gemm"), rows),
     )
 
 
@@ -224,6 +225,7 @@ def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf1
     return bf16.Saved(offsets, order, row_of, padding, x, z, probs, gate_up, down)
 
 
+_WORDS_OF_BF16 = 5
 _ABSENT, _AN_INPUT = (0,) * 4, (0,) * 5  # the shapes that stand for a saved tensor
 
 
@@ -243,7 +245,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     by_place: list[Tensor | None]  # inputs, where the body saves them
-    if len(how.split()) == 4:
+    if len(how.split()) == _WORDS_OF_BF16:
         by_place = [None, None, None, None, x, None, probs, gate_up, down]
     else:
         weights = codes or [gate_up, None, down, None, None, None, None, None]
@@ -251,11 +253,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.save_for_backward(
         *(by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:]))
     )
-    experts, double, hidden = gate_up.shape
     slots = 0 if topk_idx is None else topk_idx.shape[1]
     ctx.codes, ctx.lora, ctx.scaling = len(codes), len(lora), scaling
     ctx.how = how, sizes, key, need
-    ctx.shapes = [experts, hidden, double // 2], f"{gate_up.dtype} {down.dtype}", slots
+    ctx.shapes = [*down.shape], f"{gate_up.dtype} {down.dtype}", slots
 
 
 def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -294,7 +295,8 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     if owner is not None:
         own, average = (owner.gate_up_proj, owner.down_proj), owner._average
         counters = owner._counters
-    shapes = torch.Size((experts, 2 * width, hidden)), torch.Size((experts, hidden, width))
+    double = options.activation.parts * width
+    shapes = torch.Size((experts, double, hidden)), torch.Size((experts, hidden, width))
     to = [
         Destination(weight, dtype, shape, average, returned=not in_place)
         for weight, dtype, shape, in_place in zip(
@@ -320,10 +322,11 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     dout, need, slots, (experts, hidden, width) = given.dout, given.need, given.slots, given.widths
     dtypes = given.dtypes
     tokens, of = dout.shape[0], _dtypes(dtypes)
+    double = _options_of(given.how.split()[2:]).activation.parts * width
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
         ((tokens, slots) if slots else (tokens,), torch.float32),
-        ((experts, 2 * width, hidden), of[0]),
+        ((experts, double, hidden), of[0]),
         ((experts, hidden, width), of[1]),
     )
     returned = [*need[:2], need[2] and not need[_NEED], need[3] and not need[_NEED + 1]]
@@ -347,8 +350,9 @@ def _flops(*shapes: Any, **_: Any) -> int:
 
 def _flops_backward(*shapes: Any, **_: Any) -> int:
     of: Any = _Backward(*shapes)
-    again, need = of.how.split()[2] == "recompute", of.need
-    gemms = 1 + 2 * (need[0] + need[2] + again) + need[3]
+    options, need = _options_of(of.how.split()[2:]), of.need
+    again, parts = options.preactivation == "recompute", options.activation.parts
+    gemms = 1 + parts * (need[0] + need[2] + again) + need[3]
     flops: int = 2 * of.dout[0] * max(of.slots, 1) * of.widths[1] * of.widths[2] * gemms
     return flops
 

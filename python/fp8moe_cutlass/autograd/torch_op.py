@@ -47,13 +47,16 @@ def experts(
     """The block, its arguments checked.
 
     out [T, H] in x's dtype of x [T, H], topk_idx [T, S] and probs [T, S] f32; differentiable in
-    x, probs and two tensors of any origin, gate_up [E, 2I, H] and down [E, H, I].
+    x, probs and two tensors of any origin, gate_up [E, 2I, H] and down [E, H, I]; of an
+    activation without a gate gate_up is [E, I, H].
 
     move: None: gate_up and down are all experts. weights: the FP8 weights to multiply; None: the
     two tensors, quantized now. need: whose gradients a backward will be asked for; None: of what
     requires one.
     """
-    check_weights("experts", gate_up, down)
+    if not isinstance(options, Options):
+        raise ValueError(f"[experts] options must be Options; got {type(options).__name__}")
+    check_weights("experts", gate_up, down, options.activation)
     check_tensor("experts", "x", x)
     if x.ndim != 2 or x.shape[1] != down.shape[1]:
         raise ValueError(f"[experts] x must be [T, {down.shape[1]}]; got {tuple(x.shape)}")
@@ -65,8 +68,6 @@ def experts(
             f"[experts] probs must have topk_idx's shape {tuple(topk_idx.shape)}; "
             f"got {tuple(probs.shape)}"
         )
-    if not isinstance(options, Options):
-        raise ValueError(f"[experts] options must be Options; got {type(options).__name__}")
     if not isinstance(weights, Fp8Weights | None):
         raise ValueError(f"[experts] weights must be Fp8Weights; got {type(weights).__name__}")
     if move is not None and not hasattr(move, "send"):
@@ -300,8 +301,8 @@ def _grad_dtype(weight: Any) -> torch.dtype:
 
 def words_of(options: Options) -> str:
     """Options as words, for an operator's arguments."""
-    recipe, preactivation, transposed = options
-    of = f"{preactivation} {transposed}"
+    recipe, preactivation, transposed, activation = options
+    of = f"{preactivation} {transposed} {activation.word}"
     if recipe is None:
         return of
     of = f"{of} {recipe.grad_dtype} {recipe.scale} {recipe.eps} {recipe.columns}"

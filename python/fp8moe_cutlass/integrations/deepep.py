@@ -63,7 +63,7 @@ def forward(
 
     weights: layer.quantize_weights(). preactivation: as of MoEExperts.
     """
-    options = Options(_recipe(layer), preactivation)
+    options = Options(_recipe(layer), preactivation, activation=layer.activation)
     used = fp8.weights(layer.gate_up_proj, layer.down_proj, weights, options, Need())
     out, saved = fp8.forward(rows.x, rows.probs, rows.plan, used, options, Need(), layer._counters)
     assert saved is not None
@@ -78,7 +78,8 @@ def backward(layer: MoEExperts, saved: fp8.Saved, grad: Pair, *, pow2: bool = Tr
     `gate_up.run(out, accumulate, dtype)`.
     """
     rows = fp8_rows("backward", grad, pow2)
-    return fp8.backward(rows, saved, Options(_recipe(layer)), Need(), layer._counters)
+    options = Options(_recipe(layer), activation=layer.activation)
+    return fp8.backward(rows, saved, options, Need(), layer._counters)
 
 
 def experts(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd.arguments import as_counts, check_tensor
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -104,8 +105,11 @@ def check_options(
     preactivation: str,
     transposed_weights: str,
     dtype: torch.dtype,
+    activation: Activation = SWIGLU,
 ) -> None:
     """Checks the options of MoEExperts."""
+    if not isinstance(activation, Activation):
+        raise ValueError(f"[MoEExperts] activation must be an Activation; got {activation!r}")
     if not isinstance(recipe, Fp8Recipe | None):
         raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
     check_word("MoEExperts", "preactivation", preactivation, "save", "save_fp8", "recompute")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fp8moe_cutlass.activation import Activation
 from fp8moe_cutlass.autograd import (
     Fp8Weights,
     Grouped,
@@ -35,7 +36,8 @@ class ExpertBlock(Owner):
     """Runs experts over its parameters. An integration derives another one than MoEExperts, for
     parameters that a module of another library holds."""
 
-    gate_up_proj: Any  # [E, 2I, H], a Parameter or computed; or a Parameter of FP8 codes
+    gate_up_proj: Any  # [E, 2I, H], a Parameter or computed; or a Parameter of FP8 codes. Of an
+    # activation without a gate: up_proj, [E, I, H]
     down_proj: Any  # [E, H, I]
     gate_up_proj_scale_inv: Any  # of codes: [E, cdiv(2I, 128), cdiv(H, 128)]
     down_proj_scale_inv: Any  # of codes: [E, cdiv(H, 128), cdiv(I, 128)]
@@ -49,6 +51,10 @@ class ExpertBlock(Owner):
     def recipe(self) -> Fp8Recipe | None:
         recipe: Fp8Recipe | None = self._options.recipe
         return recipe
+
+    @property
+    def activation(self) -> Activation:
+        return self._options.activation
 
     @property
     def preactivation(self) -> str:

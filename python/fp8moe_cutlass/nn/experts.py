@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8moe_cutlass import build_info
+from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.autograd.weights import is_codes
@@ -47,6 +48,9 @@ class MoEExperts(ExpertBlock, nn.Module):
     float8_e4m3fn: frozen codes, beside gate_up_proj_scale_inv and down_proj_scale_inv, to load a
     state_dict into; `from_fp8` makes such a layer of a checkpoint's tensors.
 
+    activation: what stands between the projections (Activation); silu(gate) * up. Of one without a
+    gate gate_up_proj is up_proj [E, I, H], also in the state_dict. Of an interleaved one the rows
+    of gate_up_proj take turns: gate 0, up 0, gate 1, ...
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
       memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
@@ -99,6 +103,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: Activation = SWIGLU,
         recipe: Fp8Recipe | None = Fp8Recipe(),  # noqa: B008 (frozen)
         preactivation: str = "save",
         transposed_weights: str = "save",
@@ -112,9 +117,14 @@ class MoEExperts(ExpertBlock, nn.Module):
         super().__init__()
         self.key = new_key(self)
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
-        check_options(recipe, preactivation, transposed_weights, dtype)
+        check_options(recipe, preactivation, transposed_weights, dtype, activation)
         if dtype is torch.float8_e4m3fn and recipe is None:
             raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
+        if dtype is torch.float8_e4m3fn and (activation.interleaved or not activation.gated):
+            raise ValueError(
+                "[MoEExperts] FP8 weights must be those of an activation with a gate that is not "
+                f"interleaved; got {activation}"
+            )
         check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
         check_word("MoEExperts", "transport", transport, *TRANSPORTS)
@@ -122,7 +132,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self._options = Options(recipe, preactivation, transposed_weights)
+        self._options = Options(recipe, preactivation, transposed_weights, activation)
         self._delayed = [] if delay_wgrad else None
         self._move = _move(group, num_experts, rank_capacity, device, transport)
         _layers.add(self)
@@ -134,7 +144,9 @@ class MoEExperts(ExpertBlock, nn.Module):
                 f"recipe; got {e}"
             )
         trained = dtype is not torch.float8_e4m3fn
-        self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * i, h, **factory), trained)
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(e, activation.parts * i, h, **factory), trained
+        )
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory), trained)
         if not trained:
             for name, w in zip(
@@ -227,13 +239,25 @@ class MoEExperts(ExpertBlock, nn.Module):
                     expert = mine[e - self.local_experts.start] if here else others
                     nn.init.uniform_(expert, -bound, bound)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "gate_up_proj" and "up_proj" in self._parameters:  # one name inside
+            return self._parameters["up_proj"]
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "gate_up_proj" and not self.activation.gated:
+            name = "up_proj"
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES
             sizes = self.hidden_size, self.intermediate_size
             gathers_in_fp8(value, self.recipe, frozen, *sizes)  # fully_shard looks right after
         super().__setattr__(name, value)
+
+    @property
+    def weight_names(self) -> tuple[str, str]:
+        """The names of the two weights in the state_dict."""
+        return "gate_up_proj" if self.activation.gated else "up_proj", "down_proj"
 
     @property
     def local_experts(self) -> range:
@@ -288,7 +312,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             errors += bad
             return
         if self._average is not None:
-            for name in fp8_checkpoint.WEIGHTS:
+            for name in self.weight_names:
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -297,6 +321,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             f"num_experts={self.num_experts}",
             f"hidden_size={self.hidden_size}",
             f"intermediate_size={self.intermediate_size}",
+            *([] if self.activation == SWIGLU else [f"activation={self.activation}"]),
             f"recipe={self.recipe}",
             f"preactivation={self.preactivation!r}",
             f"transposed_weights={self.transposed_weights!r}",

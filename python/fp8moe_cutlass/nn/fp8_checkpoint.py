@@ -171,6 +171,11 @@ def write(layer: MoEExperts, prefix: str, fused: bool) -> Iterator[tuple[str, Te
         )
     if layer.recipe is None:
         raise ValueError("[fp8_tensors] the layer must have an FP8 recipe; got None")
+    if layer.activation.interleaved or not layer.activation.gated:
+        raise ValueError(
+            "[fp8_tensors] the layer must have a gate beside up, not interleaved; got "
+            f"{layer.activation}"
+        )
     if fused and layer.group is not None:
         raise ValueError(
             "[fp8_tensors] fused must be False with a group, of whose tensors a rank has a part; "

@@ -97,7 +97,7 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
     """MoEExperts.add_lora."""
     check(layer, rank, alpha, dtype)
     e, h, i = len(layer.local_experts), layer.hidden_size, layer.intermediate_size
-    shapes = (e, rank, h), (e, 2 * i, rank), (e, rank, i), (e, h, rank)
+    shapes = (e, rank, h), (e, layer.activation.parts * i, rank), (e, rank, i), (e, h, rank)
     factory: Any = {"dtype": dtype, "device": layer.gate_up_proj.device}
     layer.gate_up_proj.requires_grad_(False)
     layer.down_proj.requires_grad_(False)

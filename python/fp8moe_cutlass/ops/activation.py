@@ -1,11 +1,11 @@
-"""h = Q(silu(gate) * up * prob) of z = [gate | up], and back."""
+"""h = Q(act(z) * prob) of z = [gate | up], and back."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple, overload
 
 from fp8moe_cutlass import _C
+from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.arrays import dtype_name
 from fp8moe_cutlass.ops._words import (
     FORMATS,
@@ -25,14 +25,14 @@ class ActQuantized(NamedTuple):
     """The activation and, with save_z, the pre-activation in FP8."""
 
     h: Fp8Tensor  # [R, I]
-    z: Fp8Tensor  # [R, 2I], row layout
+    z: Fp8Tensor  # of z's shape, row layout
 
 
 class ActGradients(NamedTuple):
     """The gradients of z and probs, and operands of the weight gradients."""
 
-    dz: Fp8Tensor  # [R, 2I]
-    dz_columns: Fp8Tensor | None  # [2I, Kcap], with columns
+    dz: Fp8Tensor  # of z's shape
+    dz_columns: Fp8Tensor | None  # [2I, Kcap] (without a gate [I, Kcap]), with columns
     h_columns: Fp8Tensor | None  # [I, Kcap], with columns
     dprobs: Array | None  # [R] float32, with probs
 
@@ -43,7 +43,7 @@ def act_quantize(
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
-    limit: float | None = None,
+    activation: Activation = SWIGLU,
     save_z: Literal[False] = False,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -58,7 +58,7 @@ def act_quantize(
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
-    limit: float | None = None,
+    activation: Activation = SWIGLU,
     save_z: Literal[True],
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -72,19 +72,19 @@ def act_quantize(
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
-    limit: float | None = None,
+    activation: Activation = SWIGLU,
     save_z: bool = False,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     scale_layout: ScaleLayout = "gemm",
     out: Any = None,
 ) -> Any:
-    """Quantizes h = silu(gate) * up (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
+    """Quantizes h = act(z) (* prob) of z [R, 2I] (float32, float16 or bfloat16) to E4M3.
 
-    plan: whose rows these are (None: R ordinary rows). probs [R] float32. limit c > 0: gate at
-    most c, up within [-c, c]; None: neither.
-    Returns h [R, I]; with save_z also Q(z) [R, 2I] in row layout, to be kept for the backward in
-    z's place and dequantized there.
+    plan: whose rows these are (None: R ordinary rows). probs [R] float32. activation: what h is of
+    z; silu(gate) * up. Of one without a gate z is [R, I].
+    Returns h [R, I]; with save_z also Q(z) in row layout, to be kept for the backward in z's place
+    and dequantized there.
     """
     if type(save_z) is not bool:
         flag("act_quantize", "save_z", save_z)
@@ -98,8 +98,7 @@ def act_quantize(
         given = parts(op, given, *(("h", "z") if save_z else ("h",)))
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         z_q = given_fp8(op, given[-1], "row", "e4m3", pow2) if save_z else None
-    bound = math.inf if limit is None else limit
-    h, z_q = _C.act_quantize(z, plan, probs, bound, h, z_q, scale, eps)
+    h, z_q = _C.act_quantize(z, plan, probs, activation, h, z_q, scale, eps)
     return h if z_q is None else ActQuantized(h, z_q)
 
 
@@ -109,7 +108,7 @@ def act_quantize_backward(
     plan: RoutingPlan | None = None,
     probs: Array | None = None,
     *,
-    limit: float | None = None,
+    activation: Activation = SWIGLU,
     columns: Columns | None = None,
     fp8_dtype: DType = "e4m3",
     scale: ScaleKind = "pow2",
@@ -118,10 +117,10 @@ def act_quantize_backward(
     out: tuple[Fp8Tensor | Array | None, ...] | None = None,
     workspace: Array | None = None,
 ) -> ActGradients:
-    """The gradient of act_quantize at dh [R, I], with z [R, 2I] as given forward.
+    """The gradient of act_quantize at dh [R, I], with z and activation as given forward.
 
-    dz [R, 2I] = Q([dgate | dup]) in `fp8_dtype`; with probs also dprobs [R] float32. columns also
-    returns dz transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3. out: as what
+    dz, of z's shape, in `fp8_dtype`; with probs also dprobs [R] float32. columns also returns dz
+    transposed [2I, Kcap] and h, recomputed, transposed [I, Kcap] in E4M3. out: as what
     is returned. workspace: of ops.zero_workspace, used with probs and columns on CUDA; None:
     allocated.
     """
@@ -147,9 +146,8 @@ def act_quantize_backward(
             dz_columns = given_fp8(op, out[1], layout, fp8_dtype, pow2)
             h_columns = given_fp8(op, out[2], layout, "e4m3", pow2)
         dprobs = dprobs if out[3] is None else out[3]
-    bound = math.inf if limit is None else limit
     asked = (dz, dprobs, dz_columns, h_columns)
     dz, dprobs, dz_columns, h_columns = _C.act_quantize_backward(
-        dh, z, plan, probs, bound, *asked, scale, eps, workspace
+        dh, z, plan, probs, activation, *asked, scale, eps, workspace
     )
     return ActGradients(dz, dz_columns, h_columns, dprobs)

@@ -15,24 +15,27 @@
 
 #include <cuda/atomic>
 
-#include "device/swiglu.cuh"
+#include "device/activation.cuh"
 #include "ops/activation/sigmoid_table.cuh"
 #include "ops/activation/split_barrier.cuh"
 #include "ops/activation/tile_item.cuh"
 
 namespace fp8moe::cuda {
 
-// Of both one-pass kernels, this one and backward_rows.
+// Of both one-pass kernels, this one and backward_rows. Without a gate z and dz are [R, I]: what is
+// said of the gate is then of them, and there is no up.
+template <class Act>
 struct ActBackward {
-  const uint16_t* z;   // [R, 2I] bf16
-  const uint16_t* dh;  // [R, I] bf16
-  const float* probs;  // [R] or nullptr: 1
-  float limit, sigmoid_of_limit;
-  int rows, intermediate, tiles;  // tiles: I / 128
+  static constexpr int kParts = Act::kGated ? 2 : 1;  // of a row of z, I each
+  const uint16_t* z;                                  // [R, 2I] bf16
+  const uint16_t* dh;                                 // [R, I] bf16
+  const float* probs;                                 // [R] or nullptr: 1
+  int rows, intermediate, tiles;                      // tiles: I / 128
   PlanView plan;
   RowsOut dz;     // [R, 2I]
   float* dprobs;  // [R] or nullptr
   Pow2Scaling scaling;
+  Act act;
   int rows_per_block = 0;           // of backward_rows
   unsigned* carry_ready = nullptr;  // of backward_tiles, with dprobs: a zero word per range
 };
@@ -57,32 +60,35 @@ struct BackwardRange {
   }
 };
 
+template <class Act>
 struct BackwardTilesShared {
   using T = BackwardTile;
   static constexpr int kSums = 48;
+  static constexpr int kOuts = ActBackward<Act>::kParts + 1;
 
-  uint4 operand[4][3][T::kThreads];  // of row j: gate, up, dh; only a thread's own
-  T::Shared codes[3];                // of dgate, dup, h
+  uint4 operand[4][kOuts][T::kThreads];  // of row j: gate, up, dh; only a thread's own
+  T::Shared codes[kOuts];                // of dgate, dup, h
   // Where each column has its scale. 8 more, and fours of neighbours and of four warps have banks
   // of their own.
-  static constexpr int kMaxima = 3 * 128 + 8;
+  static constexpr int kMaxima = kOuts * 128 + 8;
   alignas(16) float maxima[T::kWarps][kMaxima];
-  alignas(16) float scale[3][128];
-  float most[3][T::kWarps];
+  alignas(16) float scale[kOuts][128];
+  float most[kOuts][T::kWarps];
   alignas(16) float prob[128];  // a warp's own 8
-  SigmoidTable sigmoids;
+  SigmoidTable<Act> sigmoids;
   float sums[kSums][128];  // of dprob, of tiles not yet added up
   BackwardRange range;
   SplitBarrier maxima_done, scales_done, codes_done;
 };
-static_assert(sizeof(BackwardTilesShared) <= 227 * 1024);
+static_assert(sizeof(BackwardTilesShared<SwigluScaled>) <= 227 * 1024);
 
 struct ActBackwardColumns {
   ColumnsOut dz;  // [2I, Kcap] of dz's format, or none
   ColumnsOut h;   // [I, Kcap] e4m3, or none; of the same kind
 };
 
-__device__ __forceinline__ BackwardRange backward_range(const ActBackward& p) {
+template <class Act>
+__device__ __forceinline__ BackwardRange backward_range(const ActBackward<Act>& p) {
   const int all = p.plan.col_offsets[p.plan.experts] / 128 * p.tiles;
   const auto [begin, count] = share_of(all, gridDim.x, blockIdx.x);
   const int end = begin + count;
@@ -91,12 +97,14 @@ __device__ __forceinline__ BackwardRange backward_range(const ActBackward& p) {
   return {begin, of_warp(whole), of_warp(last), end};
 }
 
-__device__ __forceinline__ int index_of(const ActBackward& p, const TileItem& item) {
+template <class Act>
+__device__ __forceinline__ int index_of(const ActBackward<Act>& p, const TileItem& item) {
   return item.block * p.tiles + item.tile;
 }
 
-__device__ __forceinline__ TileItem item_after(const ActBackward& p, const BackwardRange& range,
-                                               TileItem item) {
+template <class Act>
+__device__ __forceinline__ TileItem item_after(const ActBackward<Act>& p,
+                                               const BackwardRange& range, TileItem item) {
   const int index = index_of(p, item), next = of_warp(range.after(index));
   int count = 1;
   if (next != index + 1) {  // one call of what follows, or two would spill registers
@@ -107,16 +115,19 @@ __device__ __forceinline__ TileItem item_after(const ActBackward& p, const Backw
 }
 
 // Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
-__device__ __forceinline__ void load_row(const ActBackward& p, const TileItem& item, int j,
-                                         BackwardTilesShared& shared) {
+template <class Act>
+__device__ __forceinline__ void load_row(const ActBackward<Act>& p, const TileItem& item, int j,
+                                         BackwardTilesShared<Act>& shared) {
   using T = BackwardTile;
   const int r = T::row() + j, column = 128 * item.tile + T::column(0);
   const int bytes = r < item.tokens ? 16 : 0;  // rows past the last token are not read
   const int64_t at = strides(item.first_row + r, p.intermediate);
-  const uint16_t* gate = p.z + 2 * at + column;
+  constexpr int kParts = ActBackward<Act>::kParts;
+  const uint16_t* gate = p.z + kParts * at + column;
   copy_async(&shared.operand[j][0][threadIdx.x], gate, bytes);
-  copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
-  copy_async(&shared.operand[j][2][threadIdx.x], p.dh + at + column, bytes);
+  if constexpr (Act::kGated)
+    copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
+  copy_async(&shared.operand[j][kParts][threadIdx.x], p.dh + at + column, bytes);
   if (j > 0 || p.probs == nullptr || threadIdx.x % 32 >= 8) return;
   const int of_prob = 8 * (threadIdx.x / 32) + threadIdx.x % 32;
   const bool token = of_prob < item.tokens;
@@ -126,45 +137,47 @@ __device__ __forceinline__ void load_row(const ActBackward& p, const TileItem& i
 
 // dgate, dup, h of a thread's row without prob, which their scales take in (where each column has
 // its scale, kMultiplied, with it). Returns the sum of the terms of dprob.
-template <bool kClamp, bool kMultiplied>
-__device__ __forceinline__ float row_gradient(const ActBackward& p, const uint4 (&gates)[512],
-                                              const uint4 (&ups)[512], const uint4 (&dhs)[512],
-                                              const SigmoidTable& sigmoids, float prob,
-                                              float (&dgate)[8], float (&dup)[8], float (&h)[8]) {
+template <bool kMultiplied, class Act, int kOuts>
+__device__ __forceinline__ float row_gradient(const Act& act, const uint4 (&operand)[kOuts][512],
+                                              const SigmoidTable<Act>& sigmoids, float prob,
+                                              float (&v)[kOuts][4][8], int j) {
+  constexpr int kH = kOuts - 1;  // h, and dh
   float gate[8], up[8], dh[8], of_gate[8], term[8];
-  const uint4 g = gates[threadIdx.x], u = ups[threadIdx.x], d = dhs[threadIdx.x];
+  const uint4 g = operand[0][threadIdx.x], u = operand[kH - 1][threadIdx.x],
+              d = operand[kH][threadIdx.x];
   unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
   sigmoids.eight(g, of_gate);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? p.limit : 0.0f);
-    const float sigmoid = kClamp && !in.gate_open ? p.sigmoid_of_limit : of_gate[i];
-    const SwigluGrad grad = swiglu_grad(in, sigmoid, 1.0f, dh[i]);
-    dgate[i] = grad.dgate, dup[i] = grad.dup, term[i] = grad.dprob;
-    h[i] = swiglu(in, sigmoid, 1.0f);
-    if (kMultiplied) dgate[i] *= prob, dup[i] *= prob, h[i] *= prob;
+    const ActivationGrad grad = act.grad(gate[i], up[i], of_gate[i], dh[i]);
+    v[0][j][i] = grad.dgate, term[i] = grad.dprob;
+    if (Act::kGated) v[1][j][i] = grad.dup;
+    v[kH][j][i] = act.value(gate[i], up[i], of_gate[i]);
+    if (kMultiplied)
+#pragma unroll
+      for (int o = 0; o < kOuts; ++o) v[o][j][i] *= prob;
   }
   return tree_sum<8>(term);
 }
 
 // Scales of the rows of dz: lane l of a group finds that of row l / 2 % 4, of dgate where l < 8,
 // else of dup.
-template <typename F>
-__device__ __forceinline__ float store_row_scales(const ActBackward& p, const TileItem& item,
+template <typename F, class Act>
+__device__ __forceinline__ float store_row_scales(const ActBackward<Act>& p, const TileItem& item,
                                                   const float (&row_most)[8]) {
   using T = BackwardTile;
-  const TileScale s = p.scaling.of<F>(fmaxf(lanes_max_each<16>(row_most), 0.0f));
+  const TileScale s = p.scaling.template of<F>(fmaxf(lanes_max_each<16>(row_most), 0.0f));
   const int r = T::row() + T::lane() / 2 % 4;
   const int tile = T::lane() < 8 ? item.tile : p.tiles + item.tile;
-  if (T::lane() % 2 == 0 && r < item.rows)
+  if (T::lane() % 2 == 0 && r < item.rows && (Act::kGated || T::lane() < 8))
     p.dz.scale[strides(item.first_row + r, p.dz.scale_row) + strides(tile, p.dz.scale_tile)] =
         r < item.tokens ? s.scale_inv : 0.0f;
   return s.scale;
 }
 
 // The rows of dgate (o = 0) or dup (o = 1).
-template <typename F>
-__device__ __forceinline__ void store_rows(const ActBackward& p, const TileItem& item, int o,
+template <typename F, class Act>
+__device__ __forceinline__ void store_rows(const ActBackward<Act>& p, const TileItem& item, int o,
                                            const float (&v)[4][8], const float (&prob)[4],
                                            float scales) {
   using T = BackwardTile;
@@ -187,13 +200,15 @@ __device__ __forceinline__ int sum_row() {
 // Adds up the sums of dprob that are held, the last of them of this item's tile, where its block of
 // tokens or the range ends or no more can be held. Returns how many are held then. Its branches and
 // loops keep the warp together, which leaves the kernel's uniform registers to it.
-__device__ __forceinline__ int add_sums(const ActBackward& p, const TileItem& item, int held,
-                                        BackwardTilesShared& shared) {
+template <class Act>
+__device__ __forceinline__ int add_sums(const ActBackward<Act>& p, const TileItem& item, int held,
+                                        BackwardTilesShared<Act>& shared) {
   using T = BackwardTile;
   using Flag = ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>;
+  constexpr int kSums = BackwardTilesShared<Act>::kSums;
   const int next = index_of(p, item) + 1;
   const bool ends_block = item.tile + 1 == p.tiles, ends_range = next == of_warp(shared.range.end);
-  if (!ends_block && !ends_range && held < BackwardTilesShared::kSums) return held;
+  if (!ends_block && !ends_range && held < kSums) return held;
   const bool takes_over = item.tile + 1 > held && next - held == of_warp(shared.range.begin);
   const int mine = of_warp(1 << threadIdx.x / 32);
   const int r = sum_row();
@@ -225,13 +240,15 @@ __device__ __forceinline__ int add_sums(const ActBackward& p, const TileItem& it
   return 0;
 }
 
-template <typename F, ColumnKind kKind, bool kClamp>
+template <typename F, ColumnKind kKind, class Act>
 __global__ __launch_bounds__(512,
-                             1) void backward_tiles(const __grid_constant__ ActBackward p,
+                             1) void backward_tiles(const __grid_constant__ ActBackward<Act> p,
                                                     const __grid_constant__ ActBackwardColumns to) {
   using T = BackwardTile;
+  using Shared = BackwardTilesShared<Act>;
+  constexpr int kOuts = Shared::kOuts, kH = kOuts - 1;  // dgate, dup, h
   extern __shared__ __align__(128) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<BackwardTilesShared*>(bytes);
+  auto& shared = *reinterpret_cast<Shared*>(bytes);
   prefetch_plan(p.plan);
   if (p.probs == nullptr && threadIdx.x < 128) shared.prob[threadIdx.x] = 1.0f;
   if (threadIdx.x == 0) {
@@ -249,17 +266,16 @@ __global__ __launch_bounds__(512,
     if (items > 0) load_row(p, next, j, shared);
     copy_commit();
   }
-  shared.sigmoids.fill();
+  shared.sigmoids.fill(p.act);
   __syncthreads();
 
-  const ColumnsOut outs[3] = {to.dz, to.dz, to.h};
-  const int columns_of_dz = to.dz.data != nullptr ? 2 * p.intermediate : 0;
-  const int columns[3] = {columns_of_dz, columns_of_dz,
-                          to.h.data != nullptr ? p.intermediate : 0};  // 0: not stored
-  const auto tile_of = [&](int tile, int o) { return o == 1 ? p.tiles + tile : tile; };
+  const ColumnsOut outs[3] = {to.dz, kH == 1 ? to.h : to.dz, to.h};  // the first kOuts
+  const int columns_of_dz = to.dz.data != nullptr ? p.kParts * p.intermediate : 0;
+  const int columns_of_h = to.h.data != nullptr ? p.intermediate : 0;  // 0: not stored
+  const int columns[3] = {columns_of_dz, kH == 1 ? columns_of_h : columns_of_dz, columns_of_h};
+  const auto tile_of = [&](int tile, int o) { return o == 1 && o < kH ? p.tiles + tile : tile; };
   const auto maxima = [&](int o) {
-    return T::Maxima{shared.maxima[0] + 128 * o, BackwardTilesShared::kMaxima, shared.most[o],
-                     shared.scale[o]};
+    return T::Maxima{shared.maxima[0] + 128 * o, Shared::kMaxima, shared.most[o], shared.scale[o]};
   };
   const auto store_columns = [&](int o, int turn, int block, int tile) {
     if (o == 0) shared.codes_done.wait(turn);
@@ -273,12 +289,12 @@ __global__ __launch_bounds__(512,
     item = next;
     const bool more = n + 1 < items;
     if (more) next = item_after(p, shared.range, item);
-    float v[3][4][8], prob[4], row_most[8], sum[4], most[3];
+    float v[kOuts][4][8], prob[4], row_most[8] = {}, sum[4], most[kOuts];
     copy_wait<3>();
     __syncwarp();
     const float4 probs = *reinterpret_cast<const float4*>(&shared.prob[T::row()]);
     prob[0] = probs.x, prob[1] = probs.y, prob[2] = probs.z, prob[3] = probs.w;
-    most[2] = 0.0f;
+    most[kH] = 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       constexpr bool kMultiplied = kKind == ColumnKind::column;
@@ -287,28 +303,25 @@ __global__ __launch_bounds__(512,
         copy_commit();
         copy_wait<3>();
       }
-      const auto& operand = shared.operand[j];
-      sum[j] =
-          row_gradient<kClamp, kMultiplied>(p, operand[0], operand[1], operand[2], shared.sigmoids,
-                                            prob[j], v[0][j], v[1][j], v[2][j]);
+      sum[j] = row_gradient<kMultiplied>(p.act, shared.operand[j], shared.sigmoids, prob[j], v, j);
       if (kMultiplied) prob[j] = 1.0f;
       row_most[j] = weighted_amax_or_nan(v[0][j], prob[j]);
-      row_most[4 + j] = weighted_amax_or_nan(v[1][j], prob[j]);
-      most[2] = fmaxf(most[2], weighted_amax_or_nan(v[2][j], prob[j]));
+      if constexpr (Act::kGated) row_most[4 + j] = weighted_amax_or_nan(v[1][j], prob[j]);
+      most[kH] = fmaxf(most[kH], weighted_amax_or_nan(v[kH][j], prob[j]));
       __syncwarp();  // no read of the next row before: fewer registers
 #pragma unroll
-      for (int o = 0; o < 3; ++o)  // behind two rows, for a burst of stores holds up reads
+      for (int o = 0; o < kOuts; ++o)  // behind two rows, for a burst of stores holds up reads
         if (j == o / 2 && n > 0) store_columns(o, n - 1, last_block, last_tile);
     }
     const float row_sum = lanes_tree_sum_each<16>(sum);
     if (T::lane() < 4) shared.sums[held][sum_row()] = row_sum;
 #pragma unroll
-    for (int o = 0; o < 2; ++o)
+    for (int o = 0; o < kH; ++o)
       most[o] = fmaxf(fmaxf(fmaxf(row_most[4 * o], row_most[4 * o + 1]),
                             fmaxf(row_most[4 * o + 2], row_most[4 * o + 3])),
                       0.0f);
 #pragma unroll
-    for (int o = 0; o < 3; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
+    for (int o = 0; o < kOuts; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
     shared.maxima_done.arrive();
 
     if (more) load_row(p, next, 3, shared);
@@ -319,35 +332,35 @@ __global__ __launch_bounds__(512,
     if constexpr (kKind == ColumnKind::column) {
       const int place = threadIdx.x % 128;
       TileScale s{};
-      if (quarter < 3) {
+      if (quarter < kOuts) {
         const float most = T::column_amax<4>(maxima(quarter), place);
-        s = quarter < 2 ? p.scaling.of<F>(most) : p.scaling.of<E4M3>(most);
+        s = quarter < kH ? p.scaling.template of<F>(most) : p.scaling.template of<E4M3>(most);
         shared.scale[quarter][place] = s.scale;
       }
       shared.scales_done.arrive();
-      if (quarter < 3)  // nobody waits for these stores
-        T::column_scale_store(quarter < 2 ? to.dz : to.h, tile_of(item.tile, quarter), item.block,
-                              quarter < 2 ? columns_of_dz : columns[2], place, s.scale_inv);
+      if (quarter < kOuts)  // nobody waits for these stores
+        T::column_scale_store(quarter < kH ? to.dz : to.h, tile_of(item.tile, quarter), item.block,
+                              quarter < kH ? columns_of_dz : columns_of_h, place, s.scale_inv);
     }
-    store_rows<F>(p, item, 1, v[1], prob, scales);
+    if constexpr (Act::kGated) store_rows<F>(p, item, 1, v[1], prob, scales);
     if constexpr (kKind == ColumnKind::column) shared.scales_done.wait(n);
-    float scale_inv[3];
+    float scale_inv[kOuts];
 #pragma unroll
-    for (int o = 0; o < 2; ++o)
+    for (int o = 0; o < kH; ++o)
       scale_inv[o] = T::columns_encode<F, kKind>(v[o], prob, maxima(o), p.scaling, shared.codes[o]);
-    scale_inv[2] =
-        T::columns_encode<E4M3, kKind>(v[2], prob, maxima(2), p.scaling, shared.codes[2]);
+    scale_inv[kH] =
+        T::columns_encode<E4M3, kKind>(v[kH], prob, maxima(kH), p.scaling, shared.codes[kH]);
     shared.codes_done.arrive();
-    if constexpr (kKind == ColumnKind::block) {  // three warps, so that none falls behind
+    if constexpr (kKind == ColumnKind::block) {  // a warp each, so that none falls behind
 #pragma unroll
-      for (int o = 0; o < 3; ++o)
+      for (int o = 0; o < kOuts; ++o)
         if (threadIdx.x == 32 * o && columns[o] > 0)
           T::block_scale_store(outs[o], tile_of(item.tile, o), item.block, scale_inv[o]);
     }
     if (p.dprobs != nullptr) held = add_sums(p, item, held + 1, shared);
   }
 #pragma unroll
-  for (int o = 0; o < 3; ++o)
+  for (int o = 0; o < kOuts; ++o)
     if (items > 0) store_columns(o, items - 1, item.block, item.tile);
 }
 

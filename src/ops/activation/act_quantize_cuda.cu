@@ -1,11 +1,13 @@
-// act_quantize and its gradient: SwiGLU of z = [gate | up] [R, 2I], quantized as it is computed.
+// act_quantize and its gradient: the activation of z, quantized as it is computed. Every kernel is
+// a template over the activations of common/activation.h.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "common/backends.h"
 #include "common/dispatch.h"
+#include "device/activation.cuh"
 #include "device/runtime.h"
-#include "device/swiglu.cuh"
 #include "ops/activation/act_backward_tiles.cuh"
 
 namespace fp8moe::cuda {
@@ -37,20 +39,21 @@ __device__ __forceinline__ void unpack16(const uint4& low, const uint4& high, fl
 }  // namespace
 
 // ---- act_quantize -------------------------------------------------------------------------------
-// h = Q(silu(gate) * up * prob) of z = [gate | up] [R, 2I], and Q(z).
+// h = Q(act(z) * prob) of z = [gate | up] [R, 2I], or z [R, I] without a gate, and Q(z).
 //
-// bf16 z, I % 128 == 0 and power-of-two scales have a kernel of their own: quantize_rows. The rest,
-// and Q(z), takes the general tile kernel.
+// bf16 z that is not interleaved, I % 128 == 0 and power-of-two scales have a kernel of their own:
+// quantize_rows. The rest, and Q(z), takes the general tile kernel.
 
 namespace {
 
 constexpr int kRowsPerBlock = 16;  // 32 take 0.3 to 1.9% longer
 constexpr int kTilesPerBlock = 4;
 
+template <class Act>
 struct RowsParams {
-  const uint16_t* z;   // [R, 2I] bf16
+  const uint16_t* z;   // [R, 2I] bf16, or [R, I]
   const float* probs;  // [R] or nullptr
-  float limit;
+  Act act;
   int rows, intermediate, tiles;
   PlanView plan;
   RowsOut h;
@@ -59,39 +62,39 @@ struct RowsParams {
 };
 
 // h without prob, which the scale of the codes takes in.
-template <bool kClamp, int N>
-__device__ __forceinline__ void hidden(const float (&gate)[N], const float (&up)[N], float limit,
+template <class Act, int N>
+__device__ __forceinline__ void hidden(const Act& act, const float (&gate)[N], const float (&up)[N],
                                        float (&h)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? limit : 0.0f);
-    h[i] = swiglu(in, pinned_sigmoid(in.gate), 1.0f);
-  }
+  for (int i = 0; i < N; ++i) h[i] = act.value(gate[i], up[i], act.sigmoid(gate[i]));
 }
 
 // 16 rows x 4 tiles per block, the next tile loaded while one is computed.
-template <bool kClamp>
+template <class Act>
 __global__ __launch_bounds__(8 * kRowsPerBlock,
-                             8) void quantize_rows(const __grid_constant__ RowsParams p) {
+                             8) void quantize_rows(const __grid_constant__ RowsParams<Act> p) {
+  constexpr int kParts = Act::kGated ? 2 : 1;
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
   const int64_t row = int64_t{kRowsPerBlock} * (blockIdx.x / groups) + threadIdx.x / 8;
   const int first = blockIdx.x % groups * kTilesPerBlock;
   const RowKind kind = row_kind(p.plan, row, p.rows);
   const float prob = p.probs != nullptr && kind.token ? p.probs[row] : 1.0f;
   const int64_t column = 128 * int64_t{first} + Tile<8>::column(0);
-  const uint16_t* gates = p.z + 2 * row * p.intermediate + column;
+  const uint16_t* gates = p.z + kParts * row * p.intermediate + column;
   const uint16_t* ups = gates + p.intermediate;
   uint8_t* codes = p.h.data + row * p.h.ld + column;
   float* scale = p.h.scale + row * p.h.scale_row + first * p.h.scale_tile;
 
-  uint4 packed[kTilesPerBlock][4];  // two of them at a time, once unrolled
+  uint4 packed[kTilesPerBlock][2 * kParts];  // two of them at a time, once unrolled
   const auto bring = [&](int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      packed[tile][half] = packed[tile][2 + half] = uint4{0, 0, 0, 0};
+      packed[tile][half] = uint4{0, 0, 0, 0};
+      if constexpr (Act::kGated) packed[tile][2 + half] = uint4{0, 0, 0, 0};
       if (!kind.token || first + tile >= p.tiles) continue;
       packed[tile][half] = load<uint4>(gates + 128 * tile + 64 * half, p.read_policy);
-      packed[tile][2 + half] = load<uint4>(ups + 128 * tile + 64 * half, p.read_policy);
+      if constexpr (Act::kGated)
+        packed[tile][2 + half] = load<uint4>(ups + 128 * tile + 64 * half, p.read_policy);
     }
   };
   bring(0);
@@ -101,47 +104,58 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
     if (tile + 1 < kTilesPerBlock) bring(tile + 1);
     float gate[16], up[16], h[16];
     unpack16(packed[tile][0], packed[tile][1], gate);
-    unpack16(packed[tile][2], packed[tile][3], up);
-    hidden<kClamp>(gate, up, p.limit, h);
-    const TileScale s = p.scaling.of<E4M3>(lanes_max<8>(weighted_amax(h, prob)));
+    unpack16(packed[tile][2 * kParts - 2], packed[tile][2 * kParts - 1], up);
+    hidden(p.act, gate, up, h);
+    const TileScale s = p.scaling.template of<E4M3>(lanes_max<8>(weighted_amax(h, prob)));
     if (!kind.written) continue;
     Tile<8>::store_codes<E4M3>(codes + 128 * tile, h, s.scale * prob);
     if (Tile<8>::lane() == 0) scale[tile * p.h.scale_tile] = kind.token ? s.scale_inv : 0.0f;
   }
 }
 
-void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, float limit,
+template <class Act>
+void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, const Act& act,
                  const Fp8Tensor& h, float eps, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
                 tiles = intermediate / kTile;
-  const RowsParams params = {.z = z.as<uint16_t>(),
-                             .probs = probs.as<float>(),
-                             .limit = limit,
-                             .rows = static_cast<int>(rows),
-                             .intermediate = static_cast<int>(intermediate),
-                             .tiles = static_cast<int>(tiles),
-                             .plan = view_of(plan),
-                             .h = rows_out(h),
-                             .read_policy = read_once_policy(h.data),
-                             .scaling = {eps}};
+  const RowsParams<Act> params = {.z = z.as<uint16_t>(),
+                                  .probs = probs.as<float>(),
+                                  .act = act,
+                                  .rows = static_cast<int>(rows),
+                                  .intermediate = static_cast<int>(intermediate),
+                                  .tiles = static_cast<int>(tiles),
+                                  .plan = view_of(plan),
+                                  .h = rows_out(h),
+                                  .read_policy = read_once_policy(h.data),
+                                  .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch("act_quantize", limit > 0.0f ? quantize_rows<true> : quantize_rows<false>,
-         static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0, stream, params);
+  launch("act_quantize", quantize_rows<Act>, static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0,
+         stream, params);
+}
+
+PairSource pairs_of(const Tensor& z, const Activation& activation, int64_t intermediate) {
+  return {float_source(z), activation, activation.traits().gated, static_cast<int>(intermediate)};
+}
+
+// Whether rows of these operands have kernels of their own.
+bool whole_tiles(const Tensor& z, const Activation& activation, int64_t intermediate,
+                 ScaleRule rule) {
+  return z.dtype == DType::bf16 && !activation.interleaved && intermediate % kTile == 0 &&
+         rule.kind == ScaleKind::pow2;
 }
 
 }  // namespace
 
 template <>
 void run(const ActQuantize& p, Stream stream) {
-  const int64_t rows = p.z.shape[0], intermediate = p.z.shape[1] / 2;
+  const int64_t rows = p.z.shape[0], width = p.z.shape[1], intermediate = p.h.data.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(p.z.device);
-  const HiddenSource source = {.z = float_source(p.z),
-                               .probs = p.probs.as<float>(),
-                               .limit = p.limit,
-                               .intermediate = static_cast<int>(intermediate)};
-  if (p.z.dtype == DType::bf16 && intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2)
-    launch_bf16(p.z, p.plan, p.probs, p.limit, p.h, p.rule.eps, stream_of(stream));
+  const HiddenSource source = {pairs_of(p.z, p.activation, intermediate), p.probs.as<float>()};
+  if (whole_tiles(p.z, p.activation, intermediate, p.rule))
+    with_activation(p.activation, [&](auto act) {
+      launch_bf16(p.z, p.plan, p.probs, act, p.h, p.rule.eps, stream_of(stream));
+    });
   else
     quantize_rows_from<E4M3>("act_quantize", source, p.plan, rows, intermediate, p.h, p.rule,
                              kMaxFloat, stream_of(stream));
@@ -149,15 +163,15 @@ void run(const ActQuantize& p, Stream stream) {
   const float overflow = p.z.dtype == DType::f16    ? 65504.0f
                          : p.z.dtype == DType::bf16 ? 0x1.fep127f
                                                     : kMaxFloat;
-  quantize_rows_from<E4M3>("act_quantize", ZSource{source.z}, p.plan, rows, 2 * intermediate, p.z_q,
+  quantize_rows_from<E4M3>("act_quantize", ZSource{source.pairs.z}, p.plan, rows, width, p.z_q,
                            p.rule, overflow, stream_of(stream));
 }
 
 // ---- act_quantize_backward ----------------------------------------------------------------------
-// dz = Q([dgate | dup]) [R, 2I] and dprob [R] of dh [R, I] and z [R, 2I]; optional columns of dz
-// [2I, Kcap] and of h [I, Kcap], h recomputed.
+// dz = Q([dgate | dup]), of z's shape, and dprob [R] of dh [R, I] and z [R, 2I], or [R, I] without
+// a gate; optional columns of dz [2I, Kcap] and of h [I, Kcap], h recomputed.
 //
-// bf16 operands and I % 128 == 0 take one pass: backward_rows, or backward_tiles
+// bf16 operands, not interleaved, and I % 128 == 0 take one pass: backward_rows, or backward_tiles
 // (act_backward_tiles.cuh) where columns are asked for. Else each output takes a pass of its own.
 
 namespace {
@@ -165,14 +179,13 @@ namespace {
 constexpr const char* kBackward = "act_quantize_backward";
 
 // dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.
-template <bool kClamp, int N>
-__device__ __forceinline__ void gradient(const float (&gate)[N], const float (&up)[N],
-                                         const float (&dh)[N], float limit, float (&dgate)[N],
-                                         float (&dup)[N], float (&term)[N]) {
+template <class Act, int N>
+__device__ __forceinline__ void gradient(const Act& act, const float (&gate)[N],
+                                         const float (&up)[N], const float (&dh)[N],
+                                         float (&dgate)[N], float (&dup)[N], float (&term)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], kClamp ? limit : 0.0f);
-    const SwigluGrad g = swiglu_grad(in, pinned_sigmoid(in.gate), 1.0f, dh[i]);
+    const ActivationGrad g = act.grad(gate[i], up[i], act.sigmoid(gate[i]), dh[i]);
     dgate[i] = g.dgate, dup[i] = g.dup, term[i] = g.dprob;
   }
 }
@@ -180,18 +193,22 @@ __device__ __forceinline__ void gradient(const float (&gate)[N], const float (&u
 constexpr int kStages = 3;
 
 // A lane's 6 vectors of a tile of its row (gate, up, dh), in a place of shared memory that is only
-// its own: no barrier between the copy and the reads.
+// its own: no barrier between the copy and the reads. Without a gate they are 4.
+template <class Act>
 struct BackwardRowsShared {
-  uint4 vector[kStages][6][256];
+  static constexpr int kVectors = Act::kGated ? 6 : 4;
+  uint4 vector[kStages][kVectors][256];
 };
 
+template <int kVectors>
 __device__ __forceinline__ void stage_row(const uint16_t* gate, const uint16_t* up,
-                                          const uint16_t* dh, int bytes, uint4 (&vector)[6][256]) {
+                                          const uint16_t* dh, int bytes,
+                                          uint4 (&vector)[kVectors][256]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     copy_async(&vector[half][threadIdx.x], gate + 64 * half, bytes);
-    copy_async(&vector[2 + half][threadIdx.x], up + 64 * half, bytes);
-    copy_async(&vector[4 + half][threadIdx.x], dh + 64 * half, bytes);
+    if constexpr (kVectors == 6) copy_async(&vector[2 + half][threadIdx.x], up + 64 * half, bytes);
+    copy_async(&vector[kVectors - 2 + half][threadIdx.x], dh + 64 * half, bytes);
   }
 }
 
@@ -208,13 +225,14 @@ __device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, con
 
 // rows_per_block rows per block, all their tiles: 32 / rows_per_block sets of lanes take the tiles
 // in turn, and their sums of dprob meet in shared memory, to be added in order.
-template <typename F, bool kClamp>
-__global__ __launch_bounds__(256,
-                             kClamp ? 2
-                                    : 3) void backward_rows(const __grid_constant__ ActBackward p) {
+template <typename F, class Act>
+__global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> ? 3 : 2) void backward_rows(
+    const __grid_constant__ ActBackward<Act> p) {
+  using Shared = BackwardRowsShared<Act>;
+  constexpr int kVectors = Shared::kVectors;
   extern __shared__ __align__(128) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<BackwardRowsShared*>(bytes);
-  auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(BackwardRowsShared));  // [tiles][rows]
+  auto& shared = *reinterpret_cast<Shared*>(bytes);
+  auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(Shared));  // [tiles][rows]
   const int group = threadIdx.x / 8, r = group % p.rows_per_block;
   const int64_t row = int64_t{blockIdx.x} * p.rows_per_block + r;
   const RowKind kind = row_kind(p.plan, row, p.rows);
@@ -223,7 +241,7 @@ __global__ __launch_bounds__(256,
   const int rounds = (p.tiles + step - 1) / step;  // the same for all lanes of a warp
   const int64_t readable = kind.token ? row : 0;
   const int64_t column = 128 * int64_t{mine} + Tile<8>::column(0);
-  const uint16_t* gates = p.z + 2 * readable * p.intermediate + column;
+  const uint16_t* gates = p.z + p.kParts * readable * p.intermediate + column;
   const uint16_t* grads = p.dh + readable * p.intermediate + column;
   const int bytes_read = kind.token ? 16 : 0;
   int staged = mine;  // the next tile to ask for
@@ -248,13 +266,14 @@ __global__ __launch_bounds__(256,
     copy_wait<kStages - 1>();
     float gate[16], up[16], dh[16], dgate[16], dup[16], term[16];
     unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
-    unpack16(vector[2][threadIdx.x], vector[3][threadIdx.x], up);
-    unpack16(vector[4][threadIdx.x], vector[5][threadIdx.x], dh);
-    gradient<kClamp>(gate, up, dh, p.limit, dgate, dup, term);
+    unpack16(vector[kVectors - 4][threadIdx.x], vector[kVectors - 3][threadIdx.x], up);
+    unpack16(vector[kVectors - 2][threadIdx.x], vector[kVectors - 1][threadIdx.x], dh);
+    gradient(p.act, gate, up, dh, dgate, dup, term);
     const bool written = kind.written && tile < p.tiles;
     store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
-    store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob, written,
-                      kind.token, p.scaling);
+    if constexpr (Act::kGated)
+      store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob,
+                        written, kind.token, p.scaling);
     codes += 128 * step, scale += step * p.dz.scale_tile;
     if (p.dprobs != nullptr) {
       float (&low)[8] = *reinterpret_cast<float (*)[8]>(&term[0]);
@@ -285,13 +304,13 @@ __global__ void __launch_bounds__(256)
   const RowKind kind = row_kind(plan, row, rows);
   if (!kind.written) return;
   float sum = 0.0f;
-  for (int first = 0; kind.token && first < source.intermediate; first += 256) {
+  for (int first = 0; kind.token && first < source.pairs.intermediate; first += 256) {
     const int column = first + 8 * lane;
     float term[8] = {};
-    if (column < source.intermediate) source.terms(row, column, term);
+    if (column < source.pairs.intermediate) source.terms(row, column, term);
     const float tile_sum = lanes_tree_sum<16>(tree_sum<8>(term));
     sum += __shfl_sync(kFullWarp, tile_sum, 0);
-    if (first + 128 < source.intermediate) sum += __shfl_sync(kFullWarp, tile_sum, 16);
+    if (first + 128 < source.pairs.intermediate) sum += __shfl_sync(kFullWarp, tile_sum, 16);
   }
   if (lane == 0) dprobs[row] = sum;
 }
@@ -305,17 +324,16 @@ void launch_dprobs(const GradSource& source, const RoutingPlan& plan, int64_t ro
 void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
                 const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
                 const Fp8Tensor& h_columns, ScaleRule rule, cudaStream_t stream) {
-  const int64_t intermediate = source.intermediate;
+  const int64_t intermediate = source.pairs.intermediate, width = source.pairs.z.width;
   dispatch_fp8(dz.data.dtype, [&]<typename F>() {
     if (dz_columns.defined())
-      quantize_columns_from<F>(kBackward, source, plan, rows, 2 * intermediate, dz, dz_columns,
-                               rule, kMaxFloat, stream);
+      quantize_columns_from<F>(kBackward, source, plan, rows, width, dz, dz_columns, rule,
+                               kMaxFloat, stream);
     else
-      quantize_rows_from<F>(kBackward, source, plan, rows, 2 * intermediate, dz, rule, kMaxFloat,
-                            stream);
+      quantize_rows_from<F>(kBackward, source, plan, rows, width, dz, rule, kMaxFloat, stream);
   });
   if (h_columns.defined()) {
-    const HiddenSource hidden = {source.z, source.probs, source.limit, source.intermediate};
+    const HiddenSource hidden = {source.pairs, source.probs};
     quantize_columns_from<E4M3>(kBackward, hidden, plan, rows, intermediate, {}, h_columns, rule,
                                 kMaxFloat, stream);
   }
@@ -335,31 +353,31 @@ int rows_per_block(int64_t tiles) {
   return best;
 }
 
-template <typename F>
-void launch_rows(ActBackward p, cudaStream_t stream) {
+template <typename F, class Act>
+void launch_rows(ActBackward<Act> p, cudaStream_t stream) {
   p.rows_per_block = rows_per_block(p.tiles);
-  const size_t shared =
-      sizeof(BackwardRowsShared) + static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
-  launch(kBackward, p.limit > 0.0f ? backward_rows<F, true> : backward_rows<F, false>,
-         static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
+  const size_t shared = sizeof(BackwardRowsShared<Act>) +
+                        static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
+  launch(kBackward, backward_rows<F, Act>, static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)),
+         256, shared, stream, p);
 }
 
 // Tiles that a range of backward_tiles has at least. Where sums of dprob are handed on, a block of
 // tokens takes as long as a range of it and a wait, of about half a tile's time, a range.
-int64_t fewest_tiles(const ActBackward& p) {
-  return p.dprobs == nullptr ? 1 : std::lround(std::sqrt(static_cast<double>(p.tiles)));
+int64_t fewest_tiles(int64_t tiles, bool dprobs) {
+  return dprobs ? std::lround(std::sqrt(static_cast<double>(tiles))) : 1;
 }
 
-template <typename F>
-void launch_tiles(const ActBackward& p, int64_t tiles, const Fp8Tensor& dz_columns,
+template <typename F, class Act>
+void launch_tiles(const ActBackward<Act>& p, int64_t tiles, const Fp8Tensor& dz_columns,
                   const Fp8Tensor& h_columns, Device device, cudaStream_t stream) {
   const ActBackwardColumns to = {columns_out(dz_columns), columns_out(h_columns)};
-  const int64_t ranges = std::min<int64_t>(cdiv(tiles, fewest_tiles(p)), kMostRanges);
+  const int64_t ranges =
+      std::min<int64_t>(cdiv(tiles, fewest_tiles(p.tiles, p.dprobs != nullptr)), kMostRanges);
   const unsigned grid = persistent_grid(device, ranges, 1);
   const auto go = [&]<ColumnKind kKind>() {
-    launch(kBackward,
-           p.limit > 0.0f ? backward_tiles<F, kKind, true> : backward_tiles<F, kKind, false>, grid,
-           BackwardTile::kThreads, sizeof(BackwardTilesShared), stream, p, to);
+    launch(kBackward, backward_tiles<F, kKind, Act>, grid, BackwardTile::kThreads,
+           sizeof(BackwardTilesShared<Act>), stream, p, to);
   };
   const ColumnKind kind = kind_of(dz_columns.defined() ? dz_columns : h_columns);
   kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()
@@ -373,40 +391,35 @@ void run(const ActQuantizeBackward& p, Stream stream) {
   const int64_t rows = p.dh.shape[0], intermediate = p.dh.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(p.dh.device);
-  ActBackward params = {.z = p.z.as<uint16_t>(),
-                        .dh = p.dh.as<uint16_t>(),
-                        .probs = p.probs.as<float>(),
-                        .limit = p.limit,
-                        .sigmoid_of_limit = pinned_sigmoid(p.limit),
-                        .rows = static_cast<int>(rows),
-                        .intermediate = static_cast<int>(intermediate),
-                        .tiles = static_cast<int>(intermediate / kTile),
-                        .plan = view_of(p.plan),
-                        .dz = rows_out(p.dz),
-                        .dprobs = p.dprobs.as<float>(),
-                        .scaling = {p.rule.eps}};
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();
-  const bool one_pass = p.z.dtype == DType::bf16 && p.dh.dtype == DType::bf16 &&
-                        intermediate % kTile == 0 && p.rule.kind == ScaleKind::pow2;
-  if (one_pass && !columns)
-    return dispatch_fp8(p.dz.data.dtype,
-                        [&]<typename F>() { launch_rows<F>(params, stream_of(stream)); });
-  const GradSource source = {.z = float_source(p.z),
-                             .dh = float_source(p.dh),
-                             .probs = p.probs.as<float>(),
-                             .limit = p.limit,
-                             .intermediate = static_cast<int>(intermediate)};
-  if (one_pass) {
-    const int64_t tiles = p.plan.columns() / kTile * params.tiles;
-    if (tiles == 0) return;
-    params.carry_ready = p.workspace.as<unsigned>();
-    dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
-      launch_tiles<F>(params, tiles, p.dz_columns, p.h_columns, p.dh.device, stream_of(stream));
-    });
-    return;
+  if (p.dh.dtype != DType::bf16 || !whole_tiles(p.z, p.activation, intermediate, p.rule)) {
+    const GradSource source = {pairs_of(p.z, p.activation, intermediate), float_source(p.dh),
+                               p.probs.as<float>()};
+    return launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
+                      stream_of(stream));
   }
-  launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
-             stream_of(stream));
+  const int64_t tiles = columns ? p.plan.columns() / kTile * (intermediate / kTile) : 0;
+  if (columns && tiles == 0) return;
+  with_activation(p.activation, [&]<class Act>(Act act) {
+    const ActBackward<Act> params = {.z = p.z.as<uint16_t>(),
+                                     .dh = p.dh.as<uint16_t>(),
+                                     .probs = p.probs.as<float>(),
+                                     .rows = static_cast<int>(rows),
+                                     .intermediate = static_cast<int>(intermediate),
+                                     .tiles = static_cast<int>(intermediate / kTile),
+                                     .plan = view_of(p.plan),
+                                     .dz = rows_out(p.dz),
+                                     .dprobs = p.dprobs.as<float>(),
+                                     .scaling = {p.rule.eps},
+                                     .act = act,
+                                     .carry_ready = p.workspace.as<unsigned>()};
+    dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
+      if (columns)
+        launch_tiles<F>(params, tiles, p.dz_columns, p.h_columns, p.dh.device, stream_of(stream));
+      else
+        launch_rows<F>(params, stream_of(stream));
+    });
+  });
 }
 
 }  // namespace fp8moe::cuda

@@ -1,5 +1,6 @@
 // act_quantize and its gradient: what they take.
 #include <cmath>
+#include <iterator>
 
 #include "common/backends.h"
 #include "common/check.h"
@@ -8,11 +9,31 @@ namespace fp8moe {
 
 namespace {
 
-// [rows, width] of z = [gate | up], the plan if any, probs [rows] if any.
-void check_act(const Checker& check, int64_t rows, int64_t width, const RoutingPlan& plan,
-               const Tensor& probs, float limit) {
-  FP8MOE_CHECK(width % 32 == 0, "[", check.op(),
-               "] z.shape[1] must be twice a multiple of 16; got ", width);
+// The activation's traits, when it is one.
+const ActivationTraits& check_activation(const Checker& check, const Activation& a) {
+  const auto kind = static_cast<int64_t>(a.kind), kinds = int64_t{std::size(kActivations)};
+  FP8MOE_CHECK(kind >= 0 && kind < kinds, "[", check.op(), "] activation.kind must be 0 to ",
+               kinds - 1, "; got ", kind);
+  const ActivationTraits& of = a.traits();
+  FP8MOE_CHECK(of.scaled || (a.alpha == 1.0f && a.offset == 0.0f), "[", check.op(),
+               "] activation.alpha and offset must be 1 and 0 of ", of.name, "; got ", a.alpha,
+               " and ", a.offset);
+  FP8MOE_CHECK(a.alpha >= 1.0f && a.alpha <= 4.0f, "[", check.op(),
+               "] activation.alpha must lie in [1, 4]; got ", a.alpha);
+  FP8MOE_CHECK(std::isfinite(a.offset), "[", check.op(), "] activation.offset must be finite; got ",
+               a.offset);
+  FP8MOE_CHECK(a.limit > 0.0f, "[", check.op(),
+               "] activation.limit must be positive, infinity for none; got ", a.limit);
+  FP8MOE_CHECK(of.limited || std::isinf(a.limit), "[", check.op(),
+               "] activation.limit must be infinity of ", of.name, "; got ", a.limit);
+  FP8MOE_CHECK(of.gated || !a.interleaved, "[", check.op(),
+               "] activation.interleaved must be false of ", of.name,
+               ", which has no gate; got true");
+  return of;
+}
+
+// The plan and probs [rows] if any.
+void check_act(const Checker& check, int64_t rows, const RoutingPlan& plan, const Tensor& probs) {
   if (plan.defined()) {
     check.plan(plan);
     FP8MOE_CHECK(rows == plan.rows(), "[", check.op(), "] z must have the plan's ", plan.rows(),
@@ -22,12 +43,7 @@ void check_act(const Checker& check, int64_t rows, int64_t width, const RoutingP
     check.tensor(probs, "probs", {rows});
     check.dtype(probs, "probs", {DType::f32});
   }
-  FP8MOE_CHECK(limit > 0.0f, "[", check.op(), "] limit must be positive, infinity for none; got ",
-               limit);
 }
-
-// As the backends have it: 0 stands for no limit.
-float backend_limit(float limit) { return std::isinf(limit) ? 0.0f : limit; }
 
 // An optional transposed operand [c, Kcap]: it needs the plan.
 void check_columns(const Checker& check, Fp8Tensor& columns, const char* name, int64_t c,
@@ -44,14 +60,17 @@ void outputs(ActQuantize& p) {
   check.ndim(p.z, "z", 2);
   check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = p.z.shape[0];
-  const int64_t inner = p.z.shape[1] / 2;
-  check_act(check, rows, p.z.shape[1], p.plan, p.probs, p.limit);
-  check.tensor(p.z, "z", {rows, 2 * inner});
+  const int64_t width = p.z.shape[1], parts = check_activation(check, p.activation).gated ? 2 : 1;
+  const int64_t inner = width / parts;
+  FP8MOE_CHECK(width % (16 * parts) == 0, "[act_quantize] z.shape[1] must be ",
+               parts == 2 ? "twice a" : "a", " multiple of 16; got ", width);
+  check_act(check, rows, p.plan, p.probs);
+  check.tensor(p.z, "z", {rows, width});
   check.aligned(p.z, "z");
   const auto layouts = {ScaleLayout::row, ScaleLayout::gemm};
   check.output(p.h, "h", {rows, inner}, layouts, {DType::e4m3});
   if (p.z_q.defined() || p.z_q.is_wanted())
-    check.output(p.z_q, "z_q", {rows, 2 * inner}, layouts, {DType::e4m3});
+    check.output(p.z_q, "z_q", {rows, width}, layouts, {DType::e4m3});
   check.rule(p.rule);
 }
 
@@ -61,9 +80,7 @@ void act_quantize(const ActQuantize& given, Stream stream) {
   check.disjoint({{p.h, "h"}, {p.z_q, "z_q"}},
                  {{p.z, "z"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.z.numel() == 0) return;
-  ActQuantize backends = p;
-  backends.limit = backend_limit(p.limit);
-  dispatch(backends, p.z.device, stream);
+  dispatch(p, p.z.device, stream);
 }
 
 int64_t workspace_bytes(const ActQuantizeBackward& p) {
@@ -78,18 +95,21 @@ void outputs(ActQuantizeBackward& p) {
   check.dtype(p.dh, "dh", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = p.dh.shape[0];
   const int64_t inner = p.dh.shape[1];
-  check_act(check, rows, 2 * inner, p.plan, p.probs, p.limit);
+  const int64_t width = check_activation(check, p.activation).gated ? 2 * inner : inner;
+  FP8MOE_CHECK(inner % 16 == 0,
+               "[act_quantize_backward] dh.shape[1] must be a multiple of 16; got ", inner);
+  check_act(check, rows, p.plan, p.probs);
   check.tensor(p.dh, "dh", {rows, inner});
   check.aligned(p.dh, "dh");
-  check.tensor(p.z, "z", {rows, 2 * inner});
+  check.tensor(p.z, "z", {rows, width});
   check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
   check.aligned(p.z, "z");
-  check.output(p.dz, "dz", {rows, 2 * inner}, {ScaleLayout::row, ScaleLayout::gemm});
+  check.output(p.dz, "dz", {rows, width}, {ScaleLayout::row, ScaleLayout::gemm});
   if (p.dprobs.defined() || p.dprobs.is_wanted()) {
     FP8MOE_CHECK(p.probs.defined(), "[act_quantize_backward] dprobs needs probs; got none");
     check.output(p.dprobs, "dprobs", {rows}, {DType::f32});
   }
-  check_columns(check, p.dz_columns, "dz_columns", 2 * inner, p.plan, p.dz.data.dtype);
+  check_columns(check, p.dz_columns, "dz_columns", width, p.plan, p.dz.data.dtype);
   check_columns(check, p.h_columns, "h_columns", inner, p.plan, DType::e4m3);
   FP8MOE_CHECK(!p.dz_columns.defined() || !p.h_columns.defined() ||
                    p.dz_columns.layout == p.h_columns.layout,
@@ -110,9 +130,7 @@ void act_quantize_backward(const ActQuantizeBackward& given, Stream stream) {
                   {p.workspace, "workspace"}},
                  {{p.dh, "dh"}, {p.z, "z"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
   if (p.dh.numel() == 0) return;
-  ActQuantizeBackward backends = p;
-  backends.limit = backend_limit(p.limit);
-  dispatch(backends, p.dh.device, stream);
+  dispatch(p, p.dh.device, stream);
 }
 
 }  // namespace fp8moe

@@ -1,10 +1,10 @@
-// act_quantize and its gradient: SwiGLU of z = [gate | up] [R, 2I], quantized as it is computed.
+// act_quantize and its gradient: the activation of z, quantized as it is computed.
 #include <cstring>
 
+#include "common/activation.h"
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "common/reduce.h"
-#include "common/swiglu.h"
 #include "cpu/columns.h"
 #include "cpu/multiversion.h"
 #include "cpu/row_scales.h"
@@ -29,12 +29,31 @@ FP8MOE_CLONES void quantize_row(const T* x, int64_t n, ScaleRule rule, uint8_t* 
   quantize_tiles<F>(x, n, rule, q, scale_inv, stride);
 }
 
-// h = silu(gate) up prob; z = [gate | up]
-FP8MOE_CLONES void swiglu_row(const float* z, int64_t inner, float prob, float limit, float* h) {
-  for (int64_t i = 0; i < inner; ++i) {
-    const SwigluInput in = clamp_swiglu(z[i], z[inner + i], limit);
-    h[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
-  }
+// Rows of z and dz are [gate | up] while they are computed with.
+void take_apart(const Activation& activation, std::vector<float>& z, std::vector<float>& spare) {
+  if (!activation.interleaved) return;
+  const size_t inner = z.size() / 2;
+  for (size_t i = 0; i < inner; ++i) spare[i] = z[2 * i], spare[inner + i] = z[2 * i + 1];
+  z.swap(spare);
+}
+void put_together(const Activation& activation, float* z, std::vector<float>& spare) {
+  if (!activation.interleaved) return;
+  const size_t inner = spare.size() / 2;
+  std::memcpy(spare.data(), z, spare.size() * sizeof(float));
+  for (size_t i = 0; i < inner; ++i) z[2 * i] = spare[i], z[2 * i + 1] = spare[inner + i];
+}
+
+// h of gate and up (of no gate: both are z) times prob
+template <class Act>
+FP8MOE_CLONES void hidden_row(const Act& act, const float* gate, const float* up, int64_t inner,
+                              float prob, float* h) {
+  for (int64_t i = 0; i < inner; ++i) h[i] = act.value(gate[i], up[i], act.sigmoid(gate[i])) * prob;
+}
+
+void hidden_row(const Activation& activation, const std::vector<float>& z, int64_t inner,
+                float prob, float* h) {
+  const float* up = z.data() + (activation.traits().gated ? inner : 0);
+  with_activation(activation, [&](auto act) { hidden_row(act, z.data(), up, inner, prob, h); });
 }
 
 template <typename F>
@@ -97,11 +116,11 @@ std::vector<TokenTile> tiles_of(const char* op, const RoutingPlan& plan, int64_t
 }  // namespace
 
 // ---- act_quantize -------------------------------------------------------------------------------
-// act_quantize: h = Q(silu(gate) up prob) row by row.
+// act_quantize: h = Q(act(z) prob) row by row.
 
 template <>
 void run(const ActQuantize& p, Stream) {
-  const int64_t inner = p.z.shape[1] / 2;
+  const int64_t width = p.z.shape[1], inner = p.h.data.shape[1];
   const std::vector<TokenTile> tiles = tiles_of("act_quantize", p.plan, p.z.shape[0]);
   const RowSink h_rows(p.h);
   const RowSink z_rows(p.z_q);
@@ -112,15 +131,16 @@ void run(const ActQuantize& p, Stream) {
   dispatch_float(p.z.dtype, [&]<typename T>() {
 #pragma omp parallel
     {
-      std::vector<float> z_row(2 * inner), h_row(inner);
+      std::vector<float> z_row(width), spare(width), h_row(inner);
 #pragma omp for schedule(dynamic)
       for (size_t n = 0; n < tiles.size(); ++n) {
         const TokenTile& tile = tiles[n];
         for (int64_t r = tile.row; r < tile.row + tile.tokens; ++r) {
-          const T* from = p.z.as<const T>() + r * 2 * inner;
-          widen_row<T>(from, 2 * inner, z_row.data());
-          swiglu_row(z_row.data(), inner, p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f,
-                     p.limit, h_row.data());
+          const T* from = p.z.as<const T>() + r * width;
+          widen_row<T>(from, width, z_row.data());
+          take_apart(p.activation, z_row, spare);
+          hidden_row(p.activation, z_row, inner,
+                     p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f, h_row.data());
           h_rows.put(r, h_row.data(), p.rule);
           if (p.z_q.defined()) z_rows.put(r, from, p.rule);
         }
@@ -130,21 +150,21 @@ void run(const ActQuantize& p, Stream) {
 }
 
 // ---- act_quantize_backward ----------------------------------------------------------------------
-// act_quantize_backward: dz = Q([dgate | dup]) and dprob row by row; with columns, the f32 rows
+// act_quantize_backward: dz and dprob row by row; with columns, the f32 rows
 // of 128 tokens are kept until their columns are quantized too.
 
 namespace {
 
-// dgate, dup and the terms of dprob
-FP8MOE_CLONES void swiglu_grad_row(const float* __restrict gate, const float* __restrict up,
-                                   const float* __restrict dh, int64_t inner, float prob,
-                                   float limit, float* __restrict dgate, float* __restrict dup,
-                                   float* __restrict terms) {
+// dgate, dup (of no gate: none) and the terms of dprob
+template <class Act>
+FP8MOE_CLONES void grad_row(const Act& act, const float* __restrict gate,
+                            const float* __restrict up, const float* __restrict dh, int64_t inner,
+                            float prob, float* __restrict dgate, float* __restrict dup,
+                            float* __restrict terms) {
   for (int64_t i = 0; i < inner; ++i) {
-    const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
-    const SwigluGrad grad = swiglu_grad(in, pinned_sigmoid(in.gate), prob, dh[i]);
-    dgate[i] = grad.dgate;
-    dup[i] = grad.dup;
+    const ActivationGrad grad = act.grad(gate[i], up[i], act.sigmoid(gate[i]), dh[i]);
+    dgate[i] = grad.dgate * prob;
+    if constexpr (Act::kGated) dup[i] = grad.dup * prob;
     terms[i] = grad.dprob;
   }
 }
@@ -163,7 +183,8 @@ void zero_padding_probs(const RoutingPlan& plan, const Tensor& dprobs) {
 
 template <>
 void run(const ActQuantizeBackward& p, Stream) {
-  const int64_t inner = p.dh.shape[1];
+  const int64_t width = p.z.shape[1], inner = p.dh.shape[1];
+  const int64_t up = p.activation.traits().gated ? inner : 0;  // where it begins
   const std::vector<TokenTile> tiles = tiles_of("act_quantize_backward", p.plan, p.dh.shape[0]);
   const int64_t kept = p.dz_columns.defined() ? kTile : 1;  // rows of dz
   const RowSink dz_rows(p.dz);
@@ -177,24 +198,28 @@ void run(const ActQuantizeBackward& p, Stream) {
   };
 #pragma omp parallel
   {
-    std::vector<float> z_row(2 * inner), dh_row(inner), terms(inner);
-    std::vector<float> dz_block(kept * 2 * inner);
+    std::vector<float> z_row(width), spare(width), dh_row(inner), terms(inner);
+    std::vector<float> dz_block(kept * width);
     std::vector<float> h_block(p.h_columns.defined() ? kTile * inner : 0);
 #pragma omp for schedule(dynamic)
     for (size_t n = 0; n < tiles.size(); ++n) {
       const TokenTile& tile = tiles[n];
       for (int64_t r = tile.row; r < tile.row + tile.tokens; ++r) {
         const int64_t i = r - tile.row;
-        float* dz_row = dz_block.data() + i % kept * 2 * inner;
+        float* dz_row = dz_block.data() + i % kept * width;
         const float prob = p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f;
-        read(p.z, r, 2 * inner, z_row.data());
+        read(p.z, r, width, z_row.data());
+        take_apart(p.activation, z_row, spare);
         read(p.dh, r, inner, dh_row.data());
-        swiglu_grad_row(z_row.data(), z_row.data() + inner, dh_row.data(), inner, prob, p.limit,
-                        dz_row, dz_row + inner, terms.data());
+        with_activation(p.activation, [&](auto act) {
+          grad_row(act, z_row.data(), z_row.data() + up, dh_row.data(), inner, prob, dz_row,
+                   dz_row + up, terms.data());
+        });
+        put_together(p.activation, dz_row, spare);
         dz_rows.put(r, dz_row, p.rule);
         if (p.dprobs.defined()) p.dprobs.as<float>()[r] = sum_row(terms.data(), inner);
         if (p.h_columns.defined())
-          swiglu_row(z_row.data(), inner, prob, p.limit, h_block.data() + i * inner);
+          hidden_row(p.activation, z_row, inner, prob, h_block.data() + i * inner);
       }
       if (p.dz_columns.defined()) put_columns(p.dz_columns, tile, dz_block.data(), p.rule);
       if (p.h_columns.defined()) put_columns(p.h_columns, tile, h_block.data(), p.rule);

@@ -1,31 +1,33 @@
-// pinned_sigmoid of bf16 gates, read from shared memory: 4 instructions a value instead of 16.
+// The sigmoid of bf16 gates, read from shared memory: 4 instructions a value instead of 16.
 #pragma once
 
 #include <cstdint>
 
-#include "common/swiglu.h"
+#include "common/activation.h"
 #include "device/convert.cuh"
 
 namespace fp8moe::cuda {
 
 // Below kLow the sigmoid is that of 0, from kHigh on it is constant: 3,824 magnitudes of either
-// sign. Negative gates lie where bit 14 of a 16-bit byte address, the sign shifted by one, puts
-// them (31,680 bytes).
+// sign for SwiGLU. Negative gates lie where bit 14 of a 16-bit byte address, the sign shifted by
+// one, puts them (31,680 bytes).
+template <class Act>
 struct SigmoidTable {
-  static constexpr uint32_t kLow = 0x33C0, kHigh = 0x42AF;  // 2^-24 1.5 and 87.5 as bf16
+  static constexpr uint32_t kLow = Act::kLowGate, kHigh = 0x42AF;  // 87.5 as bf16
   static constexpr int kMagnitudes = kHigh - kLow + 1;
   static constexpr int kNegative = (1 << 14) / sizeof(float);
+  static_assert(kMagnitudes <= kNegative);
   float of[kNegative + kMagnitudes];
   uint32_t minus_low;  // of two gates; one of two immediates costs an instruction at every use
 
   // By the whole block; the caller synchronizes.
-  __device__ __forceinline__ void fill() {
+  __device__ __forceinline__ void fill(const Act& act) {
     if (threadIdx.x == 0) minus_low = 0x10001u * (0x10000u - kLow);
     for (int i = threadIdx.x; i < 2 * kMagnitudes; i += blockDim.x) {
       const bool negative = i >= kMagnitudes;
       const int m = negative ? i - kMagnitudes : i;
       const float gate = __uint_as_float((kLow + m) << 16);
-      of[(negative ? kNegative : 0) + m] = pinned_sigmoid(negative ? -gate : gate);
+      of[(negative ? kNegative : 0) + m] = act.sigmoid(negative ? -gate : gate);
     }
   }
 

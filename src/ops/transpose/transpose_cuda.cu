@@ -5,8 +5,8 @@
 
 #include "common/backends.h"
 #include "common/dispatch.h"
+#include "device/activation.cuh"
 #include "device/runtime.h"
-#include "device/swiglu.cuh"
 #include "ops/transpose/shift_blocks.cuh"
 #include "ops/transpose/shift_channels.cuh"
 

@@ -1,8 +1,9 @@
-// The operands of the SwiGLU kernels, read as f32 eight at a time, and what is computed from them.
+// The operands of the activation kernels, read as f32 eight at a time, and what is computed from
+// them.
 #pragma once
 
+#include "common/activation.h"
 #include "common/dispatch.h"
-#include "common/swiglu.h"
 #include "device/runtime.h"
 #include "device/tile.cuh"
 
@@ -44,54 +45,77 @@ struct ZSource {
   }
 };
 
-// h = silu(gate) up prob, [R, I]
-struct HiddenSource {
+// z by its activation, of which a switch chooses: for shapes and types without a kernel of its own.
+struct PairSource {
   FloatSource z;
-  const float* probs;  // [R] or nullptr: 1
-  float limit;
+  Activation activation;
+  bool gated;
   int intermediate;  // I
 
-  __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
-    float gate[8], up[8];
-    z.load(row, column, gate);
-    z.load(row, intermediate + column, up);
-    const float prob = probs != nullptr ? probs[row] : 1.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
-      v[i] = swiglu(in, pinned_sigmoid(in.gate), prob);
+  // Eight gates and ups from that column of h on; without a gate, z in the gates' place.
+  __device__ __forceinline__ void load(int64_t row, int column, float (&gate)[8],
+                                       float (&up)[8]) const {
+    if (!activation.interleaved) {
+      z.load(row, column, gate);
+      if (gated) z.load(row, intermediate + column, up);
+      return;
     }
+    float both[2][8];
+    z.load(row, 2 * column, both[0]);
+    z.load(row, 2 * column + 8, both[1]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      gate[i] = both[i / 4][2 * i % 8], up[i] = both[i / 4][2 * i % 8 + 1];
   }
 };
 
-// dz = [dgate | dup], [R, 2I]; terms: of dprob instead.
+// h times prob, [R, I]
+struct HiddenSource {
+  PairSource pairs;
+  const float* probs;  // [R] or nullptr: 1
+
+  __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
+    float gate[8], up[8] = {};
+    pairs.load(row, column, gate, up);
+    const float prob = probs != nullptr ? probs[row] : 1.0f;
+    with_activation(pairs.activation, [&](auto act) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = act.value(gate[i], up[i], act.sigmoid(gate[i])) * prob;
+    });
+  }
+};
+
+// dz, [R, 2I] as z, or [R, I]; terms: of dprob instead.
 struct GradSource {
-  FloatSource z;
+  PairSource pairs;
   FloatSource dh;  // [R, I]
   const float* probs;
-  float limit;
-  int intermediate;
 
   template <typename Body>
   __device__ __forceinline__ void each(int64_t row, int column, Body body) const {
-    float gate[8], up[8], grad[8];
-    z.load(row, column, gate);
-    z.load(row, intermediate + column, up);
+    float gate[8], up[8] = {}, grad[8];
+    pairs.load(row, column, gate, up);
     dh.load(row, column, grad);
-    const float prob = probs != nullptr ? probs[row] : 1.0f;
+    with_activation(pairs.activation, [&](auto act) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const SwigluInput in = clamp_swiglu(gate[i], up[i], limit);
-      body(i, swiglu_grad(in, pinned_sigmoid(in.gate), prob, grad[i]));
-    }
+      for (int i = 0; i < 8; ++i) body(i, act.grad(gate[i], up[i], act.sigmoid(gate[i]), grad[i]));
+    });
   }
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
-    const bool second = column >= intermediate;
-    each(row, second ? column - intermediate : column,
-         [&](int i, SwigluGrad g) { v[i] = second ? g.dup : g.dgate; });
+    const float prob = probs != nullptr ? probs[row] : 1.0f;
+    if (pairs.activation.interleaved) {
+      const int pair = column / 2, first = pair % 8;  // 0 or 4
+      each(row, pair - first, [&](int i, ActivationGrad g) {
+        if (i - i % 4 == first) v[2 * i % 8] = g.dgate * prob, v[2 * i % 8 + 1] = g.dup * prob;
+      });
+      return;
+    }
+    const bool second = column >= pairs.intermediate;
+    each(row, second ? column - pairs.intermediate : column,
+         [&](int i, ActivationGrad g) { v[i] = (second ? g.dup : g.dgate) * prob; });
   }
   __device__ __forceinline__ void terms(int64_t row, int column, float (&v)[8]) const {
-    each(row, column, [&](int i, SwigluGrad g) { v[i] = g.dprob; });
+    each(row, column, [&](int i, ActivationGrad g) { v[i] = g.dprob; });
   }
 };
 
