@@ -109,8 +109,8 @@ class Legs:
 
     def _dispatch(self, slots: int, *ids: Tensor, **of: int) -> None:
         given: dict[str, Any] = dict(of)
-        mark = self.exchange.mark(self.sizes.terms, self.x.device, backward=True)
-        self.carrier.announce_grad(mark)
+        words = self.exchange.words(self.sizes.terms.mark(True), self.x.device)
+        self.carrier.announce_grad(words)
         place = self.carrier.place(self.sizes.terms, slots)
         if place is not None:
             given |= {"peers": place.peers, "out": place.rows}

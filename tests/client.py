@@ -109,6 +109,8 @@ def exchange() -> Tensor:
         *(topk_idx[0].int(), address, mailbox, calls, ended, late), rank=0, timeout_ms=1000
     )
     assert words.shape == (1, S)
+    rows: Tensor = ops.copy_rows(words.clone(), torch.tensor([[words.data_ptr(), 1, 0]]))
+    assert torch.equal(rows, words)
     per_expert = torch.tensor([T, 0, 0, 0], dtype=torch.int32)
     grouped: RoutingPlan = ops.plan_from_counts(per_expert, capacity=T)
     assert int(grouped.row_offsets[-1]) == T

@@ -236,6 +236,10 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **{"rank": 0, "timeout_ms": 0},
             "told": torch.zeros(1, 5, dtype=torch.int32),
         },
+        "copy_rows": {
+            "out": torch.zeros_like(p.probs),
+            "places": torch.tensor([[p.probs.data_ptr(), p.probs.shape[0], 0]]),
+        },
         "transpose_fp8": {
             **fp8("q", p.rows8),
             **plan,

@@ -48,10 +48,10 @@ def assert_times(record: dict[str, Any]) -> None:
 
 def test_every_operator_has_a_case() -> None:
     # plan_from_* are route's other forms, packed_row_bytes a number, zero_workspace no operator;
-    # share_words takes as long as the ranks that it waits for.
+    # share_words takes as long as the ranks that it waits for, copy_rows as the driver's copies.
     assert {op for op in ops.__all__ if op.islower()} - set(CASES) == {
         *("plan_from_counts", "plan_from_row_id_map", "packed_row_bytes", "zero_workspace"),
-        "share_words",
+        *("share_words", "copy_rows"),
     }
 
 

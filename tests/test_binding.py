@@ -210,6 +210,8 @@ def test_every_array_has_one_shape(name: str) -> None:
     """A row too many anywhere is refused: shapes follow from one another, and all are checked."""
     for key, value in tensors(flat_calls()[name]).items():
         call = flat_calls()[name]
+        if key == "places":
+            continue  # any number, also of none
         call[key] = torch.zeros((value.shape[0] + 1, *value.shape[1:])).to(value.dtype)
         refused(extension(name), call, rf"\[{name}\] .*; got ")
 

@@ -102,13 +102,14 @@ def test_verify_passes_and_covers_every_operator(command: Command) -> None:
     assert code == 0
     assert "FAILED" not in out
     # plan_from_* are route's other forms, packed_row_bytes a number, zero_workspace no operator,
-    # share_words waits for other ranks; their tests are their own.
+    # share_words waits for other ranks, copy_rows copies; their tests are their own.
     assert {op for op in ops.__all__ if op.islower() and op not in out} <= {
         "plan_from_counts",
         "plan_from_row_id_map",
         "packed_row_bytes",
         "zero_workspace",
         "share_words",
+        "copy_rows",
     }
 
 

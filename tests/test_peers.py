@@ -4,11 +4,13 @@ the processes share, the whole protocol. What torch.distributed carries is the o
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +168,26 @@ def test_rows_go_to_the_ranks_and_sums_come_from_them(slots: int, segment: int) 
         assert torch.equal(got, ops.unpermute_unpad(rows, plan))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+def test_rows_are_copied_from_their_places(dtype: torch.dtype) -> None:
+    there = [torch.arange(5 * 7).view(5, 7).to(dtype) + r for r in range(3)]
+    out = torch.full((6, 7), POISON).to(dtype)
+    want = torch.cat([there[1][1:3], there[0][:4]])
+    places = [[there[0].data_ptr(), 4, 2], [there[2].data_ptr(), 0, 6]]
+    places.append([there[1][1].data_ptr(), 2, 0])
+    assert ops.copy_rows(out, torch.tensor(places)) is out
+    assert torch.equal(out, want)
+    for count, at in ((3, 4), (-1, 0), (1, -1), (2**62, 2**62)):
+        wrong = torch.tensor([[there[0].data_ptr(), count, at]])
+        with pytest.raises(ValueError, match=r"\[copy_rows\] places must lie within the 6 rows"):
+            ops.copy_rows(out, wrong)
+    with pytest.raises(ValueError, match="places must have the 6 rows of out; got 4"):
+        ops.copy_rows(out, torch.tensor(places[:2]))
+    with pytest.raises(ValueError, match=r"\[copy_rows\] places must be"):
+        ops.copy_rows(out, torch.zeros(2, 2).long())
+    assert torch.equal(out, want)
+
+
 def test_wrong_peers() -> None:
     plan, _ = ops.dispatch_plan(torch.zeros(4, 1).long(), 2, 2)
     x, peers, first = torch.zeros(4, 64), torch.zeros(2).long(), torch.zeros(2).int()
@@ -194,9 +216,8 @@ def poison(layer: MoEExperts) -> None:
     exchange: Any = layer._exchange
     dist.barrier(exchange.group)
     used = exchange._peers.peers
-    for area in (used._wire, *(used._back or ())):
-        if area is not None:
-            area.memory.mine.fill_(POISON)
+    for area in used._room or ():
+        area.memory.mine.fill_(POISON)
     dist.barrier(exchange.group)
 
 
@@ -313,6 +334,40 @@ def test_memory_grows_with_the_batches() -> None:
     sizes = found[0]
     assert sizes == sorted(sizes)
     assert sizes[0] == sizes[1] == sizes[2] < sizes[3] < sizes[4] == sizes[5]
+
+
+def growing_beside_a_graph(group: Any, p: Problem) -> list[bool]:
+    """Whether the memory of captured and of eager exchanges still lives when it had to grow."""
+    layer = layer_of(p, group, transport="peer")
+    tokens = (4, 9, 20, 40)  # each needs more memory
+    held, eager = [], peers_module.capturing
+    for n, count in enumerate(tokens):
+        mine = replace(
+            p,
+            x=p.x[:count],
+            topk_idx=p.topk_idx[:count],
+            probs=p.probs[:count],
+            dout=p.dout[:count],
+        )
+        mine.run(layer)
+        # As if a graph took this one's addresses.
+        peers_module.capturing = lambda device, n=n: n in (0, 2)
+        mine.run(layer)
+        peers_module.capturing = eager
+        room = layer._exchange._peers.peers._room  # type: ignore[union-attr]
+        held.append(weakref.ref(room.sums.memory))
+        del room
+    gc.collect()
+    return [memory() is not None for memory in held]
+
+
+def test_memory_of_a_graph_lives_on() -> None:
+    pool = Pool(2, {2: [0, 1]})  # whose groups have no memory yet
+    try:
+        found = results(pool.run(2, growing_beside_a_graph, batch(64)))
+    finally:
+        pool.close()
+    assert found == [[True, False, True, True]] * 2
 
 
 def compiled(group: Any, p: Problem, capacity: Any) -> None:

@@ -238,6 +238,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         | {"calls": CALLS, "ended": ENDED, "late": WORDS[:1].clone(), "rank": 0}
         | {"timeout_ms": 0, "out": None},
     ),
+    "copy_rows": (
+        ops.copy_rows,
+        {"out": torch.zeros(1, 4), "places": torch.tensor([[MAILBOX.data_ptr(), 1, 0]])},
+    ),
 }
 
 

@@ -346,6 +346,13 @@ typedef struct fp8moe_share_words_args {
 } fp8moe_share_words_args;
 FP8MOE_C_API fp8moe_status fp8moe_share_words(const fp8moe_share_words_args* args, void* stream);
 
+typedef struct fp8moe_copy_rows_args {
+  size_t size;
+  const fp8moe_tensor* out;
+  const fp8moe_tensor* places; /* in host memory */
+} fp8moe_copy_rows_args;
+FP8MOE_C_API fp8moe_status fp8moe_copy_rows(const fp8moe_copy_rows_args* args, void* stream);
+
 /* ---- transposes in the FP8 domain ---- */
 
 typedef struct fp8moe_transpose_fp8_args {

@@ -48,6 +48,9 @@ struct ScaleRule {
 // one each.
 inline constexpr int64_t kZeroWorkspaceBytes = 576;
 
+// Ranks whose rows unpermute_unpad reads at most.
+inline constexpr int64_t kMostPeers = 64;
+
 // ---- quantization ------------------------------------------------------------------------------
 
 // q = Q(x) by 1x128 tiles. x [M, K] f32/f16/bf16; q.layout row or gemm.
@@ -328,7 +331,8 @@ FP8MOE_API void permute_pad_backward(const PermutePadBackward& p, Stream stream 
 // out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
 // peers, first: both or neither. With a plan of dispatch_plan, the rows of slot r are then read
 // where rank r has them (see ShareWords): peers [ranks] i64 are addresses, and this rank's rows for
-// r begin first[r] [ranks] i32 rows behind peers[r]. y [n, C] is what peers[this rank] points at.
+// r begin first[r] rows behind peers[r]; first [ranks] i32 lies in host memory and is read by the
+// call; at most kMostPeers ranks. y [n, C] is what peers[this rank] points at.
 struct UnpermuteUnpad {
   static constexpr const char* op = "unpermute_unpad";
 
@@ -472,9 +476,9 @@ FP8MOE_API void unpack(const Unpack& p, Stream stream = {});
 // rank's: [2, ranks, stride] i32, zero at first, stride > n, 0 <= rank < ranks.
 // calls [1] i32, zero at first: how often the ranks have met here (mod 2^32).
 // ended [1] i32, zero at first: whether one was late; several mailboxes may have one.
-// late [ranks] i32, on the device or in pinned host memory: counts the calls that ended without
-// rank r, timeout_ms after they began. Its words are then zeros, and from then on every call ends
-// at once, with zeros.
+// late [ranks] i32 and told may lie in pinned host memory, too. late counts the calls that ended
+// without rank r, timeout_ms after they began. Its words are then zeros, and from then on every
+// call ends at once, with zeros.
 struct ShareWords {
   static constexpr const char* op = "share_words";
 
@@ -497,6 +501,22 @@ struct ShareWords {
 };
 FP8MOE_API void outputs(ShareWords& p);
 FP8MOE_API void share_words(const ShareWords& p, Stream stream = {});
+
+// out [R, C] f32/f16/bf16/i32/u8 = rows from elsewhere. places [n, 3] i64, in host memory: the
+// address of a place's first row, as out's device has it, its number of rows, and the row of out
+// where they go. The numbers add up to R; addresses are trusted. On CUDA the driver copies the
+// places one by one: from another GPU by a copy engine, which takes no SMs.
+struct CopyRows {
+  static constexpr const char* op = "copy_rows";
+
+  Tensor out{};
+  Tensor places{};
+
+  static constexpr auto fields =
+      std::tuple{fp8moe::out("out", &CopyRows::out), in("places", &CopyRows::places)};
+};
+FP8MOE_API void outputs(CopyRows& p);
+FP8MOE_API void copy_rows(const CopyRows& p, Stream stream = {});
 
 // ---- transposes in the FP8 domain --------------------------------------------------------------
 
@@ -790,6 +810,7 @@ inline constexpr auto operators = std::tuple{&quantize,
                                              &quantize_pack,
                                              &unpack,
                                              &share_words,
+                                             &copy_rows,
                                              &transpose_fp8,
                                              &permute_transpose_fp8,
                                              &count_codes,

@@ -296,6 +296,10 @@ ShareWords params(const fp8moe_share_words_args& c) {
           .told = tensor(c.told)};
 }
 
+CopyRows params(const fp8moe_copy_rows_args& c) {
+  return {.out = tensor(c.out), .places = tensor(c.places)};
+}
+
 TransposeFp8 params(const fp8moe_transpose_fp8_args& c) {
   return {.q = fp8(c.q),
           .plan = plan(c.plan),
@@ -523,6 +527,9 @@ fp8moe_status fp8moe_unpack(const fp8moe_unpack_args* args, void* stream) {
 }
 fp8moe_status fp8moe_share_words(const fp8moe_share_words_args* args, void* stream) {
   return run(&share_words, args, stream);
+}
+fp8moe_status fp8moe_copy_rows(const fp8moe_copy_rows_args* args, void* stream) {
+  return run(&copy_rows, args, stream);
 }
 fp8moe_status fp8moe_transpose_fp8(const fp8moe_transpose_fp8_args* args, void* stream) {
   return run(&transpose_fp8, args, stream);

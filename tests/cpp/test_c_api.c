@@ -79,6 +79,11 @@ static void dispatch(int32_t* ids, float* x, fp8moe_scale_rule rule) {
   CHECK(CALL(share_words, .words = &st, .peers = &at, .mailbox = &mt, .calls = &nt, .ended = &et,
              .late = &ft, .rank = 0, .timeout_ms = 1000, .told = &tt) == FP8MOE_OK);
   CHECK(calls == 1 && ended == 0 && late == 0 && told[0] == 5 && told[2] == 7);
+  int32_t copied[3] = {0};
+  int64_t place[3] = {(int64_t)(intptr_t)told, 1, 0};
+  const fp8moe_tensor copied_t = tensor(copied, FP8MOE_I32, 2, 1, 3, 0);
+  const fp8moe_tensor place_t = tensor(place, FP8MOE_I64, 2, 1, 3, 0);
+  CHECK(CALL(copy_rows, .out = &copied_t, .places = &place_t) == FP8MOE_OK && copied[2] == 7);
 
   uint8_t moved[kTo2 * kK];
   float scale[kBlocks * 4];

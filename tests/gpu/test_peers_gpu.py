@@ -35,26 +35,32 @@ class Meeting:
         self.streams = [torch.cuda.Stream() for _ in range(ranks)]
         torch.cuda.synchronize()
 
-    def share(self, rank: int, words: Any, timeout_ms: int = 20000) -> Any:
+    def share(self, rank: int, words: Any, timeout_ms: int = 20000, out: Any = None) -> Any:
         with torch.cuda.stream(self.streams[rank]):
             return ops.share_words(
                 *(words, self.peers, self.mailboxes[rank], self.calls[rank], self.ended[rank]),
                 self.late[rank],
                 rank=rank,
                 timeout_ms=timeout_ms,
+                out=out,
             )
 
 
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 31])
-def test_words_reach_every_rank(count: int) -> None:
+def test_words_reach_every_rank(count: int, host: bool) -> None:
     meeting = Meeting(3, pinned=True)
     words = torch.randint(0, 1 << 30, (5, 3, count), dtype=torch.int32, device="cuda")
+    out = torch.full((5, 3, 3, count), -1, dtype=torch.int32, pin_memory=True)
     torch.cuda.synchronize()
-    told = [[meeting.share(r, words[call, r]) for r in range(3)] for call in range(5)]
+    told = [
+        [meeting.share(r, words[n, r], out=out[n, r] if host else None) for r in range(3)]
+        for n in range(5)
+    ]
     torch.cuda.synchronize()
     for call in range(5):
         for r in range(3):
-            assert torch.equal(told[call][r], words[call])
+            assert torch.equal(told[call][r].cuda(), words[call])
     assert not any(t.any() for t in meeting.late)
 
 
@@ -88,6 +94,17 @@ def test_late_must_be_pinned() -> None:
         meeting.share(0, torch.zeros(1, dtype=torch.int32, device="cuda"))
 
 
+def test_rows_are_copied_from_their_places() -> None:
+    there = [torch.randn(5, 72, device="cuda") for _ in range(3)]
+    out = torch.full((6, 72), POISON, dtype=torch.float32, device="cuda")
+    places = [[there[0].data_ptr(), 4, 2], [there[2].data_ptr(), 0, 6]]
+    places.append([there[1][1].data_ptr(), 2, 0])
+    ops.copy_rows(out, torch.tensor(places))
+    assert torch.equal(out, torch.cat([there[1][1:3], there[0][:4]]))
+    with pytest.raises(ValueError, match=r"\[copy_rows\] places must be"):
+        ops.copy_rows(out, torch.tensor(places, device="cuda"))
+
+
 @pytest.mark.parametrize("segment", [0, 40, 700])
 @pytest.mark.parametrize("slots", [0, 8])
 @pytest.mark.parametrize("hidden", [272, 7168])
@@ -119,7 +136,7 @@ def test_rows_go_to_the_ranks_and_sums_come_from_them(
         for r in range(ranks):
             there[r, 3 : 3 + offsets[r + 1] - offsets[r]] = rows[offsets[r] : offsets[r + 1]]
         addresses = torch.tensor([t.data_ptr() for t in there], device="cuda")
-        first = torch.full((ranks,), 3, dtype=torch.int32, device="cuda")
+        first = torch.full((ranks,), 3, dtype=torch.int32)
         got = ops.unpermute_unpad(there[2], plan, peers=addresses, first=first)
         assert torch.equal(got, ops.unpermute_unpad(rows, plan))
 
@@ -247,6 +264,48 @@ def replayed(group: Any, p: Any) -> None:
 
 def test_one_graph_for_every_routing(pool: Pool) -> None:
     run(pool, on_mine, replayed, batch(200))
+
+
+def captured_in_turn(group: Any, p: Any) -> None:
+    """Steps of both transports, each captured behind the other, replayed in turn as often as
+    benchmarks/ep.py does; and again when an eager batch has made the memory grow."""
+    tokens = p.x.shape[0]
+    capacity = (tokens, 2 * tokens * SLOTS)
+    layers = [layer_of(p, group, rank_capacity=capacity, transport=t) for t in ("nccl", "peer")]
+    x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
+    graphs, wants, made = [], [], []
+    for layer in layers:
+        leaves = (x, probs, *layer.parameters())
+
+        def step(layer: Any = layer, leaves: Any = leaves) -> list[Any]:
+            out = layer(x, p.topk_idx, probs)
+            return [out, *torch.autograd.grad(out, leaves, p.dout)]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            wants.append(step())
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            made.append(step())
+    several = replace(
+        p, **{f: getattr(p, f).repeat(3, 1) for f in ("x", "topk_idx", "probs", "dout")}
+    )
+    for _ in range(2):
+        for _ in range(8):
+            for graph in graphs:
+                graph.replay()
+                graph.replay()
+        for got, want in zip(made, wants, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a, b)
+        several.run(layer_of(p, group, transport="peer"))  # needs more memory
+
+
+def test_graphs_of_both_transports_in_turn(pool: Pool) -> None:
+    run(pool, on_mine, captured_in_turn, batch(2000))
 
 
 def losing_a_peer(group: Any, when: str) -> tuple[str, float]:

@@ -51,8 +51,8 @@ class Collectives:
         to, by = list(sent[0]), list(received[0])
         return Told(to, by, assignments, received[2:-1], sent[-1], None, 0, 0)
 
-    def first(self, announced: Announced | None, terms: Terms, told: Told | None) -> None:
-        """Sums come to this rank, which looks nowhere."""
+    def make_room(self, terms: Terms, told: Told) -> None:
+        """Rows go into tensors of their own."""
 
     def place(self, terms: Terms, slots: int) -> None:
         """Rows are packed into a tensor."""
@@ -63,7 +63,7 @@ class Collectives:
     def into(self, sizes: Sizes) -> None:
         """Sums are written anywhere."""
 
-    def announce_grad(self, mark: Tensor) -> None:
+    def announce_grad(self, words: Tensor) -> None:
         """Gradients go as the rows did; their marks go with them."""
 
     def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:

@@ -109,7 +109,7 @@ class Exchange:
         self._rank = rank
         self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
-        self._words: dict[Any, Tensor] = {}  # on the device
+        self._words: dict[Any, tuple[Tensor, Tensor]] = {}  # on the device
         self._collectives = Collectives(group, self.ranks, self.segment)
         self._peers: ThroughPeers | None = None  # once there has been an exchange
 
@@ -153,11 +153,11 @@ class Exchange:
                 f"before the capture; got rank_capacity={self.rank_capacity}"
             )
         self._follow(counts.device)
-        words = self._words_of(terms, counts.device)
         if self._peers is None:
+            words = self._words_of(terms, counts.device)[1]
             return self._collectives.announce(counts, words, self._differed)
-        mark = self.mark(terms, counts.device)
-        return self._peers.announce(counts, mark, words, self._differed, not known)
+        words = self.words((*terms.mark(False), *terms), counts.device)
+        return self._peers.announce(words, counts, self._differed, not known)
 
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
@@ -172,13 +172,12 @@ class Exchange:
                 self._agreed.add(terms)
                 for backward in (False, True):  # before a capture, which can copy nothing
                     self.mark(terms, announced.message.device, backward)
-        first = carrier.first(announced, terms, told)
+            carrier.make_room(terms, told)
         if self.segment:
-            return self.fixed(terms, first)
+            return self.fixed(terms)
         assert told is not None
         sent, received, assignments, begins = *told[:3], told.begins
-        whole = sum(sent), sum(received)
-        return Sizes(terms, sent, received, *whole, assignments, begins, first)
+        return Sizes(terms, sent, received, sum(sent), sum(received), assignments, begins)
 
     def carrier(self, terms: Terms) -> Carrier:
         """Moves the rows, once they have been announced: those in FP8 through the ranks' memory,
@@ -232,24 +231,29 @@ class Exchange:
                     for t in (self.dropped, self._differed)
                 )
 
-    def fixed(self, terms: Terms, first: Tensor | None = None) -> Sizes:
+    def fixed(self, terms: Terms) -> Sizes:
         """The sizes of every exchange with a rank capacity."""
         rows, taken = self.ranks * (self.segment + 1), self.ranks * self.segment
         most = min(terms.slots, len(self.local_experts))
         begins = [self._rank * (self.segment + 1)] * self.ranks
         arrive = self._assignments or most * taken
-        return Sizes(terms, None, None, rows, rows, arrive, begins, first)
+        return Sizes(terms, None, None, rows, rows, arrive, begins)
 
     def mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
         """[ranks, 4] i32: the terms in short."""
-        return self._words_of(terms.mark(backward), device)
+        return self._words_of(terms.mark(backward), device)[1]
 
-    def _words_of(self, terms: tuple[int, ...], device: torch.device) -> Tensor:
-        if (terms, device) not in self._words:
+    def words(self, words: tuple[int, ...], device: torch.device) -> Tensor:
+        """The same words, i32, on the device."""
+        return self._words_of(words, device)[0]
+
+    def _words_of(self, words: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Once, and once per rank."""
+        if (words, device) not in self._words:
             with torch.inference_mode(False):
-                words = torch.tensor(terms, dtype=torch.int32, device=device)
-            self._words[terms, device] = words.expand(self.ranks, -1).contiguous()
-        return self._words[terms, device]
+                one = torch.tensor(words, dtype=torch.int32, device=device)
+            self._words[words, device] = one, one.expand(self.ranks, -1).contiguous()
+        return self._words[words, device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         device = self.dropped.device

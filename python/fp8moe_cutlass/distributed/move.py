@@ -95,10 +95,11 @@ class GroupMove:
 
     def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> tuple[Any, Tensor | None]:
         exchange, (plan, sizes, carrier) = self.exchange, route
-        mark = announced = None
-        if exchange.segment or carrier.announces_gradients:
-            mark = exchange.mark(sizes.terms, dout.device, backward=True)
-            announced = carrier.announce_grad(mark)
+        announced = None
+        if carrier.announces_gradients:
+            words = exchange.words(sizes.terms.mark(True), dout.device)
+            announced = carrier.announce_grad(words)
+        mark = exchange.mark(sizes.terms, dout.device, True) if exchange.segment else None
         place, into = carrier.place(sizes.terms, 0), carrier.into(sizes)
         packed = wire.pack_grad(dout, plan, recipe, place)
         rows = carrier.dispatch(packed, sizes, mark)
@@ -154,15 +155,13 @@ class GroupMove:
         return wire.viewed(saved, hidden, slots, recipe)
 
     def route_tensors(self, route: Route) -> list[Tensor]:
-        """The plan's buffer, sizes.first and, without a rank capacity, the other sizes."""
-        sizes, buffer, ranks = route.sizes, route.plan.buffer, self.exchange.ranks
-        # An operator's outputs are its own, and `first` may be of all exchanges.
-        first = buffer.new_empty(ranks) if sizes.first is None else sizes.first.clone()
+        """The plan's buffer and, without a rank capacity, the sizes."""
+        sizes, buffer = route.sizes, route.plan.buffer
         if self.exchange.segment:
-            return [buffer, first]
-        begins = sizes.begins or [0] * ranks
+            return [buffer]
+        begins = sizes.begins or [0] * self.exchange.ranks
         words = [*(sizes.sent or ()), *(sizes.received or ()), *begins, sizes.assignments]
-        return [buffer, first, torch.tensor(words)]
+        return [buffer, torch.tensor(words)]
 
     def route_of(
         self,
@@ -177,13 +176,11 @@ class GroupMove:
         terms = self.terms(hidden, slots, recipe, need)
         plan = RoutingPlan(tensors[0], *self.exchange.plan_sizes(tokens, slots))
         carrier = self.exchange.carrier(terms)
-        first = tensors[1]
         if self.exchange.segment:
-            return Route(plan, self.exchange.fixed(terms, first), carrier)
-        words, ranks = tensors[2].tolist(), self.exchange.ranks
+            return Route(plan, self.exchange.fixed(terms), carrier)
+        words, ranks = tensors[1].tolist(), self.exchange.ranks
         sent, received, begins = words[:ranks], words[ranks : 2 * ranks], words[2 * ranks : -1]
-        whole = sum(sent), sum(received)
-        sizes = Sizes(terms, sent, received, *whole, words[-1], begins, first)
+        sizes = Sizes(terms, sent, received, sum(sent), sum(received), words[-1], begins)
         return Route(plan, sizes, carrier)
 
     def fake(
@@ -192,7 +189,7 @@ class GroupMove:
         """Shapes alone: what `owned` returns for what a body has saved, and route_tensors."""
         slots = topk_idx.shape[1]
         words = buffer_words(*self.exchange.plan_sizes(x.shape[0], slots))
-        route = [x.new_empty(n, dtype=torch.int32) for n in (words, self.exchange.ranks)]
+        route = [x.new_empty(words, dtype=torch.int32)]
         if not self.exchange.segment:
             count = 3 * self.exchange.ranks + 1
             route.append(torch.empty(count, dtype=torch.int64, device="cpu"))

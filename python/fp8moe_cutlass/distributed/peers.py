@@ -19,6 +19,7 @@ exchange u + 1, or, on another stream, u + 2. So nothing that a backward reads l
 from __future__ import annotations
 
 import socket
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.autograd.streams import Written, written
+from fp8moe_cutlass.autograd.streams import Written, capturing, written
 from fp8moe_cutlass.distributed.sizes import Returning
 from fp8moe_cutlass.distributed.symmetric import (
     Memory,
@@ -66,13 +67,24 @@ class _Area:
         self.memory, self.size, self._dtype = memory, size // dtype.itemsize, dtype
         self.peers = [memory.peers(place * size) for place in ends]  # [ranks] i64
         self._mine = memory.mine.view(dtype)
-        self._of = [share.view(dtype) for share in memory.of]
+        self._of = [share.data_ptr() for share in memory.of]
 
-    def view(self, place: int, rows: int, columns: int, first: int = 0, rank: int = -1) -> Tensor:
-        """[rows, columns] in a place of this rank, or another's, from row `first` on."""
-        whole = self._mine if rank < 0 else self._of[rank]
-        begin = whole.storage_offset() + place * self.size + first * columns
-        return whole.as_strided((rows, columns), (columns, 1), begin)
+    def view(self, place: int, rows: int, columns: int) -> Tensor:
+        """[rows, columns] in a place of this rank."""
+        begin = self._mine.storage_offset() + place * self.size
+        return self._mine.as_strided((rows, columns), (columns, 1), begin)
+
+    def address(self, rank: int, place: int, first: int, columns: int) -> int:
+        """Of row `first` in a place of a rank."""
+        return self._of[rank] + (place * self.size + first * columns) * self._mine.itemsize
+
+
+class _Room(NamedTuple):
+    """The memory of one size."""
+
+    wire: _Area  # a place per rank
+    sums: _Area  # two places
+    probs: _Area  # likewise
 
 
 class _Meetings:
@@ -86,13 +98,14 @@ class _Meetings:
         self._calls = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self._of = peers
 
-    def meet(self, words: Tensor) -> Tensor:
-        """words [n] i32 -> those of every rank [ranks, n]."""
+    def meet(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+        """words [n] i32 -> those of every rank [ranks, n], in `out`."""
         of = self._of
         told: Tensor = ops.share_words(
             *(words, self._peers, self._mailbox, self._calls, of.ended, of.late),
             rank=of.rank,
             timeout_ms=of.timeout_ms,
+            out=out,
         )
         of.check()  # on a GPU: of what has been seen until now
         return told
@@ -109,14 +122,15 @@ class Peers:
         self._gpu = device.type == "cuda"
         self.late = torch.zeros(self.ranks, dtype=torch.int32, pin_memory=self._gpu)
         self._late = self.late.numpy()
+        self._told = torch.zeros(self.ranks * _WORDS, dtype=torch.int32, pin_memory=self._gpu)
         self.ended = torch.zeros(1, dtype=torch.int32, device=device)
         self._none = self.ended[:0]
         mailboxes = allocate(group, 2 * 2 * self.ranks * _WORDS * 4, device)
         self._moving = _Meetings(mailboxes, 0, self)
         self._adding = _Meetings(mailboxes, 1, self)
         self._has = Needed(0, 0, 0)
-        self._wire: _Area | None = None
-        self._back: tuple[_Area, _Area] | None = None  # sums and probs
+        self._room: _Room | None = None
+        self._captured: list[_Room] = []  # a graph has their addresses
         self._turn = 0  # of the two places for sums
         self._moved: Written | None = None
         self._summed: list[Written | None] = [None, None]  # by turn
@@ -133,29 +147,40 @@ class Peers:
                 f"{', '.join(str(ranks[r]) for r in late)}: end the processes of this group"
             )
 
-    def begin(self, words: Tensor) -> Tensor:
-        """Begin an exchange; words [n] i32 -> those of every rank [ranks, n]."""
+    def for_host(self, count: int) -> Tensor:
+        """Pinned memory for `count` words of every rank, which the host reads before the next
+        call."""
+        return self._told.as_strided((self.ranks, count), (count, 1))
+
+    def begin(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+        """Begin an exchange; words [n] i32 -> those of every rank [ranks, n], in `out`."""
+        room = self._room
+        if room is not None and capturing(self.device) and room not in self._captured:
+            self._captured.append(room)
         self._turn ^= 1
         for before in (self._moved, self._summed[self._turn]):
             if before is not None:
                 before.wait(())
-        return self._moving.meet(words)
+        return self._moving.meet(words, out)
 
     def make_room(self, needed: Needed, fixed: bool) -> None:
         """Allocates for an exchange that takes `needed`, the same on all ranks; unless that is
-        fixed, a quarter more. The device is idle when there had to be more."""
+        fixed, a quarter more. The device is idle when there had to be more. What there was stays
+        where a graph replays exchanges in it."""
         if all(n <= has for n, has in zip(needed, self._has, strict=True)):
             return
         sizes = (n if fixed else n + n // 4 for n in needed)
         size = self._has = Needed(
             *(-(-max(pair) // _ALIGN) * _ALIGN for pair in zip(sizes, self._has, strict=True))
         )
-        self._wire = self._back = None
+        self._room = None
         agree(self._group(), self.device, True)  # none reads the old memory any more
         with torch.inference_mode(False):
-            self._wire = self._area(size.wire, self.ranks, torch.int64, [self.rank])
-            sums = self._area(size.sums, 2, torch.bfloat16, [0, 1])
-            self._back = sums, self._area(size.probs, 2, torch.float32, [0, 1])
+            self._room = _Room(
+                self._area(size.wire, self.ranks, torch.int64, [self.rank]),
+                self._area(size.sums, 2, torch.bfloat16, [0, 1]),
+                self._area(size.probs, 2, torch.float32, [0, 1]),
+            )
 
     def _area(self, size: int, places: int, dtype: torch.dtype, ends: list[int]) -> _Area:
         return _Area(
@@ -164,29 +189,30 @@ class Peers:
 
     def place(self, width: int) -> Place | None:
         """The place for rows of `width` bytes; None: there is no memory yet."""
-        if self._wire is None:
+        if self._room is None:
             return None
-        words = width // 8
-        rows = self._wire.view(self.rank, self._wire.size // words, words)
-        return Place(rows.view(torch.uint8), self._wire.peers[0])
+        wire, words = self._room.wire, width // 8
+        rows = wire.view(self.rank, wire.size // words, words)
+        return Place(rows.view(torch.uint8), wire.peers[0])
 
     def has(self, place: Place | None) -> bool:
         """Whether `place` is in the memory of now."""
-        return place is not None and self._wire is not None and place.peers is self._wire.peers[0]
+        room = self._room
+        return place is not None and room is not None and place.peers is room.wire.peers[0]
 
     def arrive(self, width: int, counts: list[int]) -> Tensor:
         """The rows [sum of counts, width] u8 that have come, so many from each rank."""
-        assert self._wire is not None
+        assert self._room is not None
         self._moving.meet(self._none)
-        rows = torch.cat([self._wire.view(r, n, width // 8) for r, n in enumerate(counts)])
+        wire = self._room.wire
+        rows = torch.cat([wire.view(r, n, width // 8) for r, n in enumerate(counts)])
         self._moved = _again(self._moved, self.device)
         return rows.view(torch.uint8)
 
     def sums(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Where to write what goes back in this exchange, [rows, columns]; f32 if it is of the
         probs."""
-        assert self._back is not None
-        return self._back[dtype == torch.float32].view(self._turn, rows, columns)
+        return self._back(dtype).view(self._turn, rows, columns)
 
     def ready(self) -> None:
         """What goes back lies in `sums`, on all ranks."""
@@ -195,11 +221,14 @@ class Peers:
             other.wait(())
         self._adding.meet(self._none)
 
+    def _back(self, dtype: torch.dtype) -> _Area:
+        assert self._room is not None
+        return self._room.probs if dtype == torch.float32 else self._room.sums
+
     def sum(self, part: Tensor, plan: RoutingPlan, first: Tensor) -> Tensor:
-        """Sums each token's rows of `part`, which is of `sums`, where they lie. first [ranks] i32:
-        the row at which this rank's begin at each."""
-        assert self._back is not None
-        peers = self._back[part.dtype == torch.float32].peers[self._turn]
+        """Sums each token's rows of `part`, which is of `sums`, where they lie. first [ranks] i32,
+        on the host: the row at which this rank's begin at each."""
+        peers = self._back(part.dtype).peers[self._turn]
         summed: Tensor = ops.unpermute_unpad(part, plan, peers=peers, first=first)
         return summed
 
@@ -207,20 +236,20 @@ class Peers:
         """Begins to copy this rank's rows of `part`, which is of `sums`: counts[r] of rank r, where
         they begin at row first[r]. They come one rank's behind another's, in [rows, .], while what
         is queued from now on runs."""
-        assert self._back is not None
-        area, columns = self._back[part.dtype == torch.float32], part.shape[1]
+        area, columns = self._back(part.dtype), part.shape[1]
         got = part.new_empty(rows, columns)
-        into = got[: sum(counts)].split(counts)  # type: ignore[no-untyped-call]
-        others = [(self.rank + n) % self.ranks for n in range(1, self.ranks + 1)]  # none in a row
-        pairs = [(into[r], area.view(self._turn, counts[r], columns, first[r], r)) for r in others]
+        # Each rank begins behind itself: no rank is read by all at once.
+        turns = [(self.rank + n) % self.ranks for n in range(1, self.ranks + 1)]
+        *into, total = accumulate(counts, initial=0)
+        places = torch.tensor(
+            [(area.address(r, self._turn, first[r], columns), counts[r], into[r]) for r in turns]
+        )
         if self._beside is None:
-            for to, its in pairs:
-                to.copy_(its)
+            ops.copy_rows(got[:total], places)
             return Returning(got, None, part)
         self._beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._beside):  # copies between GPUs, which take no SMs
-            for to, its in pairs:
-                to.copy_(its, non_blocking=True)
+            ops.copy_rows(got[:total], places)
         return Returning(got, self._beside.record_event(), part)
 
     def done(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,10 +26,14 @@ class Sizes:
     rows_sent: int
     rows: int  # received
     assignments: int  # at most so many entries of topk_idx travel on the received rows
-    # Where this rank's rows begin in what each rank received, [ranks], on the host and, as i32, on
-    # the device; None: they travel by torch.distributed.
+    # Where this rank's rows begin in what each rank received, [ranks]; None: they travel by
+    # torch.distributed.
     begins: list[int] | None = None
-    first: Tensor | None = None
+
+    @cached_property
+    def first(self) -> Tensor:
+        """`begins` as an operator takes it."""
+        return torch.tensor(self.begins, dtype=torch.int32)
 
 
 class Announced(NamedTuple):

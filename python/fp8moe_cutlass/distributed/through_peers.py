@@ -16,8 +16,8 @@ _MARK = 4  # words
 
 class ThroughPeers:
     """Does what Collectives does, by the same methods, through peers' memory. A message is [ranks,
-    words], told by each to all: its mark, what goes to each rank, its terms, and how often each
-    rank has differed."""
+    words], told by each to all: its mark, its terms, what goes to each rank and, with a rank
+    capacity, how often each rank has differed."""
 
     announces_gradients = True
 
@@ -25,22 +25,23 @@ class ThroughPeers:
         self.peers, self.ranks, self.rank = peers, peers.ranks, peers.rank
         self.segment = segment
         self._counts = [segment + 1] * self.ranks
-        self._first: Tensor | None = None
-        if segment:
-            begin, device = peers.rank * (segment + 1), peers.device
-            self._first = torch.full((self.ranks,), begin, dtype=torch.int32, device=device)
 
-    def announce(
-        self, counts: Tensor, mark: Tensor, terms: Tensor, differed: Tensor, read: bool
-    ) -> Announced:
-        """read: the host will."""
-        words = torch.cat([mark[0], counts.view(-1), terms[0], differed.view(-1)])
-        message = self.peers.begin(words)
-        if not (read and message.is_cuda):
+    def announce(self, said: Tensor, counts: Tensor, differed: Tensor, read: bool) -> Announced:
+        """said: the mark and the terms. read: the host will."""
+        parts = [said, counts.view(-1)]
+        if self.segment:
+            parts.append(differed.view(-1))
+        words = torch.cat(parts)
+        if not (read and words.is_cuda):
+            message = self.peers.begin(words)
             return Announced(message, message, None)
+        if self.segment:  # the device compares the marks, too
+            message = self.peers.begin(words)
+            found = message.to("cpu", non_blocking=True)
+        else:
+            message = found = self.peers.begin(words, self.peers.for_host(words.numel()))
         # Behind what this rank queues until then, the host would read too late.
-        found = message.to("cpu", non_blocking=True)
-        return Announced(message, found, torch.cuda.current_stream(message.device).record_event())
+        return Announced(message, found, torch.cuda.current_stream(words.device).record_event())
 
     def read(self, announced: Announced) -> list[list[int]]:
         """The message as lists, once it is there."""
@@ -51,22 +52,22 @@ class ThroughPeers:
 
     def told(self, message: list[list[int]], terms: int) -> Told:
         self.peers.check()
-        said, here = _MARK + 2 * self.ranks, _MARK + 2 * self.rank
-        differed = said + terms
-        rows = [of[_MARK:said:2] for of in message]  # of each rank to each
+        begin = _MARK + terms
+        here, differed = begin + 2 * self.rank, begin + 2 * self.ranks
+        rows = [of[begin:differed:2] for of in message]  # of each rank to each
         return Told(
             rows[self.rank],
             [of[here] for of in message],
             sum(of[here + 1] for of in message),
-            list(zip(*(of[said:differed] for of in message), strict=True)),
+            list(zip(*(of[_MARK:begin] for of in message), strict=True)),
             message[self.rank][differed:],
             [sum(of[r] for of in rows[: self.rank]) for r in range(self.ranks)],
             max(map(max, rows)),
             max(map(sum, zip(*rows, strict=True))),
         )
 
-    def _make_room(self, terms: Terms, told: Told) -> None:
-        """Room for an exchange of these sizes, collective."""
+    def make_room(self, terms: Terms, told: Told) -> None:
+        """Room for an exchange of sizes that were read now, collective."""
         of_one, in_all = told.of_one, told.in_all
         if self.segment:
             of_one, in_all = self.segment + 1, self.ranks * (self.segment + 1)
@@ -74,17 +75,6 @@ class ThroughPeers:
         probs = 4 * (terms.slots + -terms.slots % 16)
         needed = Needed(of_one * width, in_all * 2 * terms.hidden_size, in_all * probs)
         self.peers.make_room(needed, fixed=self.segment > 0)
-
-    def first(self, announced: Announced | None, terms: Terms, told: Told | None) -> Tensor:
-        """Where this rank's rows begin in what each rank receives. told: sizes that were read now,
-        for which there is room then."""
-        if told is not None:
-            self._make_room(terms, told)
-        if self._first is not None:
-            return self._first
-        assert announced is not None
-        before = announced.message[: self.rank, _MARK : _MARK + 2 * self.ranks : 2]
-        return before.sum(0, dtype=torch.int32)
 
     def place(self, terms: Terms, slots: int) -> Place | None:
         """Where quantize_pack stores rows with so many slots; None: there is no memory yet."""
@@ -98,9 +88,9 @@ class ThroughPeers:
         """Where the sums are to be written."""
         return self.peers.sums(sizes.rows, sizes.terms.hidden_size)
 
-    def announce_grad(self, mark: Tensor) -> Announced:
+    def announce_grad(self, words: Tensor) -> Announced:
         """Begin the exchange of the gradient."""
-        message = self.peers.begin(mark[0])
+        message = self.peers.begin(words)
         return Announced(message, message, None)
 
     def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
@@ -142,7 +132,6 @@ class ThroughPeers:
     def finish_sums(
         self, returning: list[Returning | None], plan: RoutingPlan, sizes: Sizes
     ) -> list[Tensor | None]:
-        assert sizes.first is not None
         sums: list[Tensor | None] = []
         for r in returning:
             if r is None:

@@ -17,6 +17,7 @@ from fp8moe_cutlass.ops.activation import (
 from fp8moe_cutlass.ops.exchange import (
     Dispatch,
     Unpacked,
+    copy_rows,
     dispatch_plan,
     packed_row_bytes,
     quantize_pack,
@@ -65,6 +66,7 @@ __all__ = [
     "UnpermuteGradients",
     "act_quantize",
     "act_quantize_backward",
+    "copy_rows",
     "count_codes",
     "dequantize",
     "dispatch_plan",

@@ -180,9 +180,9 @@ def share_words(
     are trusted. mailbox, this rank's: int32 [2, ranks, stride], zero at first, stride > n.
     calls [1] int32, zero at first: how often the ranks have met here. ended [1] int32, zero at
     first: whether one was late; several mailboxes may have one.
-    late [ranks] int32, on the device or in pinned memory: counts the calls that ended without a
-    rank, timeout_ms after they began. Its words are then 0, and every call from then on ends at
-    once, with zeros.
+    late [ranks] int32, which may lie in pinned memory, as out may: counts the calls that ended
+    without a rank, timeout_ms after they began. Its words are then 0, and every call from then on
+    ends at once, with zeros.
     """
     if type(rank) is not int or type(timeout_ms) is not int:
         count("share_words", "rank", rank)
@@ -192,3 +192,15 @@ def share_words(
         words, peers, mailbox, calls, ended, late, rank, timeout_ms, wanted
     )
     return told
+
+
+def copy_rows(out: Array, places: Array) -> Array:
+    """out [R, C] (float32, float16, bfloat16, int32 or uint8) = rows from elsewhere; returns out.
+
+    places [n, 3] int64, on the host: the address of a place's first row, as the device of out has
+    it, its number of rows, and the row of out where they go. The numbers add up to R; addresses are
+    trusted. On CUDA the driver copies the places one by one: from another GPU by a copy engine,
+    which takes no SMs.
+    """
+    copied: Array = _C.copy_rows(out, places)
+    return copied

@@ -98,7 +98,8 @@ def unpermute_unpad(
 
     peers [ranks] int64 and first [ranks] int32, with a plan of `dispatch_plan`: the rows of slot r
     are read where rank r has them, as `share_words` describes. peers are addresses; the rows for
-    this rank begin first[r] rows behind peers[r]. y [n, C] is what this rank's address points at.
+    this rank begin first[r] rows behind peers[r]. first lies on the host, and there are at most 64
+    ranks. y [n, C] is what this rank's address points at.
     """
     made: Array = _C.unpermute_unpad(y, plan, probs, peers, first, True if out is None else out)
     return made

@@ -1,4 +1,4 @@
-// dispatch_plan, quantize_pack, unpack, share_words: what they take.
+// dispatch_plan, quantize_pack, unpack, share_words, copy_rows: what they take.
 #include "common/backends.h"
 #include "common/check.h"
 
@@ -154,15 +154,17 @@ void outputs(ShareWords& p) {
   check.dtype(p.calls, "calls", {DType::i32});
   check.tensor(p.ended, "ended", {1});
   check.dtype(p.ended, "ended", {DType::i32});
-  const bool on_host = p.late.device.type == DeviceType::cpu;
-  const Checker either("share_words", on_host ? p.late.device : p.words.device);
-  either.tensor(p.late, "late", {ranks});
-  either.dtype(p.late, "late", {DType::i32});
+  const auto either = [&](const Tensor& t) {  // on the device or on the host
+    const bool on_host = !t.is_wanted() && t.device.type == DeviceType::cpu;
+    return Checker("share_words", on_host ? t.device : p.words.device);
+  };
+  either(p.late).tensor(p.late, "late", {ranks});
+  either(p.late).dtype(p.late, "late", {DType::i32});
   FP8MOE_CHECK(p.rank >= 0 && p.rank < ranks, "[share_words] rank must lie in [0, ", ranks,
                "); got ", p.rank);
   FP8MOE_CHECK(p.timeout_ms >= 0 && p.timeout_ms <= 1'000'000'000,
                "[share_words] timeout_ms must lie in [0, 10^9]; got ", p.timeout_ms);
-  check.output(p.told, "told", {ranks, words}, {DType::i32});
+  either(p.told).output(p.told, "told", {ranks, words}, {DType::i32});
 }
 
 void share_words(const ShareWords& given, Stream stream) {
@@ -175,6 +177,35 @@ void share_words(const ShareWords& given, Stream stream) {
                   {p.late, "late"}},
                  {{p.words, "words"}, {p.peers, "peers"}});
   dispatch(p, p.words.device, stream);
+}
+
+void outputs(CopyRows& p) {
+  const Checker check("copy_rows", p.out.device);
+  check.ndim(p.out, "out", 2);
+  check.tensor(p.out, "out", {p.out.shape[0], p.out.shape[1]});
+  check.dtype(p.out, "out", {DType::f32, DType::f16, DType::bf16, DType::i32, DType::u8});
+  const Checker host("copy_rows", Device{DeviceType::cpu, 0});
+  host.ndim(p.places, "places", 2);
+  host.tensor(p.places, "places", {p.places.shape[0], 3});
+  host.dtype(p.places, "places", {DType::i64});
+}
+
+void copy_rows(const CopyRows& given, Stream stream) {
+  const CopyRows p = checked(given);
+  const Checker check("copy_rows", p.out.device);
+  check.disjoint({{p.out, "out"}}, {{p.places, "places"}});
+  const int64_t rows = p.out.shape[0];
+  int64_t sum = 0;
+  for (int64_t i = 0; i < p.places.shape[0]; ++i) {
+    const auto* place = p.places.as<const int64_t>() + 3 * i;
+    FP8MOE_CHECK(place[1] >= 0 && place[2] >= 0 && place[1] <= rows - place[2],
+                 "[copy_rows] places must lie within the ", rows, " rows of out; got ", place[1],
+                 " from row ", place[2], " on in place ", i);
+    sum += place[1];
+  }
+  FP8MOE_CHECK(sum == rows, "[copy_rows] places must have the ", rows, " rows of out; got ", sum);
+  if (p.out.numel() == 0) return;
+  dispatch(p, p.out.device, stream);
 }
 
 }  // namespace fp8moe

@@ -1,4 +1,4 @@
-// dispatch_plan, quantize_pack, unpack, share_words on the CPU: their definition.
+// dispatch_plan, quantize_pack, unpack, share_words, copy_rows on the CPU: their definition.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -268,6 +268,19 @@ void run(const ShareWords& p, Stream) {
       ++p.late.as<int32_t>()[r];
       *ended = 1;
     }
+  }
+}
+
+// ---- copy_rows ----------------------------------------------------------------------------------
+
+template <>
+void run(const CopyRows& p, Stream) {
+  const int64_t width = p.out.shape[1] * size_of(p.out.dtype);
+  for (int64_t i = 0; i < p.places.shape[0]; ++i) {
+    const auto* place = p.places.as<const int64_t>() + 3 * i;
+    if (place[1] == 0) continue;
+    std::memcpy(p.out.as<uint8_t>() + place[2] * width, reinterpret_cast<const void*>(place[0]),
+                static_cast<size_t>(place[1] * width));
   }
 }
 

@@ -21,7 +21,7 @@ struct Params {
   int32_t* calls;          // [1]
   int32_t* ended;          // [1]
   int32_t* late;           // [ranks], maybe the host's
-  int32_t* told;           // [ranks, n]
+  int32_t* told;           // [ranks, n], likewise
   int words_count;
   int stride;
   int ranks;
@@ -88,12 +88,12 @@ __global__ void __launch_bounds__(32 * kMaxWarps) share(const __grid_constant__ 
 }
 
 // As the device addresses it.
-int32_t* late_of(const Tensor& late) {
-  if (late.device.type == DeviceType::cuda) return late.as<int32_t>();
+int32_t* address_of(const Tensor& t, const char* name) {
+  if (t.device.type == DeviceType::cuda || t.numel() == 0) return t.as<int32_t>();
   cudaPointerAttributes found{};
-  FP8MOE_CUDA_CHECK(cudaPointerGetAttributes(&found, late.data));
-  FP8MOE_CHECK(found.type == cudaMemoryTypeHost && found.devicePointer != nullptr,
-               "[share_words] late must be on the device or in pinned memory; got pageable memory");
+  FP8MOE_CUDA_CHECK(cudaPointerGetAttributes(&found, t.data));
+  FP8MOE_CHECK(found.type == cudaMemoryTypeHost && found.devicePointer != nullptr, "[share_words] ",
+               name, " must be on the device or in pinned memory; got pageable memory");
   return static_cast<int32_t*>(found.devicePointer);
 }
 
@@ -108,8 +108,8 @@ void run(const ShareWords& p, Stream stream) {
                       .mailbox = p.mailbox.as<const int32_t>(),
                       .calls = p.calls.as<int32_t>(),
                       .ended = p.ended.as<int32_t>(),
-                      .late = late_of(p.late),
-                      .told = p.told.as<int32_t>(),
+                      .late = address_of(p.late, "late"),
+                      .told = address_of(p.told, "told"),
                       .words_count = static_cast<int>(p.words.numel()),
                       .stride = static_cast<int>(p.mailbox.shape[2]),
                       .ranks = ranks,

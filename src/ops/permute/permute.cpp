@@ -86,8 +86,11 @@ void outputs(UnpermuteUnpad& p) {
                  p.plan.slots, " and ", p.plan.experts);
     check.tensor(p.peers, "peers", {p.plan.slots});
     check.dtype(p.peers, "peers", {DType::i64});
-    check.tensor(p.first, "first", {p.plan.slots});
-    check.dtype(p.first, "first", {DType::i32});
+    const Checker host("unpermute_unpad", Device{DeviceType::cpu, 0});
+    host.tensor(p.first, "first", {p.plan.slots});
+    host.dtype(p.first, "first", {DType::i32});
+    FP8MOE_CHECK(p.plan.slots <= kMostPeers, "[unpermute_unpad] peers are at most ", kMostPeers,
+                 " ranks; got ", p.plan.slots);
     check.ndim(p.y, "y", 2);
     rows = p.y.shape[0];
   }

@@ -1,4 +1,6 @@
 // unpermute_unpad and its gradient; permute_pad_backward, which is the same sum over rows.
+#include <algorithm>
+
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "device/convert.cuh"
@@ -22,7 +24,7 @@ constexpr int kSumBatch = 8;  // rows in flight
 struct SumParams {
   const char* y;               // [R, C]
   const int64_t* peers;        // [S]: addresses of the rows of each slot, or null
-  const int32_t* first;        // [S]: rows behind them
+  int32_t first[kMostPeers];   // with peers: rows behind them
   const int32_t* row_offsets;  // [S + 1]
   char* out;                   // [T, C]
   const int32_t* row_of;       // [T, S]
@@ -36,7 +38,7 @@ struct SumParams {
 
 // The row of a kept slot, where the rank of the slot has it.
 __device__ __forceinline__ const char* row_at_peer(const SumParams& p, const KeptSlot& kept) {
-  const int row = __ldg(p.first + kept.slot) + kept.row - __ldg(p.row_offsets + kept.slot);
+  const int row = p.first[kept.slot] + kept.row - __ldg(p.row_offsets + kept.slot);
   return reinterpret_cast<const char*>(__ldg(p.peers + kept.slot)) + int64_t{row} * p.vectors * 16;
 }
 
@@ -89,18 +91,19 @@ void gather_sum(const char* op, const Tensor& y, const RoutingPlan& plan, const 
                 const Tensor& peers = {}, const Tensor& first = {}) {
   if (plan.tokens == 0) return;
   const DeviceGuard guard(out.device);
-  const SumParams params{.y = y.as<const char>(),
-                         .peers = peers.as<const int64_t>(),
-                         .first = first.as<const int32_t>(),
-                         .row_offsets = plan.row_offsets(),
-                         .out = out.as<char>(),
-                         .row_of = plan.row_of(),
-                         .probs = probs.as<const float>(),
-                         .row_dprobs = row_dprobs.as<const float>(),
-                         .dprobs = dprobs.as<float>(),
-                         .slots = static_cast<int>(plan.slots),
-                         .vectors = static_cast<int>(out.shape[1] * size_of(out.dtype) / 16),
-                         .read_policy = read_once_policy(out)};
+  SumParams params{.y = y.as<const char>(),
+                   .peers = peers.as<const int64_t>(),
+                   .row_offsets = plan.row_offsets(),
+                   .out = out.as<char>(),
+                   .row_of = plan.row_of(),
+                   .probs = probs.as<const float>(),
+                   .row_dprobs = row_dprobs.as<const float>(),
+                   .dprobs = dprobs.as<float>(),
+                   .slots = static_cast<int>(plan.slots),
+                   .vectors = static_cast<int>(out.shape[1] * size_of(out.dtype) / 16),
+                   .read_policy = read_once_policy(out)};
+  if (first.defined())
+    std::copy_n(first.as<const int32_t>(), plan.slots, static_cast<int32_t*>(params.first));
   dispatch_float(out.dtype, [&]<typename T>() {
     launch(op, peers.defined() ? sum_rows<T, true> : sum_rows<T, false>,
            static_cast<unsigned>(plan.tokens), kSumThreads, plan.slots * sizeof(KeptSlot),
