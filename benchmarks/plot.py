@@ -12,6 +12,7 @@ import numpy as np
 
 import layer_plot
 import plot_style as style
+import quality_plot
 import recipe_plot
 from common import Record
 from ep import ALL_TO_ALL, SAME_EXCHANGE, STEP
@@ -203,6 +204,8 @@ def plot_trace(record: Record, path: Path) -> None:
 def draw(record: Record, path: Path, kernels: bool = False) -> None:
     if "traceEvents" in record:
         return plot_trace(record, path)
+    if "bar" in record:
+        return quality_plot.plot(record, path)
     if "runs" in record:
         return plot_train(record, path)
     op = record["results"][0]["op"]
