@@ -121,6 +121,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         "quantize": {"x": p.x, **new("q", TOKENS, width, layout="row"), **rule},
         "quantize_weight": {
             "w": p.w,
+            "below": None,
             **new("q", EXPERTS, width, width, layout="block"),
             **new("q_t", EXPERTS, width, width, layout="block"),
             **rule,

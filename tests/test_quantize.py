@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,36 @@ def test_one_of_the_two_weights(scale):
         assert torch.equal(got.scale_inv, want.scale_inv)
     with pytest.raises(ValueError, match="transposed must be True, False or 'only'; got 'both'"):
         ops.quantize_weight(w, transposed="both")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("upper", "lower"), [(128, 128), (256, 48), (128, 0), (0, 144)])
+def test_weight_in_two_tensors(upper: int, lower: int, scale: str) -> None:
+    """`below` stands below w in each expert: the bits of one tensor."""
+    w, below = torch.randn(3, upper, 272), 100 * torch.randn(3, lower, 272)
+    whole = torch.cat([w, below], dim=1)
+    for which in (True, False, "only"):
+        got = ops.quantize_weight(w, below=below, scale=scale, transposed=which)
+        want = ops.quantize_weight(whole, scale=scale, transposed=which)
+        for g, t in zip(*([x] if which is not True else x for x in (got, want)), strict=True):
+            assert torch.equal(g.data.view(torch.uint8), t.data.view(torch.uint8))
+            assert torch.equal(g.scale_inv, t.scale_inv)
+
+
+def test_weight_in_two_tensors_that_do_not_fit() -> None:
+    w = torch.randn(2, 128, 32)
+    for wrong, below in [
+        ("[quantize_weight] w.shape[1] must be a multiple of 128; got 144", torch.randn(2, 16, 32)),
+        (
+            "[quantize_weight] below must have w's dtype float32; got float16",
+            torch.randn(2, 16, 32).half(),
+        ),
+        ("[quantize_weight] below must be [2, 16, 32]; got [3, 16, 32]", torch.randn(3, 16, 32)),
+        ("[quantize_weight] below must have 3 dimensions; got [16, 32]", torch.randn(16, 32)),
+        ("[quantize_weight] below.shape[1] must be a multiple of 16; got 8", torch.randn(2, 8, 32)),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            ops.quantize_weight(torch.randn(2, 144, 32) if "144" in wrong else w, below=below)
 
 
 # ---- turn_weight --------------------------------------------------------------------------------

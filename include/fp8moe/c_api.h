@@ -144,6 +144,7 @@ FP8MOE_C_API fp8moe_status fp8moe_quantize(const fp8moe_quantize_args* args, voi
 typedef struct fp8moe_quantize_weight_args {
   size_t size;
   const fp8moe_tensor* w;
+  const fp8moe_tensor* below;   /* optional */
   const fp8moe_fp8_tensor* q;   /* optional */
   const fp8moe_fp8_tensor* q_t; /* optional */
   fp8moe_scale_rule rule;

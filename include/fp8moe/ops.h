@@ -68,18 +68,23 @@ FP8MOE_API void outputs(Quantize& p);
 FP8MOE_API void quantize(const Quantize& p, Stream stream = {});
 
 // q = Q(w) by 128x128 tiles of w [E, N, K], in e4m3, and q_t [E, K, N], its exact transpose with
-// its scales. q or q_t may be left out.
+// its scales. q or q_t may be left out. With `below` [E, M, K], of w's dtype, each expert is w's
+// rows and then those of `below`, as if they were one tensor [E, N + M, K]; N is a multiple of 128.
 struct QuantizeWeight {
   static constexpr const char* op = "quantize_weight";
 
   Tensor w{};
+  Tensor below{};
   Fp8Tensor q{};
   Fp8Tensor q_t{};
   ScaleRule rule{};
 
-  static constexpr auto fields =
-      std::tuple{in("w", &QuantizeWeight::w, kAligned), optional_out("q", &QuantizeWeight::q),
-                 optional_out("q_t", &QuantizeWeight::q_t), option("rule", &QuantizeWeight::rule)};
+  static constexpr auto fields = std::tuple{
+      in("w", &QuantizeWeight::w, kAligned), optional_in("below", &QuantizeWeight::below, kAligned),
+      optional_out("q", &QuantizeWeight::q), optional_out("q_t", &QuantizeWeight::q_t),
+      option("rule", &QuantizeWeight::rule)};
+
+  int64_t rows() const { return w.shape[1] + (below.defined() ? below.shape[1] : 0); }
 };
 FP8MOE_API void outputs(QuantizeWeight& p);
 FP8MOE_API void quantize_weight(const QuantizeWeight& p, Stream stream = {});

@@ -6,6 +6,7 @@ import sys
 import warnings
 
 _LIBRARIES = {"fp8moe_cutlass", "torch", "transformers", "accelerate", "peft", "trl", "megatron"}
+_LIBRARIES |= {"torchtitan"}
 _said: set[str] = set()  # causes, of this process
 
 

@@ -153,7 +153,11 @@ Quantize params(const fp8moe_quantize_args& c) {
 }
 
 QuantizeWeight params(const fp8moe_quantize_weight_args& c) {
-  return {.w = tensor(c.w), .q = fp8(c.q), .q_t = fp8(c.q_t), .rule = rule(c.rule)};
+  return {.w = tensor(c.w),
+          .below = tensor(c.below),
+          .q = fp8(c.q),
+          .q_t = fp8(c.q_t),
+          .rule = rule(c.rule)};
 }
 
 TurnWeight params(const fp8moe_turn_weight_args& c) { return {.q = fp8(c.q), .q_t = fp8(c.q_t)}; }

@@ -121,10 +121,7 @@ class Wgrad(NamedTuple):
     ) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: to a new tensor of `dtype`,
         "float32" or "bfloat16". workspace: the backward's, in its stream's order."""
-        made = _columns(self.rows, self.plan, self.recipe)
-        if self.counters is not None:
-            count(self.counters, f"{self.of} columns", self.rows, self.plan, made)
-        left, right = (self.columns, made) if self.of == "x" else (made, self.columns)
+        left, right = self._operands()
         dw: Tensor = ops.grouped_gemm_wgrad(
             left,
             right,
@@ -135,6 +132,30 @@ class Wgrad(NamedTuple):
             workspace=workspace,
         )
         return dw
+
+    def halves(self, dtype: str, workspace: Tensor | None) -> list[Tensor]:
+        """dW of the upper and of the lower half of N, each a tensor of its own; N a multiple of
+        256. Otherwise as `run`."""
+        left, right = self._operands()
+        n, layout = left.shape[0] // 2, left.scale_layout
+        if layout == "gemm":
+            left = left.to_layout("row")
+        return [
+            ops.grouped_gemm_wgrad(
+                half if layout == "block" else half.to_layout(layout),
+                right,
+                self.plan,
+                out_dtype=dtype,
+                workspace=workspace,
+            )
+            for half in (left[:n], left[n:])
+        ]
+
+    def _operands(self) -> tuple[Fp8Tensor, Fp8Tensor]:
+        made = _columns(self.rows, self.plan, self.recipe)
+        if self.counters is not None:
+            count(self.counters, f"{self.of} columns", self.rows, self.plan, made)
+        return (self.columns, made) if self.of == "x" else (made, self.columns)
 
 
 def enter(t: Tensor, recipe: Fp8Recipe, *, gradient: bool = False, grouped: bool = False) -> Any:

@@ -33,7 +33,8 @@ class Destination:
     """The place where one forward's gradient of one weight goes.
 
     A weight with a `main_grad` (float32 or bfloat16, of the weight's shape, at any address) gets
-    its gradient added there; else it is what .grad adds up, in the weight's grad_dtype.
+    its gradient added there; else it is what .grad adds up, in the weight's grad_dtype. A gate_up
+    that stands for two tensors has a list `halves`, which gets both gradients; autograd gets none.
     """
 
     weight: Any  # torch.nn.Parameter with Megatron's attributes, or any tensor
@@ -50,6 +51,10 @@ class Destination:
             wgrad = wgrad.scaled(average.scale)
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+            halves = getattr(self.weight, "halves", None)
+            if halves is not None:
+                halves += [part.to(self.dtype) for part in wgrad.halves(exact, workspace)]
+                return None
             grad: Tensor = wgrad.run(None, False, exact, workspace)
             if average is not None and average.replicas is not None:
                 average.sum_(grad)

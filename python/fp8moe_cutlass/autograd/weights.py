@@ -136,6 +136,20 @@ def of_one_forward(
     return Fp8Weights(parts[0], parts[2], parts[1], parts[3])
 
 
+def of_halves(
+    gate: Tensor, up: Tensor, down: Tensor, recipe: Fp8Recipe, *, transposed: bool
+) -> Fp8Weights:
+    """FP8 weights for the current stream alone, of gate and up [E, I, H], I a multiple of 128, that
+    are two tensors, and down [E, H, I]. transposed: as dgrad reads them, too."""
+    how: Any = {"transposed": transposed, "scale": recipe.scale, "eps": recipe.eps}
+    gate, up, down = (w.detach().contiguous() for w in (gate, up, down))
+    made = ops.quantize_weight(gate, below=up, **how), ops.quantize_weight(down, **how)
+    if not transposed:
+        return Fp8Weights(*made)
+    (q, q_t), (down_q, down_t) = made
+    return Fp8Weights(q, down_q, q_t, down_t)
+
+
 def quantize_weight(
     w: Tensor, recipe: Fp8Recipe, *, transposed: bool, out: Any = None
 ) -> tuple[Any, Any]:

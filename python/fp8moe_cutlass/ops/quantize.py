@@ -60,6 +60,7 @@ class QuantizedWeight(NamedTuple):
 def quantize_weight(
     w: Array,
     *,
+    below: Array | None = None,
     transposed: Literal[True] = True,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -71,6 +72,7 @@ def quantize_weight(
 def quantize_weight(
     w: Array,
     *,
+    below: Array | None = None,
     transposed: Literal[False, "only"],
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -81,6 +83,7 @@ def quantize_weight(
 def quantize_weight(
     w: Array,
     *,
+    below: Array | None = None,
     transposed: bool | Literal["only"] = True,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -88,6 +91,8 @@ def quantize_weight(
 ) -> Any:
     """Quantizes w [E, N, K] (float32, float16 or bfloat16) to E4M3, once for fprop and dgrad.
 
+    below [E, M, K], of w's dtype: each expert's rows are w's, of which there are a multiple of 128,
+    and then those of `below`: the codes are [E, N + M, K], as of one tensor, without a copy.
     transposed: True returns q and q_t, False q alone, "only" q_t alone.
     """
     op = "quantize_weight"
@@ -100,7 +105,7 @@ def quantize_weight(
         of: Any = ("block", "e4m3", is_pow2(op, scale))
         q = q and given_fp8(op, given[0], *of)
         q_t = q_t and given_fp8(op, given[1], *of)
-    q, q_t = _C.quantize_weight(w, q, q_t, scale, eps)
+    q, q_t = _C.quantize_weight(w, below, q, q_t, scale, eps)
     if q is not None and q_t is not None:
         return QuantizedWeight(q, q_t)
     return q if q_t is None else q_t

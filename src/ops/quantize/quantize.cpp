@@ -27,12 +27,20 @@ void outputs(QuantizeWeight& p) {
   const Checker check("quantize_weight", p.w.device);
   check.ndim(p.w, "w", 3);
   const int64_t experts = p.w.shape[0];
-  const int64_t n = p.w.shape[1];
   const int64_t k = p.w.shape[2];
-  check.tensor(p.w, "w", {experts, n, k});
+  check.tensor(p.w, "w", {experts, p.w.shape[1], k});
   check.dtype(p.w, "w", {DType::f32, DType::f16, DType::bf16});
-  check.multiple(n, "w.shape[1]", 16);
+  check.multiple(p.w.shape[1], "w.shape[1]", p.below.defined() ? 128 : 16);
   check.multiple(k, "w.shape[2]", 16);
+  if (p.below.defined()) {
+    check.ndim(p.below, "below", 3);
+    check.tensor(p.below, "below", {experts, p.below.shape[1], k});
+    FP8MOE_CHECK(p.below.dtype == p.w.dtype, "[quantize_weight] below must have w's dtype ",
+                 name_of(p.w.dtype), "; got ", name_of(p.below.dtype));
+    check.multiple(p.below.shape[1], "below.shape[1]", 16);
+    check.aligned(p.below, "below");
+  }
+  const int64_t n = p.rows();
   const bool rows = p.q.defined() || p.q.is_wanted();
   const bool transposed = p.q_t.defined() || p.q_t.is_wanted();
   FP8MOE_CHECK(rows || transposed, "[quantize_weight] q or q_t is required; got neither");
@@ -45,8 +53,8 @@ void outputs(QuantizeWeight& p) {
 void quantize_weight(const QuantizeWeight& given, Stream stream) {
   const QuantizeWeight p = checked(given);
   const Checker check("quantize_weight", p.w.device);
-  check.disjoint({{p.q, "q"}, {p.q_t, "q_t"}}, {{p.w, "w"}});
-  if (p.w.numel() == 0) return;
+  check.disjoint({{p.q, "q"}, {p.q_t, "q_t"}}, {{p.w, "w"}, {p.below, "below"}});
+  if (p.w.shape[0] * p.rows() * p.w.shape[2] == 0) return;
   dispatch(p, p.w.device, stream);
 }
 

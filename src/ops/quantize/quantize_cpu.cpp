@@ -44,6 +44,7 @@ void run(const Quantize& p, Stream) {
 
 // ---- quantize_weight ----------------------------------------------------------------------------
 // q = Q(w) by 128x128 tiles of w [E, N, K], in E4M3; q_t [E, K, N] holds the same codes transposed.
+// The rows of an expert may lie in two tensors, w and below.
 
 namespace {
 
@@ -68,7 +69,7 @@ void transpose(const CodeTile& tile, int rows, int cols, uint8_t* out, int64_t s
 // A 128x128 tile of weights [E, N, K], and where it begins: in codes [E, N, K] and [E, K, N], and
 // in the scales of both.
 struct WeightTile {
-  int64_t at, at_t, scale, scale_t;
+  int64_t expert, row, at, at_t, scale, scale_t;
   int rows, cols;
 };
 
@@ -82,7 +83,9 @@ void for_each_tile(int64_t experts, int64_t n, int64_t k, const F& f) {
       const int64_t row = nt * kTile;
       for (int64_t kt = 0; kt < k_tiles; ++kt) {
         const int64_t col = kt * kTile;
-        f(WeightTile{.at = (e * n + row) * k + col,
+        f(WeightTile{.expert = e,
+                     .row = row,
+                     .at = (e * n + row) * k + col,
                      .at_t = (e * k + col) * n + row,
                      .scale = (e * n_tiles + nt) * k_tiles + kt,
                      .scale_t = (e * k_tiles + kt) * n_tiles + nt,
@@ -97,12 +100,15 @@ void for_each_tile(int64_t experts, int64_t n, int64_t k, const F& f) {
 
 template <>
 void run(const QuantizeWeight& p, Stream) {
-  const int64_t n = p.w.shape[1];
+  const int64_t n = p.rows(), upper = p.w.shape[1];
   const int64_t k = p.w.shape[2];
   dispatch_float(p.w.dtype, [&]<typename T>() {
     for_each_tile(p.w.shape[0], n, k, [&](const WeightTile& t) {
       CodeTile tile;
-      const float scale_inv = encode_tile(p.w.as<T>() + t.at, k, t.rows, t.cols, p.rule, tile);
+      // at - expert (n - upper) k: the same tile in w; the rows of `below` likewise.
+      const T* in = t.row < upper ? p.w.as<T>() + t.at - t.expert * (n - upper) * k
+                                  : p.below.as<T>() + t.at - (t.expert + 1) * upper * k;
+      const float scale_inv = encode_tile(in, k, t.rows, t.cols, p.rule, tile);
       if (p.q.defined()) {
         uint8_t* out = p.q.data.as<uint8_t>() + t.at;
         for (int i = 0; i < t.rows; ++i)

@@ -105,12 +105,14 @@ namespace {
 
 template <typename T, typename Rule>
 struct TilesParams {
-  const T* w;      // [E, N, K]
+  const T* w;      // [E, upper, K]
+  const T* below;  // [E, N - upper, K], or nullptr
   uint8_t* q;      // [E, N, K], or nullptr
   uint8_t* q_t;    // [E, K, N], or nullptr
   float* scale;    // [E, cdiv(N, 128), cdiv(K, 128)]
   float* scale_t;  // its transpose
   int n, k, n_tiles, k_tiles;
+  int upper;  // rows of an expert in w: N, or a multiple of 128
   Rule scaling;
 };
 
@@ -134,6 +136,8 @@ __global__ __launch_bounds__(kTilesThreads, kBlocksPerSm<T>) void quantize_tiles
   const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
   const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
   const int64_t base = expert * p.n * p.k;
+  const T* in = 128 * n_tile < p.upper ? p.w + expert * p.upper * p.k
+                                       : p.below + (expert * (p.n - p.upper) - p.upper) * p.k;
 
   Vec8<T> x[2][4];
 #pragma unroll
@@ -142,7 +146,7 @@ __global__ __launch_bounds__(kTilesThreads, kBlocksPerSm<T>) void quantize_tiles
     for (int j = 0; j < 4; ++j) {
       x[half][j].clear();
       if (row + 64 * half + j < p.n && column < p.k)
-        x[half][j].load(p.w + base + int64_t{row + 64 * half + j} * p.k + column);
+        x[half][j].load(in + int64_t{row + 64 * half + j} * p.k + column);
     }
   float top = 0.0f;
 #pragma unroll
@@ -193,13 +197,14 @@ __global__ __launch_bounds__(kTilesThreads, kBlocksPerSm<T>) void quantize_tiles
 
 template <>
 void run(const QuantizeWeight& p, Stream stream) {
-  if (p.w.numel() == 0) return;
+  const int64_t n = p.rows(), k = p.w.shape[2];
+  if (p.w.shape[0] * n * k == 0) return;
   const DeviceGuard guard(p.w.device);
-  const int64_t n = p.w.shape[1], k = p.w.shape[2];
   const int64_t n_tiles = cdiv(n, kTile), k_tiles = cdiv(k, kTile);
   dispatch_float(p.w.dtype, [&]<typename T>() {
     dispatch_scaling(p.rule, max_finite(p.w.dtype), [&]<typename Rule>(Rule scaling) {
       const TilesParams<T, Rule> params = {.w = p.w.as<T>(),
+                                           .below = p.below.as<T>(),
                                            .q = p.q.data.as<uint8_t>(),
                                            .q_t = p.q_t.data.as<uint8_t>(),
                                            .scale = p.q.scale_inv.as<float>(),
@@ -208,6 +213,7 @@ void run(const QuantizeWeight& p, Stream stream) {
                                            .k = static_cast<int>(k),
                                            .n_tiles = static_cast<int>(n_tiles),
                                            .k_tiles = static_cast<int>(k_tiles),
+                                           .upper = static_cast<int>(p.w.shape[1]),
                                            .scaling = scaling};
       launch("quantize_weight", quantize_tiles<T, Rule>,
              static_cast<unsigned>(p.w.shape[0] * n_tiles * k_tiles), kTilesThreads, 0,
