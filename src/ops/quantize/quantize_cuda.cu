@@ -136,8 +136,9 @@ __global__ __launch_bounds__(kTilesThreads, kBlocksPerSm<T>) void quantize_tiles
   const int lane = threadIdx.x % 16, group = threadIdx.x / 16;
   const int row = 128 * n_tile + 4 * group, column = 128 * k_tile + 8 * lane;
   const int64_t base = expert * p.n * p.k;
-  const T* in = 128 * n_tile < p.upper ? p.w + expert * p.upper * p.k
-                                       : p.below + (expert * (p.n - p.upper) - p.upper) * p.k;
+  const bool above = 128 * n_tile < p.upper;
+  const int64_t first = above ? expert * p.upper : expert * (p.n - p.upper) - p.upper;
+  const T* in = (above ? p.w : p.below) + (first + row) * p.k + column;
 
   Vec8<T> x[2][4];
 #pragma unroll
@@ -146,7 +147,7 @@ __global__ __launch_bounds__(kTilesThreads, kBlocksPerSm<T>) void quantize_tiles
     for (int j = 0; j < 4; ++j) {
       x[half][j].clear();
       if (row + 64 * half + j < p.n && column < p.k)
-        x[half][j].load(in + int64_t{row + 64 * half + j} * p.k + column);
+        x[half][j].load(in + (64 * half + j) * p.k);  // 128 K elements are within an int
     }
   float top = 0.0f;
 #pragma unroll
