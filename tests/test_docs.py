@@ -26,6 +26,7 @@ PAGES = sorted(
 NOTES = "docs/notes/transformers-step.md"
 MEGATRON = "docs/how-to/megatron-core.md"  # tests/test_megatron_core_docs.py runs it
 JAX = "docs/how-to/jax.md"  # tests/test_jax_moe.py runs it
+TITAN = "docs/how-to/torchtitan.md"  # tests/test_torchtitan.py runs it
 CXX = shutil.which("c++") or shutil.which("g++")
 
 
@@ -72,7 +73,7 @@ SLOW = {"README.md", "docs/how-to/hugging-face.md", "docs/how-to/several-gpus.md
     [
         pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else [])
         for p in PAGES
-        if blocks(p, "python") and p not in (MEGATRON, JAX)
+        if blocks(p, "python") and p not in (MEGATRON, JAX, TITAN)
     ],
 )
 def test_python_runs_as_written(page: str, tmp_path: Path) -> None:
@@ -563,3 +564,15 @@ def test_megatron_table_equals_its_record() -> None:
         for r in record["results"]
     ]
     assert table(MEGATRON, "megatron-h100.json") == want
+
+
+def test_torchtitan_table_equals_its_record() -> None:
+    want = [
+        [
+            r["variant"],
+            *(f"{r[who][step]:.4f}" for step in (0, -1) for who in ("own", "ours")),
+            f"{max(abs(a - b) for a, b in zip(r['own'], r['ours'], strict=True)):.4f}",
+        ]
+        for r in results("torchtitan-losses-cpu.json")
+    ]
+    assert table(TITAN, "torchtitan-losses-cpu.json") == want

@@ -31,10 +31,10 @@ try:
     from torchtitan.config import derive, override
     from torchtitan.models.common.moe import GroupedExperts
 except ImportError as error:
-    installed = {d.name: d.version for d in metadata.distributions(name="torchtitan")}
+    found = [d.version for d in metadata.distributions(name="torchtitan")] or ["none"]
     raise ImportError(
         "[torchtitan] must be torchtitan 0.3.0 or newer, with its `override` and GroupedExperts; "
-        f"got {installed.get('torchtitan', 'none installed')} ({error})"
+        f"got {found[0]} ({error})"
     ) from error
 
 
@@ -107,7 +107,7 @@ def _say_copy(gate: Tensor) -> None:
         "gate beside up",
         "[Fp8GroupedExperts] gate and up are copied into one tensor in each forward, because the "
         f"intermediate size is no multiple of {TILE}; got {tuple(gate.shape)}, "
-        f"{4 * gate.numel() * gate.element_size() / 2**20:.0f} MiB of memory traffic",
+        f"{4 * gate.numel() * gate.element_size() / 2**20:.1f} MiB of memory traffic",
     )
 
 
