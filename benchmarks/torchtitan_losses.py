@@ -36,7 +36,7 @@ ALWAYS = [
 
 
 def losses(folder: Path, text: list[str], ranks: int, *options: str) -> list[float]:
-    import titan_cpu  # type: ignore[import-not-found]
+    import titan_cpu
 
     out, start = folder / "losses.json", [sys.executable]
     if ranks > 1:

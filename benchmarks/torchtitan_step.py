@@ -35,8 +35,8 @@ class Bench:
         self.batch, self.length = (1, 64) if quick else (2, 4096)
         from torch.nn.attention.flex_attention import create_block_mask
 
-        size: Any = (None, None, self.length, self.length)
-        self.mask = create_block_mask(lambda b, h, q, k: q >= k, *size, device=str(device))
+        sizes = (None, None, self.length, self.length)  # of any batch and head
+        self.mask = create_block_mask(lambda b, h, q, k: q >= k, *sizes, str(device))
         plain_attention()
 
     def build(self, who: str) -> tuple[Any, Any]:

@@ -66,7 +66,7 @@ def on_cpu() -> None:
     kind.reset_peak_memory_stats = kind.empty_cache = lambda *_: None
     kind.max_memory_allocated = kind.memory_allocated = kind.memory_reserved = lambda *_: 0
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda _: kind
+    torch._utils._get_device_module = lambda _: kind  # type: ignore[assignment]
 
     barrier = dist.barrier
     dist.barrier = lambda *args, device_ids=None, **named: barrier(*args, **named)  # gloo: none
