@@ -213,7 +213,8 @@ def losses(folder: Path, text: list[str], *arguments: str, ranks: int = 1) -> li
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    replaced = done.stderr.count("GroupedExperts.Config -> Fp8GroupedExperts.Config")
+    said = done.stdout + done.stderr
+    replaced = said.count("GroupedExperts.Config -> Fp8GroupedExperts.Config")
     assert (replaced > 0) == (OURS in arguments)
     found: list[float] = json.loads(out.read_text())
     return found
