@@ -216,7 +216,8 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
     sizes, length = (QUICK, 64) if given.quick else (QWEN3_30B, LENGTH)
     record: Record = {"environment": environment(Limits(device)), "sizes": sizes, "results": []}
     for mode in given.mode or MODES:
-        given.layers, rows = 2 * sizes["layers"], None
+        rows: Any = None
+        given.layers = 2 * sizes["layers"]
         while rows is None:
             given.layers //= 2
             with contextlib.suppress(torch.OutOfMemoryError):
