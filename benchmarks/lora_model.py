@@ -191,7 +191,7 @@ def run_mode(mode: str, tokens: tuple[int, ...], given: Any, device: torch.devic
     model = Model(sizes, given.layers, device, fp8=mode in ("turned", "kept"))
     if mode == "bf16, PEFT":
         pefts_lora(model)
-    rows = []
+    rows: list[Record] = []
     for count in tokens:
         ids = torch.randint(sizes["vocabulary"], (1, count), device=device)
         ids = ids.view(-1, 64 if given.quick else LENGTH)
