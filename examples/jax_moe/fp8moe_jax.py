@@ -45,6 +45,8 @@ def moe_experts(
     _check(x, topk_idx, topk_weights, gate_up, down)
     slots, (experts, hidden, intermediate) = topk_idx.shape[-1], down.shape
     tokens = int(np.prod(x.shape[:-1]))
+    if tokens == 0:
+        return x  # of which no gradient is but zero
     devices = 1 if axis is None else lax.axis_size(axis)
     arriving = tokens * devices
     sizes = _Sizes(
