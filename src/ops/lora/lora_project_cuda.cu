@@ -49,9 +49,8 @@ __global__ __launch_bounds__(kThreads, kRanks == 16 ? 3 : 2) void project(
   using Stage = ProjectStage<kRanks, kRankFirst>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
 
-  // Expert e's blocks begin at index row_offsets[e] / kRows + e; some have no rows. The last rows
-  // come first: in gemm layout they were written last, and are still in L2.
-  const int index = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  // Expert e's blocks begin at index row_offsets[e] / kRows + e; some have no rows.
+  const int index = static_cast<int>(blockIdx.x);
   int begun = 0;
   for (int e = lane; e < p.experts; e += 32) begun += __ldg(p.row_offsets + e) / kRows + e <= index;
   const int expert = static_cast<int>(__reduce_add_sync(kFullWarp, begun)) - 1;
@@ -59,177 +58,121 @@ __global__ __launch_bounds__(kThreads, kRanks == 16 ? 3 : 2) void project(
   const int first = begin + (index - begin / kRows - expert) * kRows;
   const int last_token = begin + __ldg(p.tokens_per_expert + expert);
   if (first >= end) return;
-  // Rows past the last token are that one again, and become zeros at the end.
-  const auto find = [&](int row) { return max(p.rows.at(max(min(row, last_token - 1), 0)), 0); };
 
   // What this thread brings of a K-block: 16 codes of four rows, and pieces of eight of the factor.
   const int piece = static_cast<int>(threadIdx.x) % 8 * 16;
+  const int code_to = Stage::code_at(static_cast<int>(threadIdx.x) / 8, piece);
   const uint8_t* codes[4];
+  int bytes[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = first + static_cast<int>(threadIdx.x) / 8 + 32 * i;
-    codes[i] = pinned(p.rows.codes + int64_t{find(row)} * p.rows.stride + piece);
+    const int at = p.rows.at(row, row < last_token);
+    codes[i] = p.rows.code(max(at, 0), piece);
+    bytes[i] = at < 0 ? 0 : 16;
   }
   constexpr int kPieces = kRankFirst ? 16 : kRanks == 48 ? 8 : kRanks / 8;  // of a row of its tile
   constexpr int kAtOnce = kThreads / kPieces;                               // rows of it
   const int tile_row = static_cast<int>(threadIdx.x) / kPieces;
   const int tile_column = static_cast<int>(threadIdx.x) % kPieces * 8;
-  const int rank = kRankFirst ? tile_row : tile_column;
+  const int rank = kRankFirst ? tile_row : tile_column, k = kRankFirst ? tile_column : tile_row;
   const int row_step = kRankFirst ? p.rows.c : p.rank;
-  const uint16_t* factor = pinned(p.factor + (int64_t{expert} * p.rank * p.rows.c +
-                                              int64_t{tile_row} * row_step + tile_column));
-  const uint32_t base = shared_address(shared);
-  const int code_to = pinned(Stage::code_at(static_cast<int>(threadIdx.x) / 8, piece));
+  const uint16_t* factor =
+      p.factor + (int64_t{expert} * p.rank * p.rows.c + tile_row * row_step + tile_column);
   const int factor_to =
-      pinned(Stage::kCodes + Stage::row_of(tile_row) * Stage::kFactorStride + 2 * tile_column);
-  int codes_left = p.rows.c - piece;  // of this thread's columns
-  int factor_left = rank < p.rank ? p.rows.c - (kRankFirst ? tile_column : tile_row) : 0;
-  uint32_t coming = base;  // the stage to bring
+      Stage::kCodes + Stage::row_of(tile_row) * Stage::kFactorStride + 2 * tile_column;
+  int coming = 0;  // the first k of the K-block to bring
+  uint8_t* next_stage = shared;
   const auto bring = [&] {
+    const bool inside = coming + piece < p.rows.c;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      copy_async(coming + code_to + 32 * 128 * i, codes[i], codes_left > 0 ? 16 : 0);
+      copy_async(next_stage + code_to + 32 * 128 * i, codes[i], inside ? bytes[i] : 0);
       codes[i] += 128;
     }
 #pragma unroll
     for (int i = 0; i < Stage::kFactorRows / kAtOnce; ++i) {
       const int more = kAtOnce * i;
-      const bool wanted = kRankFirst ? factor_left > 0 && rank + more < p.rank : factor_left > more;
+      const bool wanted =
+          kRankFirst ? rank + more < p.rank && coming + k < p.rows.c : coming + k + more < p.rows.c;
       if (kRankFirst || kRanks / 8 == kPieces || rank < kRanks)
-        copy_async(coming + factor_to + Stage::row_of(more) * Stage::kFactorStride,
-                   factor + int64_t{more} * row_step, wanted ? 16 : 0);
+        copy_async(next_stage + factor_to + Stage::row_of(more) * Stage::kFactorStride,
+                   factor + int64_t{more} * row_step, wanted && rank < p.rank ? 16 : 0);
     }
     factor += kRankFirst ? 128 : 128 * p.rank;
-    codes_left -= 128, factor_left -= 128;
-    coming = coming == base + (kStages - 1) * Stage::kBytes ? base : coming + Stage::kBytes;
-  };
-
-  // In f16, whose pairs of codes take one instruction and not four, a factor is multiplied by
-  // `down`, a power of two by which its largest value so far is 2^8 to 2^15. Each thread does so
-  // with what it brought.
-  using T = std::conditional_t<kRanks <= 32, Fp16, Bf16>;
-  float down = 1, up = 1;
-  unsigned limit = 0;  // of values' bits
-  const auto factor_as_f16 = [&](uint32_t stage) {
-    constexpr int kCopies = Stage::kFactorRows / kAtOnce;
-    uint32_t own[kCopies][4];
-    unsigned top = 0;
-    const auto at = [&](int i) {
-      return stage + factor_to + Stage::row_of(kAtOnce * i) * Stage::kFactorStride;
-    };
-    const auto convert = [&] {
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        uint32_t halves[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float2 v = unpack2<Bf16>(own[i][n]);
-          halves[n] = pack2<Fp16>(v.x * down, v.y * down);
-        }
-        store_shared(at(i), halves);
-      }
-    };
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      load_shared(own[i], at(i));
-#pragma unroll
-      for (int n = 0; n < 4; ++n) top = __vmaxu2(top, own[i][n] & 0x7FFF7FFF);
-    }
-    convert();
-    const auto larger = [](unsigned two) { return max(two >> 16, two & 0xFFFF); };
-    if (!__syncthreads_or(larger(top) > limit)) return;
-    __shared__ unsigned most;
-    if (threadIdx.x == 0) most = 0;
-    __syncthreads();
-    top = 0;
-#pragma unroll
-    for (int i = 0; i < 4 * kCopies; ++i) {
-      const auto finite = [](unsigned bits) { return bits < 0x7F80 ? bits : 0; };
-      const uint32_t two = own[i / 4][i % 4] & 0x7FFF7FFF;
-      top = max(top, max(finite(two >> 16), finite(two & 0xFFFF)));
-    }
-    atomicMax(&most, top);
-    __syncthreads();
-    const auto power = [](int biased) { return __int_as_float(biased << 23); };
-    const int biased = min(127 + 8 + 127 - static_cast<int>(most >> 7), 253);
-    if (most > limit) {
-      down = power(biased), up = power(254 - biased);
-      limit = static_cast<unsigned>(min(127 + 15 + 127 - biased, 254)) << 7;
-      convert();
-    }
-    __syncthreads();
+    coming += 128;
+    next_stage =
+        next_stage == shared + (kStages - 1) * Stage::kBytes ? shared : next_stage + Stage::kBytes;
   };
 
   // The rows of this thread's sums, and their scales.
   const int row = first + 16 * warp + g;
-  const float* scales[2] = {pinned(p.rows.scale(find(row), 0)),
-                            pinned(p.rows.scale(find(row + 8), 0))};
+  const float* scales[2];
+  bool there[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = p.rows.at(row + 8 * half, row + 8 * half < last_token);
+    there[half] = at >= 0;
+    scales[half] = p.rows.scale(max(at, 0), 0);
+  }
   const bool idle = first + 16 * warp >= last_token;  // a warp whose rows are all zero
   float sums[kRanks / 8][4] = {};
-  float next[2] = {__ldg(scales[0]), __ldg(scales[1])};
-  const int blocks = (p.rows.c + 127) / 128;
+  float next[2] = {there[0] ? __ldg(scales[0]) : 0.0f, there[1] ? __ldg(scales[1]) : 0.0f};
 #pragma unroll
   for (int block = 0; block < kStages - 1; ++block) {
-    if (block < blocks) bring();
+    if (coming < p.rows.c) bring();
     copy_commit();
   }
-  const int codes_at = pinned(Stage::code_at(16 * warp + g, 16 * c));
-  // Of a [128, kRanks] tile a lane has the address of a row of matrix lane / 8: first and last two
-  // of four codes, of eight ranks and of the next.
-  const int factor_at =
-      pinned(Stage::kCodes +
-             (kRankFirst ? g * Stage::kFactorStride + 32 * c
-                         : (lane / 8 % 2 * 8 + lane % 2 * 4 + lane / 2 % 4) * Stage::kFactorStride +
-                               lane / 16 * 16));
-  uint32_t stage = base;
-  for (int block = 0; block < blocks; ++block) {
+  const uint8_t* stage = shared;
+  for (int done = 0; done < p.rows.c; done += 128) {
     copy_wait<kStages - 2>();
-    if constexpr (std::is_same_v<T, Fp16>) {
-      factor_as_f16(stage);
-    } else {
-      __syncthreads();
-    }
-    if (block + kStages - 1 < blocks) bring();
+    __syncthreads();
+    if (coming < p.rows.c) bring();
     copy_commit();
-    const float scale[2] = {next[0] * up, next[1] * up};
-    if (block + 1 < blocks) {
+    const float scale[2] = {next[0], next[1]};
+    if (done + 128 < p.rows.c) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         scales[half] += p.rows.scale_tile;
-        next[half] = __ldg(scales[half]);
+        if (there[half]) next[half] = __ldg(scales[half]);
       }
     }
-    const uint32_t now = stage;
-    stage = stage == base + (kStages - 1) * Stage::kBytes ? base : stage + Stage::kBytes;
+    const uint8_t* const now = stage;
+    stage = stage == shared + (kStages - 1) * Stage::kBytes ? shared : stage + Stage::kBytes;
     if (idle) continue;
     float part[kRanks / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < 128; k += 64) {
-      uint32_t upper[4], lower[4];
-      load_shared(upper, now + (codes_at ^ k));
-      load_shared(lower, now + (codes_at ^ k) + 8 * 128);
+      const uint8_t* const from = now + Stage::code_at(16 * warp + g, k + 16 * c);
+      const auto upper = *reinterpret_cast<const uint4*>(from);
+      const auto lower = *reinterpret_cast<const uint4*>(from + 8 * 128);
+      const uint32_t words[4][2] = {
+          {upper.x, lower.x}, {upper.y, lower.y}, {upper.z, lower.z}, {upper.w, lower.w}};
+      const uint8_t* const tile = now + Stage::kCodes;
 #pragma unroll
       for (int two = 0; two < 4; two += 2) {  // products, of which each takes four codes
         uint32_t a[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          decode_pairs<F, T>(upper[two + i], a[i][0], a[i][2]);
-          decode_pairs<F, T>(lower[two + i], a[i][1], a[i][3]);
-        }
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            to_bf16x2<F>(words[two + i][half], a[i][half], a[i][half + 2]);
 #pragma unroll
         for (int t = 0; t < kRanks / 8; t += kRankFirst ? 1 : 2) {
-          uint32_t b[4];
           if constexpr (kRankFirst) {
-            load_shared(b, now + factor_at + 8 * t * Stage::kFactorStride + 2 * (k + 4 * two));
-            multiply_add<T>(part[t], a[0], b[0], b[1]);
-            multiply_add<T>(part[t], a[1], b[2], b[3]);
+            const auto b = *reinterpret_cast<const uint4*>(
+                tile + (8 * t + g) * Stage::kFactorStride + 2 * (k + 16 * c + 4 * two));
+            multiply_add(part[t], a[0], b.x, b.y);
+            multiply_add(part[t], a[1], b.z, b.w);
           } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              load_transposed(
-                  b, now + factor_at + (k + 16 * (two + i)) * Stage::kFactorStride + 16 * t);
-              multiply_add<T>(part[t], a[i], b[0], b[1]);
-              multiply_add<T>(part[t + 1], a[i], b[2], b[3]);
+              uint32_t b[4];
+              const int matrix = lane / 8;
+              const int at = k + 8 * (2 * (two + i) + matrix % 2) + lane % 2 * 4 + lane / 2 % 4;
+              load_transposed(b, tile + at * Stage::kFactorStride + 2 * (8 * (t + matrix / 2)));
+              multiply_add(part[t], a[i], b[0], b[1]);
+              multiply_add(part[t + 1], a[i], b[2], b[3]);
             }
           }
         }
@@ -246,11 +189,9 @@ __global__ __launch_bounds__(kThreads, kRanks == 16 ? 3 : 2) void project(
   for (int half = 0; half < 2; ++half) {
     float v[kRanks / 4];
     uint32_t words[kRanks / 8];
-    const bool token = row + 8 * half < last_token;
 #pragma unroll
     for (int t = 0; t < kRanks / 8; ++t) {
       words[t] = pack2<Bf16>(sums[t][2 * half] * p.scaling, sums[t][2 * half + 1] * p.scaling);
-      if (!token) words[t] = 0;
       const float2 rounded = unpack2<Bf16>(words[t]);
       v[2 * t] = rounded.x, v[2 * t + 1] = rounded.y;
     }

@@ -1,6 +1,5 @@
 // lora_wgrad: dfactor[e] = u[rows of e]^T rows[rows of e], from FP8 rows as they lie.
 #include <algorithm>
-#include <cmath>
 
 #include "common/backends.h"
 #include "common/dispatch.h"
@@ -35,16 +34,6 @@ struct Wgrad {
   static constexpr int kOutRank = 128 + 16, kOut = kRanks * kOutRank;
   static constexpr int kShared = std::max(kWarps * kStages * kStage, 4 * kDown * kOut);
 
-  // Where byte `column` of row `row` of the codes lies: pieces of 16 change places by the row, so
-  // that what a warp reads or writes at once lies in all banks.
-  __device__ static int code_at(int row, int column) {
-    const int at = row * kColumns + column;
-    return kColumns == 128 ? at ^ (row % 8 * 16) : at ^ (row / 2 % 4 * 32);
-  }
-  // Of the same column `more` rows on, if they are the next four of eight, or eights.
-  __device__ static int rows_on(int at, int more) {
-    return (kColumns == 128 ? at ^ (more % 8 * 16) : at) + more * kColumns;
-  }
   __device__ static int out_at(int rank, int column) {
     return rank * kOutRank + column + column / 32 * 4;
   }
@@ -64,139 +53,111 @@ __global__ __launch_bounds__(kThreads, kRanks <= 32
   const int begin = __ldg(p.row_offsets + expert);
   const int tokens = __ldg(p.tokens_per_expert + expert);
   const int first = kRows * (warp / W::kAcross), side = warp % W::kAcross * W::kColumns;
-  constexpr int kStride = W::kDown * kRows;  // rows from a step to the next
-  const int steps = max(tokens - first + kStride - 1, 0) / kStride;
+  const int mine = tokens - first;  // rows from this warp's first one on
+  const int steps = mine <= 0 ? 0 : (mine + W::kDown * kRows - 1) / (W::kDown * kRows);
+  uint8_t* const own = shared + warp * (kStages * W::kStage);
 
-  // What this lane brings: pieces of 16 codes of rows from `row` on, the scale of row lane % 16,
-  // pieces of eight of u. Rows past the last token are that one again, with zeros of u.
+  // This lane brings pieces of 16 codes, the scale of row lane % 16, and pieces of eight of u.
   constexpr int kPieces = W::kColumns / 16, kAtOnce = 32 / kPieces;
-  constexpr int kUPieces = kRanks == 48 ? 8 : kRanks / 8, kUAtOnce = 32 / kUPieces;
   const int column = 128 * tile + side + lane % kPieces * 16;
-  const int u_row = lane / kUPieces, u_rank = lane % kUPieces * 8;
-  const uint8_t* const codes = pinned(p.rows.codes + (column < p.rows.c ? column : 0));
-  const float* const scales = pinned(p.rows.scale(0, tile));
-  const uint16_t* u = p.u + (int64_t{begin + first + u_row} * p.rank + min(u_rank, p.rank - 8));
-  int u_left = u_rank < p.rank ? tokens - first - u_row : 0;
-  const uint32_t own = shared_address(shared + warp * (kStages * W::kStage));
-  const int codes_to = pinned(W::code_at(lane / kPieces, lane % kPieces * 16));
-  const int u_to = pinned(W::kUAt + u_row * W::kUStride + 2 * u_rank);
-  int row = first + lane % kRows;
-  const auto find = [&] {
-    const int at = p.rows.at(begin + min(row, tokens - 1));
-    row += kStride;
-    return at;
+  const bool inside = column < p.rows.c;
+  const uint8_t* const codes = p.rows.codes + (inside ? column : 0);
+  const float* const scales = p.rows.scale(0, tile);
+  const uint16_t* const u = p.u + int64_t{begin + first} * p.rank;
+  const auto find = [&](int step) {
+    const int row = W::kDown * kRows * step + lane % kRows;
+    return p.rows.at(begin + first + row, row < mine);
   };
-  uint32_t coming = own;  // the stage to bring
-  const auto bring = [&](int at) {
+  const auto bring = [&](int step, int at) {
+    uint8_t* const stage = own + step % kStages * W::kStage;
 #pragma unroll
-    for (int i = 0; i < kRows / kAtOnce; ++i)
-      copy_async(coming + W::rows_on(codes_to, kAtOnce * i),
-                 codes + int64_t{__shfl_sync(kFullWarp, at, lane / kPieces + kAtOnce * i)} *
-                             p.rows.stride);
-    if (lane < kRows)
-      copy_async_word(coming + W::kScalesAt + 4 * lane, scales + int64_t{at} * p.rows.scale_row);
-#pragma unroll
-    for (int i = 0; i < kRows / kUAtOnce; ++i)
-      if (kUPieces == kRanks / 8 || u_rank < kRanks)
-        copy_async(coming + u_to + i * kUAtOnce * W::kUStride,
-                   u_left > kUAtOnce * i ? u + int64_t{kUAtOnce * i} * p.rank : p.u,
-                   u_left > kUAtOnce * i ? 16 : 0);
-    u += int64_t{kStride} * p.rank;
-    u_left -= kStride;
-    coming = coming == own + (kStages - 1) * W::kStage ? own : coming + W::kStage;
-  };
-
-  // Where a stage has this thread's columns of rows 2c and 2c + 1, and what it multiplies them by.
-  const int codes_at[2] = {pinned(W::code_at(2 * c, W::kMany * g)),
-                           pinned(W::code_at(2 * c + 1, W::kMany * g))};
-  const int u_at = pinned(W::kUAt + (lane % 8 + lane / 16 * 8) * W::kUStride + lane / 8 % 2 * 16);
-  float sums[kRanks / 16][W::kMany][4] = {};  // [16 ranks][column of the thread's][of the product]
-  float down = 1, limit = 0;                  // u times its scale is multiplied by `down`
-
-  if (steps > 0) {
-    int at[kStages];
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) at[s] = find();
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) {
-      if (s < steps) bring(at[s]);
-      copy_commit();
+    for (int i = 0; i < kRows / kAtOnce; ++i) {
+      const int row = lane / kPieces + kAtOnce * i, from = __shfl_sync(kFullWarp, at, row);
+      copy_async(stage + code_at<W::kColumns>(row, lane % kPieces * 16),
+                 codes + int64_t{max(from, 0)} * p.rows.stride, from >= 0 && inside ? 16 : 0);
     }
-    int next = at[kStages - 1];
-    uint32_t stage = own;
-    for (int s = 0; s < steps; ++s) {
-      copy_wait<kStages - 2>();
-      __syncwarp();
-      if (s + kStages - 1 < steps) bring(next);
-      copy_commit();
-      next = find();
+    if (lane < kRows)
+      copy_async_word(stage + W::kScalesAt + 4 * lane,
+                      scales + int64_t{max(at, 0)} * p.rows.scale_row, at >= 0 ? 4 : 0);
+#pragma unroll
+    for (int i = 0; i < kRanks / 16; ++i) {
+      const int row = (lane + 32 * i) / (kRanks / 8), rank = (lane + 32 * i) % (kRanks / 8) * 8;
+      const int from = W::kDown * kRows * step + row;
+      const bool wanted = from < mine && rank < p.rank;
+      copy_async(stage + W::kUAt + row * W::kUStride + 2 * rank,
+                 u + (wanted ? int64_t{from} * p.rank + rank : 0), wanted ? 16 : 0);
+    }
+  };
 
-      uint32_t words[4][W::kMany / 4];  // of rows 2c, 2c + 1 and 8 more
+  float sums[kRanks / 16][W::kMany][4] = {};  // [16 ranks][column of the thread's][of the product]
+  int at[kStages];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        load_shared(words[i], stage + codes_at[i % 2] + i / 2 * (8 * W::kColumns));
-      const float2 by[2] = {load_shared2(stage + W::kScalesAt + 8 * c),
-                            load_shared2(stage + W::kScalesAt + 8 * c + 32)};
-      uint32_t a[kRanks / 16][4];
-      float2 v[kRanks / 16][4];
-      float top = 0;
+  for (int s = 0; s < kStages; ++s) at[s] = find(s);
 #pragma unroll
-      for (int m = 0; m < kRanks / 16; ++m) {
-        load_transposed(a[m], stage + u_at + 32 * m);
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (s < steps) bring(s, at[s]);
+    copy_commit();
+  }
+  int next = at[kStages - 1];
+  for (int s = 0; s < steps; ++s) {
+    copy_wait<kStages - 2>();
+    __syncwarp();
+    if (s + kStages - 1 < steps) bring(s + kStages - 1, next);
+    copy_commit();
+    next = find(s + kStages);
+
+    const uint8_t* const stage = own + s % kStages * W::kStage;
+    uint32_t words[4][W::kMany / 4];  // this thread's columns of rows 2c, 2c + 1 and 8 more
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v[m][i] = unpack2<Bf16>(a[m][i]);
-          v[m][i].x *= by[i / 2].x, v[m][i].y *= by[i / 2].y;
-          top = fmaxf(top, fmaxf(fabsf(v[m][i].x), fabsf(v[m][i].y)));
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* const from =
+          stage + code_at<W::kColumns>(2 * c + i % 2 + i / 2 * 8, W::kMany * g);
+      if constexpr (W::kMany == 16) {
+        const auto v = *reinterpret_cast<const uint4*>(from);
+        words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+      } else {
+        const auto v = *reinterpret_cast<const uint2*>(from);
+        words[i][0] = v.x, words[i][1] = v.y;
+      }
+    }
+    const float* const by = reinterpret_cast<const float*>(stage + W::kScalesAt);
+    // Scales that bf16 can hold, as powers of two are: the product is rounded once either way.
+    const bool exact = !__any_sync(kFullWarp, (__float_as_uint(by[lane % kRows]) & 0xFFFF) != 0);
+    const float2 two[2] = {*reinterpret_cast<const float2*>(by + 2 * c),
+                           *reinterpret_cast<const float2*>(by + 2 * c + 8)};
+    uint32_t a[kRanks / 16][4];
+#pragma unroll
+    for (int m = 0; m < kRanks / 16; ++m) {
+      const int row = lane % 8 + lane / 16 * 8, rank = 16 * m + lane / 8 % 2 * 8;
+      load_transposed(a[m], stage + W::kUAt + row * W::kUStride + 2 * rank);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 scale = two[i / 2];
+        if (exact) {
+          a[m][i] = multiply2(
+              a[m][i], __byte_perm(__float_as_uint(scale.x), __float_as_uint(scale.y), 0x7632));
+        } else {
+          const float2 v = unpack2<Bf16>(a[m][i]);
+          a[m][i] = pack2<Bf16>(v.x * scale.x, v.y * scale.y);
         }
       }
-      stage = stage == own + (kStages - 1) * W::kStage ? own : stage + W::kStage;
-      top = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(top)));
-      if (top >
-          limit) {  // f16 would not hold it: 256 is what the largest becomes, or somewhat more
-        const auto finite = [](float x) { return fabsf(x) < INFINITY ? fabsf(x) : 0.0f; };
-        top = 0;
+    }
 #pragma unroll
-        for (int m = 0; m < kRanks / 16; ++m)
+    for (int j = 0; j < W::kMany; j += 2) {
+      const uint32_t pairs = j % 4 == 0 ? 0x5140 : 0x7362;  // of both rows, columns j and j + 1
+      uint32_t b0[2], b1[2];
+      to_bf16x2<F>(__byte_perm(words[0][j / 4], words[1][j / 4], pairs), b0[0], b0[1]);
+      to_bf16x2<F>(__byte_perm(words[2][j / 4], words[3][j / 4], pairs), b1[0], b1[1]);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) top = fmaxf(top, fmaxf(finite(v[m][i].x), finite(v[m][i].y)));
-        const auto power = [](int biased) { return __int_as_float(biased << 23); };
-        const unsigned bits = __reduce_max_sync(kFullWarp, __float_as_uint(top));
-        const int biased = min(127 + 8 + 127 - static_cast<int>(bits >> 23), 253);
-        if (bits != 0 && (limit == 0 || power(biased) < down)) {
-          const float change = power(biased) / down;
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-          for (int m = 0; m < kRanks / 16; ++m)
-#pragma unroll
-            for (int j = 0; j < W::kMany; ++j)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) sums[m][j][i] *= change;
-          down = power(biased), limit = power(min(127 + 15 + 127 - biased, 254));
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kRanks / 16; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = pack2<Fp16>(v[m][i].x * down, v[m][i].y * down);
-#pragma unroll
-      for (int j = 0; j < W::kMany; j += 2) {
-        const uint32_t pairs = j % 4 == 0 ? 0x5140 : 0x7362;  // of both rows, columns j and j + 1
-        uint32_t b0[2], b1[2];
-        decode_pairs<F, Fp16>(__byte_perm(words[0][j / 4], words[1][j / 4], pairs), b0[0], b0[1]);
-        decode_pairs<F, Fp16>(__byte_perm(words[2][j / 4], words[3][j / 4], pairs), b1[0], b1[1]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int m = 0; m < kRanks / 16; ++m)
-            multiply_add<Fp16>(sums[m][j + i], a[m], b0[i], b1[i]);
-      }
+        for (int m = 0; m < kRanks / 16; ++m) multiply_add(sums[m][j + i], a[m], b0[i], b1[i]);
     }
   }
 
   // This thread has 2 kMany columns from side + 2 kMany c on, of ranks g and g + 8 of each 16.
   copy_wait<0>();
   __syncthreads();
-  const float up = 1 / down;
   float* const out = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int m = 0; m < kRanks / 16; ++m)
@@ -206,7 +167,7 @@ __global__ __launch_bounds__(kThreads, kRanks <= 32
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < W::kMany; j += 4) {
-          const auto sum = [&](int n) { return sums[m][j + n][2 * half + i] * up; };
+          const auto sum = [&](int n) { return sums[m][j + n][2 * half + i]; };
           float* const to = out + warp / W::kAcross * W::kOut +
                             W::out_at(16 * m + 8 * half + g, side + W::kMany * (2 * c + i) + j);
           *reinterpret_cast<float4*>(to) = {sum(0), sum(1), sum(2), sum(3)};
