@@ -69,19 +69,48 @@ struct PairSource {
   }
 };
 
+struct Eight {
+  float of[8];
+};
+struct EightGradients {
+  Eight dgate, dup, dprob;
+};
+
+// Functions that are called, for the switch inlined everywhere would be megabytes of code.
+__device__ __noinline__ inline Eight values_of(const Activation a, const Eight gate,
+                                               const Eight up) {
+  Eight h;
+  with_activation(a, [&](auto act) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) h.of[i] = act.value(gate.of[i], up.of[i], act.sigmoid(gate.of[i]));
+  });
+  return h;
+}
+__device__ __noinline__ inline EightGradients gradients_of(const Activation a, const Eight gate,
+                                                           const Eight up, const Eight dh) {
+  EightGradients made;
+  with_activation(a, [&](auto act) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const ActivationGrad g = act.grad(gate.of[i], up.of[i], act.sigmoid(gate.of[i]), dh.of[i]);
+      made.dgate.of[i] = g.dgate, made.dup.of[i] = g.dup, made.dprob.of[i] = g.dprob;
+    }
+  });
+  return made;
+}
+
 // h times prob, [R, I]
 struct HiddenSource {
   PairSource pairs;
   const float* probs;  // [R] or nullptr: 1
 
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
-    float gate[8], up[8] = {};
-    pairs.load(row, column, gate, up);
+    Eight gate, up = {};
+    pairs.load(row, column, gate.of, up.of);
     const float prob = probs != nullptr ? probs[row] : 1.0f;
-    with_activation(pairs.activation, [&](auto act) {
+    const Eight h = values_of(pairs.activation, gate, up);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = act.value(gate[i], up[i], act.sigmoid(gate[i])) * prob;
-    });
+    for (int i = 0; i < 8; ++i) v[i] = h.of[i] * prob;
   }
 };
 
@@ -91,31 +120,34 @@ struct GradSource {
   FloatSource dh;  // [R, I]
   const float* probs;
 
-  template <typename Body>
-  __device__ __forceinline__ void each(int64_t row, int column, Body body) const {
-    float gate[8], up[8] = {}, grad[8];
-    pairs.load(row, column, gate, up);
-    dh.load(row, column, grad);
-    with_activation(pairs.activation, [&](auto act) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) body(i, act.grad(gate[i], up[i], act.sigmoid(gate[i]), grad[i]));
-    });
+  __device__ __forceinline__ EightGradients at(int64_t row, int column) const {
+    Eight gate, up = {}, grad;
+    pairs.load(row, column, gate.of, up.of);
+    dh.load(row, column, grad.of);
+    return gradients_of(pairs.activation, gate, up, grad);
   }
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
     const float prob = probs != nullptr ? probs[row] : 1.0f;
     if (pairs.activation.interleaved) {
-      const int pair = column / 2, first = pair % 8;  // 0 or 4
-      each(row, pair - first, [&](int i, ActivationGrad g) {
-        if (i - i % 4 == first) v[2 * i % 8] = g.dgate * prob, v[2 * i % 8 + 1] = g.dup * prob;
-      });
+      const int pair = column / 2;
+      const bool second = pair % 8 != 0;  // of the two fours
+      const EightGradients g = at(row, pair - pair % 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[2 * i] = (second ? g.dgate.of[4 + i] : g.dgate.of[i]) * prob;
+        v[2 * i + 1] = (second ? g.dup.of[4 + i] : g.dup.of[i]) * prob;
+      }
       return;
     }
     const bool second = column >= pairs.intermediate;
-    each(row, second ? column - pairs.intermediate : column,
-         [&](int i, ActivationGrad g) { v[i] = (second ? g.dup : g.dgate) * prob; });
+    const EightGradients g = at(row, second ? column - pairs.intermediate : column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = (second ? g.dup.of[i] : g.dgate.of[i]) * prob;
   }
   __device__ __forceinline__ void terms(int64_t row, int column, float (&v)[8]) const {
-    each(row, column, [&](int i, ActivationGrad g) { v[i] = g.dprob; });
+    const EightGradients g = at(row, column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = g.dprob.of[i];
   }
 };
 

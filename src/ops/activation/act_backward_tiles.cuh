@@ -13,32 +13,16 @@
 // than a block of tokens; and they wait for lower blocks of the grid alone, which started earlier.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cuda/atomic>
 
-#include "device/activation.cuh"
+#include "ops/activation/act_backward.cuh"
 #include "ops/activation/sigmoid_table.cuh"
 #include "ops/activation/split_barrier.cuh"
 #include "ops/activation/tile_item.cuh"
 
 namespace fp8moe::cuda {
-
-// Of both one-pass kernels, this one and backward_rows. Without a gate z and dz are [R, I]: what is
-// said of the gate is then of them, and there is no up.
-template <class Act>
-struct ActBackward {
-  static constexpr int kParts = Act::kGated ? 2 : 1;  // of a row of z, I each
-  const uint16_t* z;                                  // [R, 2I] bf16
-  const uint16_t* dh;                                 // [R, I] bf16
-  const float* probs;                                 // [R] or nullptr: 1
-  int rows, intermediate, tiles;                      // tiles: I / 128
-  PlanView plan;
-  RowsOut dz;     // [R, 2I]
-  float* dprobs;  // [R] or nullptr
-  Pow2Scaling scaling;
-  Act act;
-  int rows_per_block = 0;           // of backward_rows
-  unsigned* carry_ready = nullptr;  // of backward_tiles, with dprobs: a zero word per range
-};
 
 using BackwardTile = Tile<16>;
 
@@ -362,6 +346,31 @@ __global__ __launch_bounds__(512,
 #pragma unroll
   for (int o = 0; o < kOuts; ++o)
     if (items > 0) store_columns(o, items - 1, item.block, item.tile);
+}
+
+// Tiles that a range of backward_tiles has at least. Where sums of dprob are handed on, a block of
+// tokens takes as long as a range of it and a wait, of about half a tile's time, a range.
+inline int64_t fewest_tiles(int64_t tiles, bool dprobs) {
+  return dprobs ? std::lround(std::sqrt(static_cast<double>(tiles))) : 1;
+}
+
+template <typename F>
+void launch_tiles(const ActQuantizeBackward& p, cudaStream_t stream) {
+  const int64_t tiles = p.dh.shape[1] / kTile, all = p.plan.columns() / kTile * tiles;
+  if (all == 0) return;
+  const ActBackwardColumns to = {columns_out(p.dz_columns), columns_out(p.h_columns)};
+  const int64_t ranges =
+      std::min<int64_t>(cdiv(all, fewest_tiles(tiles, p.dprobs.defined())), kMostRanges);
+  const unsigned grid = persistent_grid(p.dh.device, ranges, 1);
+  const ColumnKind kind = kind_of(p.dz_columns.defined() ? p.dz_columns : p.h_columns);
+  with_activation(p.activation, [&]<class Act>(Act act) {
+    const auto go = [&]<ColumnKind kKind>() {
+      launch(kBackward, backward_tiles<F, kKind, Act>, grid, BackwardTile::kThreads,
+             sizeof(BackwardTilesShared<Act>), stream, backward_of(p, act), to);
+    };
+    kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()
+                              : go.template operator()<ColumnKind::column>();
+  });
 }
 
 }  // namespace fp8moe::cuda

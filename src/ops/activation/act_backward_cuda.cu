@@ -1,0 +1,226 @@
+// act_quantize_backward, its kernels templates over the activations of common/activation.h.
+//
+// dz = Q([dgate | dup]), of z's shape, and dprob [R] of dh [R, I] and z [R, 2I], or [R, I] without
+// a gate; optional columns of dz [2I, Kcap] and of h [I, Kcap], h recomputed.
+//
+// bf16 operands, not interleaved, and I % 128 == 0 take one pass: backward_rows, or backward_tiles
+// (act_backward_tiles.cuh) where columns are asked for. Else each output takes a pass of its own.
+#include <type_traits>
+
+#include "common/backends.h"
+#include "common/dispatch.h"
+#include "device/runtime.h"
+#include "ops/activation/act_backward.cuh"
+
+namespace fp8moe::cuda {
+
+namespace {
+
+// dgate and dup without prob, which the scale of the codes takes in, and the terms of dprob.
+template <class Act, int N>
+__device__ __forceinline__ void gradient(const Act& act, const float (&gate)[N],
+                                         const float (&up)[N], const float (&dh)[N],
+                                         float (&dgate)[N], float (&dup)[N], float (&term)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const ActivationGrad g = act.grad(gate[i], up[i], act.sigmoid(gate[i]), dh[i]);
+    dgate[i] = g.dgate, dup[i] = g.dup, term[i] = g.dprob;
+  }
+}
+
+constexpr int kStages = 3;
+
+// A lane's 6 vectors of a tile of its row (gate, up, dh), in a place of shared memory that is only
+// its own: no barrier between the copy and the reads. Without a gate they are 4.
+template <class Act>
+struct BackwardRowsShared {
+  static constexpr int kVectors = Act::kGated ? 6 : 4;
+  uint4 vector[kStages][kVectors][256];
+};
+
+template <int kVectors>
+__device__ __forceinline__ void stage_row(const uint16_t* gate, const uint16_t* up,
+                                          const uint16_t* dh, int bytes,
+                                          uint4 (&vector)[kVectors][256]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    copy_async(&vector[half][threadIdx.x], gate + 64 * half, bytes);
+    if constexpr (kVectors == 6) copy_async(&vector[2 + half][threadIdx.x], up + 64 * half, bytes);
+    copy_async(&vector[kVectors - 2 + half][threadIdx.x], dh + 64 * half, bytes);
+  }
+}
+
+// A tile's row of dgate or dup, by the 8 lanes that share it.
+template <typename F>
+__device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, const float (&v)[16],
+                                               float prob, bool written, bool token,
+                                               Pow2Scaling scaling) {
+  const TileScale s = scaling.of<F>(lanes_max<8>(weighted_amax(v, prob)));
+  if (!written) return;
+  Tile<8>::store_codes<F>(codes, v, s.scale * prob);
+  if (Tile<8>::lane() == 0) *scale = token ? s.scale_inv : 0.0f;
+}
+
+// rows_per_block rows per block, all their tiles: 32 / rows_per_block sets of lanes take the tiles
+// in turn, and their sums of dprob meet in shared memory, to be added in order.
+template <typename F, class Act>
+__global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> ? 3 : 2) void backward_rows(
+    const __grid_constant__ ActBackward<Act> p) {
+  using Shared = BackwardRowsShared<Act>;
+  constexpr int kVectors = Shared::kVectors;
+  extern __shared__ __align__(128) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<Shared*>(bytes);
+  auto* tile_sums = reinterpret_cast<float*>(bytes + sizeof(Shared));  // [tiles][rows]
+  const int group = threadIdx.x / 8, r = group % p.rows_per_block;
+  const int64_t row = int64_t{blockIdx.x} * p.rows_per_block + r;
+  const RowKind kind = row_kind(p.plan, row, p.rows);
+  const float prob = p.probs != nullptr && kind.token ? p.probs[row] : 1.0f;
+  const int step = 32 / p.rows_per_block, mine = group / p.rows_per_block;
+  const int rounds = (p.tiles + step - 1) / step;  // the same for all lanes of a warp
+  const int64_t readable = kind.token ? row : 0;
+  const int64_t column = 128 * int64_t{mine} + Tile<8>::column(0);
+  const uint16_t* gates = p.z + p.kParts * readable * p.intermediate + column;
+  const uint16_t* grads = p.dh + readable * p.intermediate + column;
+  const int bytes_read = kind.token ? 16 : 0;
+  int staged = mine;  // the next tile to ask for
+  const auto stage = [&](int at) {
+    if (staged < p.tiles)
+      stage_row(gates, gates + p.intermediate, grads, bytes_read, shared.vector[at]);
+    copy_commit();
+    staged += step, gates += 128 * step, grads += 128 * step;
+  };
+#pragma unroll
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) stage(ahead);
+  uint8_t* codes = p.dz.data + row * p.dz.ld + column;
+  float* scale = p.dz.scale + row * p.dz.scale_row + mine * p.dz.scale_tile;
+  float* const sums = tile_sums + mine * p.rows_per_block + r;
+  int at = 0;
+#pragma unroll 1
+  for (int round = 0; round < rounds; ++round) {
+    const int tile = round * step + mine;
+    const auto& vector = shared.vector[at];
+    stage(at == 0 ? kStages - 1 : at - 1);
+    at = at == kStages - 1 ? 0 : at + 1;
+    copy_wait<kStages - 1>();
+    float gate[16], up[16], dh[16], dgate[16], dup[16], term[16];
+    unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
+    unpack16(vector[kVectors - 4][threadIdx.x], vector[kVectors - 3][threadIdx.x], up);
+    unpack16(vector[kVectors - 2][threadIdx.x], vector[kVectors - 1][threadIdx.x], dh);
+    gradient(p.act, gate, up, dh, dgate, dup, term);
+    const bool written = kind.written && tile < p.tiles;
+    store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
+    if constexpr (Act::kGated)
+      store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob,
+                        written, kind.token, p.scaling);
+    codes += 128 * step, scale += step * p.dz.scale_tile;
+    if (p.dprobs != nullptr) {
+      float (&low)[8] = *reinterpret_cast<float (*)[8]>(&term[0]);
+      float (&high)[8] = *reinterpret_cast<float (*)[8]>(&term[8]);
+      const float sum = lanes_tree_sum<8>(tree_sum<8>(low)) + lanes_tree_sum<8>(tree_sum<8>(high));
+      if (tile < p.tiles && Tile<8>::lane() == 0) sums[32 * round] = sum;
+    }
+  }
+  if (p.dprobs == nullptr) return;
+  __syncthreads();
+  if (threadIdx.x < p.rows_per_block) {
+    const int64_t last = int64_t{blockIdx.x} * p.rows_per_block + threadIdx.x;
+    if (!row_kind(p.plan, last, p.rows).written) return;
+    float sum = 0.0f;
+    for (int tile = 0; tile < p.tiles; ++tile)
+      sum += tile_sums[tile * p.rows_per_block + threadIdx.x];
+    p.dprobs[last] = sum;
+  }
+}
+
+// dprob[row]: a warp per row, 16 lanes per tile of 128 terms; tiles in ascending order
+// (common/reduce.h).
+__global__ void __launch_bounds__(256)
+    sum_dprobs(const __grid_constant__ GradSource source, const __grid_constant__ PlanView plan,
+               int rows, float* dprobs) {
+  const int64_t row = int64_t{8} * blockIdx.x + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const RowKind kind = row_kind(plan, row, rows);
+  if (!kind.written) return;
+  float sum = 0.0f;
+  for (int first = 0; kind.token && first < source.pairs.intermediate; first += 256) {
+    const int column = first + 8 * lane;
+    float term[8] = {};
+    if (column < source.pairs.intermediate) source.terms(row, column, term);
+    const float tile_sum = lanes_tree_sum<16>(tree_sum<8>(term));
+    sum += __shfl_sync(kFullWarp, tile_sum, 0);
+    if (first + 128 < source.pairs.intermediate) sum += __shfl_sync(kFullWarp, tile_sum, 16);
+  }
+  if (lane == 0) dprobs[row] = sum;
+}
+
+void launch_dprobs(const GradSource& source, const RoutingPlan& plan, int64_t rows,
+                   const Tensor& dprobs, cudaStream_t stream) {
+  launch(kBackward, sum_dprobs, static_cast<unsigned>(cdiv(rows, 8)), 256, 0, stream, source,
+         view_of(plan), static_cast<int>(rows), dprobs.as<float>());
+}
+
+void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
+                const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
+                const Fp8Tensor& h_columns, ScaleRule rule, cudaStream_t stream) {
+  const int64_t intermediate = source.pairs.intermediate, width = source.pairs.z.width;
+  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
+    if (dz_columns.defined())
+      quantize_columns_from<F>(kBackward, source, plan, rows, width, dz, dz_columns, rule,
+                               kMaxFloat, stream);
+    else
+      quantize_rows_from<F>(kBackward, source, plan, rows, width, dz, rule, kMaxFloat, stream);
+  });
+  if (h_columns.defined()) {
+    const HiddenSource hidden = {source.pairs, source.probs};
+    quantize_columns_from<E4M3>(kBackward, hidden, plan, rows, intermediate, {}, h_columns, rule,
+                                kMaxFloat, stream);
+  }
+  if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
+}
+
+// Rows that a block of backward_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or
+// 32.
+int rows_per_block(int64_t tiles) {
+  int best = 8;
+  double best_use = 0.0;
+  for (int rows = 8; rows <= 32; rows *= 2) {
+    const int64_t lanes = 32 / rows;
+    const double use = static_cast<double>(tiles) / static_cast<double>(lanes * cdiv(tiles, lanes));
+    if (use > best_use + 0.05) best = rows, best_use = use;
+  }
+  return best;
+}
+
+template <typename F, class Act>
+void launch_rows(ActBackward<Act> p, cudaStream_t stream) {
+  p.rows_per_block = rows_per_block(p.tiles);
+  const size_t shared = sizeof(BackwardRowsShared<Act>) +
+                        static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
+  launch(kBackward, backward_rows<F, Act>, static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)),
+         256, shared, stream, p);
+}
+
+}  // namespace
+
+template <>
+void run(const ActQuantizeBackward& p, Stream stream) {
+  const int64_t rows = p.dh.shape[0], intermediate = p.dh.shape[1];
+  if (rows == 0 || intermediate == 0) return;
+  const DeviceGuard guard(p.dh.device);
+  const bool columns = p.dz_columns.defined() || p.h_columns.defined();
+  if (p.dh.dtype != DType::bf16 || !whole_tiles(p.z, p.activation, intermediate, p.rule)) {
+    const GradSource source = {pairs_of(p.z, p.activation, intermediate), float_source(p.dh),
+                               p.probs.as<float>()};
+    return launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
+                      stream_of(stream));
+  }
+  if (columns)
+    return dispatch_fp8(p.dz.data.dtype,
+                        [&]<typename F>() { launch_tiles<F>(p, stream_of(stream)); });
+  with_activation(p.activation, [&](auto act) {
+    dispatch_fp8(p.dz.data.dtype,
+                 [&]<typename F>() { launch_rows<F>(backward_of(p, act), stream_of(stream)); });
+  });
+}
+
+}  // namespace fp8moe::cuda

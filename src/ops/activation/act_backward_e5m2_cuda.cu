@@ -1,0 +1,8 @@
+// act_quantize_backward with columns, dz in E5M2.
+#include "ops/activation/act_backward_tiles.cuh"
+
+namespace fp8moe::cuda {
+
+template void launch_tiles<E5M2>(const ActQuantizeBackward& p, cudaStream_t stream);
+
+}  // namespace fp8moe::cuda
