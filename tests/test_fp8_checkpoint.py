@@ -411,6 +411,11 @@ KEYS: dict[str, tuple[bool, str, Any, str]] = {
         lambda t: t.half(),
         "float32, bfloat16 or float8_",
     ),
+    "another projection": (False, "1.bias_proj.weight", None, "which would not be read"),
+    "a bias": (False, "1.up_proj.bias", None, "weights and scales alone, per expert; got"),
+    "a fused bias": (True, "gate_up_proj_bias", None, "weights and scales alone, fused; got"),
+    "both forms": (True, "1.up_proj.weight", None, "weights and scales alone, fused; got"),
+    "an activation's scale": (False, "0.up_proj.input_scale", None, "which would not be read"),
     "scales of two kinds": (
         *(False, "2.down_proj.weight_scale_inv", lambda t: t.bfloat16()),
         "as the first expert's; got torch.bfloat16",
@@ -423,7 +428,9 @@ def test_bad_tensors_are_named(name: str) -> None:
     fused, key, change, said = KEYS[name]
     _, layer = trained()
     tensors = tensors_of(layer, fused=fused)
-    was = tensors.pop(PREFIX + key)
+    was = tensors.pop(PREFIX + key, None)
+    if was is None:  # of what the file should not have
+        tensors[PREFIX + key] = torch.ones(2)
     if change is not None:
         tensors[PREFIX + key] = change(was)
     with pytest.raises(ValueError, match=said) as raised:

@@ -171,6 +171,11 @@ def test_register_takes_options_and_names() -> None:
         assert error(found["fp8moe_bf16"][name], its) < 0.02
     with pytest.raises(ValueError, match="preactivation must be"):
         fp8moe.register(preactivation="forget")
+    for name in ("grouped_mm", "eager"):
+        with pytest.raises(
+            ValueError, match=rf"name must be none of transformers' own; got '{name}'"
+        ):
+            fp8moe.register(name)
 
 
 def test_check_says_what_runs() -> None:

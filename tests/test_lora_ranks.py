@@ -107,6 +107,25 @@ def under_fully_shard(group: Any, kind: str, compiled: bool) -> list[Any]:
     return found
 
 
+def fully_sharded_shares(group: Any, kind: str) -> None:
+    layer = layer_of(kind, group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with pytest.raises(
+        RuntimeError, match=r"\[add_lora\] fully_shard must ignore the LoRA of shar"
+    ):
+        fully_shard(layer, mesh=mesh, ignored_params={layer.gate_up_proj, layer.down_proj})
+    layer = layer_of(kind, group)
+    want = step(layer, rank_of(group), 2)
+    layer.zero_grad()
+    fully_shard(layer, mesh=mesh, ignored_params={*layer.parameters()})
+    assert all(map(torch.equal, step(layer, rank_of(group), 2), want))
+
+
+@pytest.mark.parametrize("kind", ["sharded codes", "sharded values"])
+def test_fully_shard_ignores_the_terms_of_shared_experts(pool: Pool, kind: str) -> None:
+    results(pool.run(2, fully_sharded_shares, kind))
+
+
 @pytest.mark.parametrize("kind", ["codes", "values"])
 def test_under_fully_shard_gradients_are_averages(pool: Pool, kind: str) -> None:
     halves = [step(layer_of(kind, None), rank, 2) for rank in range(2)]

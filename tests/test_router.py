@@ -481,6 +481,22 @@ def test_padding_that_is_not_finite_influences_nothing(rule: RoutingRule, bad: f
     assert all(t.isfinite().all() for t in step(bad))
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_gradients_of_weights_of_padding_go_nowhere(rule: RoutingRule) -> None:
+    """As experts make them of tokens that are not finite."""
+    router, x = router_of(rule), torch.randn(12, 32)
+    padding = torch.arange(12) % 5 == 3
+    dweights = torch.randn(12, router.top_k)
+
+    def grads(fill: float) -> list[Tensor]:
+        d = dweights.masked_fill(padding[:, None], fill)
+        weights = router(x, padding=padding).topk_weights
+        found = torch.autograd.grad(weights, [*router.parameters()], d, allow_unused=True)
+        return [g for g in found if g is not None]
+
+    assert all(map(torch.equal, grads(math.nan), grads(0.0)))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_of_logits_that_are_not_finite_in_padding(bad: float) -> None:
     """Of a Routing that another router made."""

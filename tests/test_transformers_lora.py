@@ -183,6 +183,23 @@ def test_values_are_adapted_too() -> None:
     assert factors(layer)[1].grad.any()
 
 
+def test_one_adapter(checkpoint: Path) -> None:
+    """Of the attention alone, too: switching between them would leave the experts' first one on."""
+    model = ours_of(checkpoint)
+    for call in (
+        lambda: model.add_adapter("b", config()),
+        lambda: model.add_adapter("b", peft.LoraConfig(target_modules=["q_proj"])),
+        lambda: model.delete_adapter("default"),
+        model.merge_adapter,
+        model.unmerge_adapter,
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"\[get_peft_model\] .* one adapter; instead"
+        ):
+            call()
+    assert list(model.peft_config) == ["default"]
+
+
 @pytest.mark.parametrize(
     ("changed", "rule"),
     [
@@ -196,6 +213,7 @@ def test_values_are_adapted_too() -> None:
         ({"target_parameters": ["nothing"]}, "target_parameters must name both"),
         ({"target_parameters": None}, "target_parameters must name both"),
         ({"rank_pattern": {"down_proj": 16}}, "rank_pattern and alpha_pattern must say the same"),
+        ({"target_modules": "all-linear"}, "target_modules must be names"),
         ({"r": 12}, "rank must be a multiple of 8, 8 to 64; got 12"),
         ({"r": 16, "lora_alpha": 0}, "alpha must be more than 0; got 0"),
     ],

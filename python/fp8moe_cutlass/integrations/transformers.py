@@ -70,6 +70,8 @@ def register(
     run raises NotImplementedError in its first forward: transformers asks for nothing earlier.
     """
     check_options(recipe, preactivation, transposed_weights, torch.bfloat16)
+    if name not in registered and (name == "eager" or name in ALL_EXPERTS_FUNCTIONS):
+        raise ValueError(f"[register] name must be none of transformers' own; got {name!r}")
     options = Options(recipe, preactivation, transposed_weights)
 
     def forward(

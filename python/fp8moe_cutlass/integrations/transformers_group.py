@@ -108,6 +108,11 @@ class GroupMixin:
         if not shared:
             raise ValueError("[GroupMixin] model must have experts with a group; got none: swap")
         _refuse_codes("GroupMixin", self.model)
+        if any(m.lora_rank for m in shared):
+            raise NotImplementedError(
+                "[GroupMixin] model must have no LoRA on shared experts, of which a checkpoint "
+                "would hold one rank's: train it in a loop of your own, or on one GPU"
+            )
         if self.args.save_only_model and self.args.load_best_model_at_end:
             raise ValueError(
                 "[GroupMixin] save_only_model must be False with load_best_model_at_end, which "

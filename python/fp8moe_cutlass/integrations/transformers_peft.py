@@ -17,6 +17,12 @@ from fp8moe_cutlass.nn import MoEExperts, lora
 from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 
 ADAPTER = "default"
+REFUSED = {  # of the PeftModel, and what to do instead
+    "add_adapter": "give DPO or GRPO a reference model of its own (ref_model=), or beta 0",
+    "delete_adapter": "load the model again",
+    "merge_adapter": "merge_and_unload()",
+    "unmerge_adapter": "disable_adapter()",
+}
 
 
 def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
@@ -53,6 +59,8 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
         for owner in (layer.base_layer, layer):
             for key in ("lora_A", "lora_B"):
                 setattr(owner, key, _adapter_type()(layer, getattr(owner, key)[ADAPTER]))
+    for name, instead in REFUSED.items():
+        setattr(made, name, _refusal(name, instead))
     # DistributedDataParallel would average what ranks hold of different experts:
     shares = [found[name] for name in wanted if found[name].group is not None]
     if shares:
@@ -60,6 +68,16 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
         names = [name for name, p in made.named_parameters() if p in of_ranks]
         made._ddp_params_and_buffers_to_ignore = names
     return made
+
+
+def _refusal(name: str, instead: str) -> Any:
+    def refused(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            f"[get_peft_model] {name} cannot be called of a model with LoRA on experts, which have "
+            f"one adapter; instead: {instead}"
+        )
+
+    return refused
 
 
 def _check(peft: Any, config: Any, options: dict[str, Any]) -> None:
@@ -74,6 +92,11 @@ def _check(peft: Any, config: Any, options: dict[str, Any]) -> None:
         "init_lora_weights": (config.init_lora_weights, True),
         "adapter_name": (options.get("adapter_name", ADAPTER), ADAPTER),
     }
+    if config.target_modules == "all-linear":
+        raise ValueError(
+            "[get_peft_model] target_modules must be names, such as ['q_proj', 'v_proj']; got "
+            "'all-linear', which takes the experts, too"
+        )
     for name, (got, want) in rules.items():
         if got != want:
             raise ValueError(

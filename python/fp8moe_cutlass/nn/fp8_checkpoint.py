@@ -5,6 +5,7 @@ MoEExperts.from_fp8 and fp8_tensors describe the two forms, per expert and fused
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def sizes(
                 f"[from_fp8] num_experts must count all experts of tensors; got {num_experts}, and "
                 f"{beyond}"
             )
+    _refuse_others(tensors, prefix, ndim == 3)
     down = _get(tensors, key)
     if down.ndim != ndim or (ndim == 3 and down.shape[0] != num_experts):
         want = f"[{num_experts}, H, I]" if ndim == 3 else "[H, I]"
@@ -89,6 +91,19 @@ def read_into(layer: MoEExperts, tensors: Mapping[str, Tensor], prefix: str) -> 
             codes, scale = _codes(tensors, key, "_scale_inv", *shape)
             _fill(f"{key}_scale_inv", s, scale)
             w.copy_(codes)
+
+
+def _refuse_others(tensors: Mapping[str, Tensor], prefix: str, fused: bool) -> None:
+    """Refuses what belongs to the experts and would not be read, such as biases."""
+    own = "|".join(NAMES) if fused else rf"\d+\.({'|'.join(_OF_AN_EXPERT)})\.weight(_scale_inv)?"
+    of_experts = re.compile(rf"(?!({own})$)(\d+\.|{'|'.join(WEIGHTS)})")
+    for key in tensors:
+        if key.startswith(prefix) and of_experts.match(key[len(prefix) :]):
+            form = "fused" if fused else "per expert"
+            raise ValueError(
+                f"[from_fp8] tensors must have weights and scales alone, {form}; got {key}, which "
+                "would not be read"
+            )
 
 
 def _fill(key: str, to: Tensor, scale: Tensor) -> None:

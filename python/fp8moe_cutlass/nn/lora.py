@@ -40,6 +40,15 @@ class Factor(nn.Module):
         self.is_a, self.local, self.experts = is_a, local, experts
         self.weight = nn.Parameter(torch.empty(shape, **factory))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_sharded(value) and len(self.local) < self.experts:
+            raise RuntimeError(
+                "[add_lora] fully_shard must ignore the LoRA of shared experts, of which each rank "
+                "has its own: ignored_params={*experts.parameters()} of each MoEExperts; got a "
+                "DTensor"
+            )
+        super().__setattr__(name, value)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         key = prefix + "weight"

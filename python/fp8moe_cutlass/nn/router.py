@@ -176,6 +176,8 @@ class Router(nn.Module):
         scores, idx, topk_weights, counts = chosen
         if self.expert_scale is not None:
             topk_weights = topk_weights * self.expert_scale.float()[idx]
+        if padding is not None:  # whose gradient may be NaN
+            topk_weights = torch.where(padding[:, None], topk_weights.detach(), topk_weights)
         counts, replayed = self._summed(counts), topk_idx is not None
         routing = Routing(idx, topk_weights, logits, scores, counts, padding, replayed, {})
         losses = self._losses(routing, sequences)

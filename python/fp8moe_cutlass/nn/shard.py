@@ -38,8 +38,9 @@ def shard_experts(
       as fully_shard has with this mesh.
     rank_capacity, transport: as of MoEExperts.
 
-    New parameters replace the old ones, wherever the model has them (ties stay), with a warning
-    where something still holds an old one: make optimizers after this, and after fully_shard.
+    New parameters replace the old ones, wherever the model has them (ties stay). Hooks and
+    attributes of the old ones, such as main_grad, stay behind. A warning says where something still
+    holds an old one: make optimizers after this, and after fully_shard.
 
     The parameters become DTensors [E, ...], sharded over the experts: state dicts, optimizers,
     torch.distributed.checkpoint and clip_grad_norm_ take them as they take those of fully_shard.
@@ -76,7 +77,8 @@ def shard_experts(
     if any(w() is not None for w in replaced):
         warnings.warn(
             "[shard_experts] something still holds parameters that it has replaced: an optimizer "
-            "made before it trains none of them; make it after shard_experts and fully_shard",
+            "made before it trains none of them; make it, and DistributedDataParallel, after "
+            "shard_experts and fully_shard",
             stacklevel=2,
         )
     return shares
