@@ -195,6 +195,52 @@ def test_wgrad_of_gradients_leaves_padding_out(scale: str) -> None:
     check_wgrad(plan, u, some_rows(plan, 384, "gemm", "e5m2", scale=scale))
 
 
+SIZES = {  # by columns of 128 of a factor, or by rows of u
+    "large": [1e30],
+    "small": [1e-30],
+    "growing": [1e-6, 1.0, 1e6],
+    "shrinking": [1e6, 1.0, 1e-2],
+}
+
+
+@pytest.mark.parametrize("rank_first", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_project_of_any_size(size: str, rank_first: bool) -> None:
+    """Whatever a 16-bit float of the products would hold."""
+    plan, by = some_plan(COUNTS["ragged"], "gemm"), torch.tensor(SIZES[size])
+    rows, factor = some_rows(plan, 384, "gemm"), factor_of(5, 16, 384, rank_first)
+    by = by.repeat(3)[:3].repeat_interleave(128)
+    factor = (factor.float() * (by if rank_first else by[:, None])).bfloat16()
+    u = ops.lora_project(rows, factor, plan, rank_first=rank_first).u
+    owner, exact = owners(plan), by_row(rows, plan)
+    a = (factor if rank_first else factor.mT).double()
+    live = owner >= 0
+    want = torch.einsum("rc,rjc->rj", exact[live], a[owner[live]])
+    scale = torch.einsum("rc,rjc->rj", exact[live].abs(), a[owner[live]].abs())
+    assert ((u[live].double() - want).abs() <= 2.0**-8 * want.abs() + 2.0**-16 * scale).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_wgrad_of_any_size(size: str) -> None:
+    plan, by = some_plan(COUNTS["ragged"], "gemm"), torch.tensor(SIZES[size])
+    u = torch.randn(plan.rows, 16) * by.repeat(plan.rows)[: plan.rows].sort().values[:, None]
+    if size == "shrinking":
+        u = u.flip(0)
+    check_wgrad(plan, u.bfloat16(), some_rows(plan, 272, "gemm"))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_row_that_is_not_finite_spoils_its_rank_alone(bad: float) -> None:
+    plan = some_plan(COUNTS["even"], "gemm")
+    rows, u = some_rows(plan, 256, "gemm"), torch.randn(plan.rows, 16).bfloat16()
+    want = ops.lora_wgrad(u, rows, plan)
+    u[5, 3] = bad
+    got = ops.lora_wgrad(u, rows, plan)
+    assert not got[0, 3].isfinite().all()
+    others = torch.arange(16) != 3
+    assert ((got - want)[:, others].abs() <= 2.0**-7 * want[:, others].abs() + 1e-5).all()
+
+
 @pytest.mark.parametrize("rank_first", [True, False])
 @pytest.mark.parametrize("scale", ["pow2", "fp32", "amax"])
 @pytest.mark.parametrize("c", [16, 384, 400])
