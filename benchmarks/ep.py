@@ -213,11 +213,16 @@ def run_ep(
     quick: bool = False,
     on_result: OnResult = ignore,
     asked: Asked = EVERYTHING,
+    keep: OnResult = ignore,
 ) -> Record:
     """The record of every group and shape; collective. The first rank alone reports rows. quick:
-    one tiny shape, all ranks at once."""
+    one tiny shape, all ranks at once. keep: takes the record so far, after each shape."""
     limits = Limits(device)
+    version = torch.cuda.nccl.version() if device.type == "cuda" else ()  # type: ignore[no-untyped-call]
+    backend = f"nccl {'.'.join(map(str, version))}" if version else "gloo"
+    place = {"ranks": dist.get_world_size(), "backend": backend}
     results: list[Record] = []
+    record = {"environment": environment(limits) | place, "results": results}
     world: Any = dist.group.WORLD
     for team in [Team(world, device)] if quick else groups_of(device, asked.worlds):
         for name, mine in SHAPES["quick" if quick else device.type].items():
@@ -227,13 +232,11 @@ def run_ep(
                 results.append(found)
                 if team.rank == 0:
                     on_result(found)
+            keep(record)
             gc.collect()
             if team.cuda:
                 torch.cuda.empty_cache()
-    version = torch.cuda.nccl.version() if device.type == "cuda" else ()  # type: ignore[no-untyped-call]
-    backend = f"nccl {'.'.join(map(str, version))}" if version else "gloo"
-    place = {"ranks": dist.get_world_size(), "backend": backend}
-    return {"environment": environment(limits) | place, "results": results}
+    return record
 
 
 def main() -> None:
@@ -247,11 +250,11 @@ def main() -> None:
     ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
     with processes(ranks, torch.device(given.device)) as device:
         first = dist.get_rank() == 0
-        on_result = show if first else ignore
+        on_result, keep = ignore, ignore
+        if first:  # a run that is ended keeps the shapes it has done
+            on_result, keep = show, lambda record: write(record, given.json)
         asked = Asked(given.model, given.worlds, given.routings, not given.no_bf16)
-        record = run_ep(device, given.quick, on_result, asked)
-        if first:
-            write(record, given.json)
+        run_ep(device, given.quick, on_result, asked, keep)
 
 
 if __name__ == "__main__":

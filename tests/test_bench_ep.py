@@ -45,6 +45,31 @@ def test_rows_are_counted_once_per_rank(pool: Pool) -> None:
         assert rows == by_hand < copies
 
 
+def kept(group: Any) -> tuple[list[int], int]:
+    """The rows of the record after each of two shapes, of which the second fails; all reported."""
+    rows, seen = [], []
+
+    def failing(self: Any) -> Any:
+        yield {"op": "one"}
+        if self.name == "second":
+            raise RuntimeError("ended")
+
+    ep.SHAPES["quick"] = {"first": TINY, "second": TINY}
+    ep.Group.rows = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="ended"):
+        ep.run_ep(CPU, True, seen.append, keep=lambda record: rows.append(len(record["results"])))
+    return rows, len(seen)
+
+
+def test_a_run_that_ends_keeps_the_shapes_it_has_done() -> None:
+    pool = Pool(RANKS, {RANKS: [0, 1]})  # whose processes run nothing else
+    try:
+        found = results(pool.run(RANKS, kept))
+    finally:
+        pool.close()
+    assert found[0] == ([1], 2)
+
+
 # ---- the trace ----------------------------------------------------------------------------------
 
 
