@@ -5,6 +5,7 @@ Skipped without torchtitan; .ci/run has a step for it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -145,14 +146,21 @@ def test_frozen_weights(frozen: list[str]) -> None:
 
 
 def test_checkpointed_and_compiled() -> None:
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    plain, again, compiled = (experts() for _ in range(3))
-    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    plain(rows(), COUNTS).float().square().sum().backward()
-    checkpoint(again, rows(), COUNTS, use_reentrant=False).float().square().sum().backward()
-    run(rows(), COUNTS).float().square().sum().backward()
-    for other in (again, compiled):
+    def selective() -> Any:  # torchtitan's default: a dispatch mode watches
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    plain, again, chosen, compiled = (experts() for _ in range(4))
+    again_too: Any = {"use_reentrant": False}
+    for run in (
+        plain,
+        functools.partial(checkpoint, again, **again_too),
+        functools.partial(checkpoint, chosen, context_fn=selective, **again_too),
+        torch.compile(compiled, fullgraph=True, backend="aot_eager"),
+    ):
+        run(rows(), COUNTS).float().square().sum().backward()
+    for other in (again, chosen, compiled):
         for w, o in zip(plain.parameters(), other.parameters(), strict=True):
             assert torch.equal(w.grad, o.grad)
 

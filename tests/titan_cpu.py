@@ -115,6 +115,15 @@ def train(arguments: list[str], cpu: bool = True) -> list[float]:
             losses.append(float(average))
             return log(step, average, *rest, **named)
 
+        step = trainer.optimizers.step
+
+        def checked(*args: Any, **named: Any) -> Any:
+            for part in trainer.model_parts:
+                for name, weight in part.named_parameters():
+                    assert weight.grad is not None, f"no gradient of {name}"
+            return step(*args, **named)
+
+        trainer.optimizers.step = checked
         trainer.metrics_processor.log = logged
         trainer.train()
     trainer.close()

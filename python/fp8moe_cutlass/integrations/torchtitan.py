@@ -81,7 +81,8 @@ class _Block(ExpertBlock):
 
 class _Both(torch.autograd.Function):
     """Gate and up [E, F, D] as one tensor [E, 2F, D] to autograd, of one element in memory. Their
-    gradients come in `halves`, past autograd, each in memory of its own."""
+    gradients come in `halves`, past autograd, each in memory of its own; but as one tensor where
+    something watches, such as selective activation checkpointing, and the block is an operator."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, halves: list[Tensor]) -> Tensor:
@@ -91,8 +92,10 @@ class _Both(torch.autograd.Function):
         return gate.new_empty(()).expand(experts, 2 * width, hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: None) -> Any:
-        gate, up = ctx.halves or (None, None)
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is not None:
+            return *grad.chunk(2, dim=1), None
+        gate, up = ctx.halves or (None, None)  # None: weights that are frozen now
         ctx.halves.clear()
         return gate, up, None
 
