@@ -93,11 +93,11 @@ class Bench:
             torch.cuda.synchronize()
 
     def together(self, *who: str) -> list[dict[str, Any]]:
-        """A row for each: seconds of a step in turn, after some to warm up; 20 losses before."""
-        ids = [self.ids(step) for step in range(20)]
+        """A row for each: seconds of a step in turn, after some to warm up; 10 losses before."""
+        ids = [self.ids(step) for step in range(10)]
         models = {name: self.build(name) for name in who}
         losses = {
-            name: [float(self.step(made, batch)) for batch in ids[: 3 if self.quick else 20]]
+            name: [float(self.step(made, batch)) for batch in ids[: 3 if self.quick else 10]]
             for name, made in models.items()
         }
         taken: dict[str, list[float]] = {name: [] for name in who}
