@@ -250,7 +250,8 @@ def main() -> None:
     ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
     with processes(ranks, torch.device(given.device)) as device:
         first = dist.get_rank() == 0
-        on_result, keep = ignore, ignore
+        on_result: OnResult = ignore
+        keep: OnResult = ignore
         if first:  # a run that is ended keeps the shapes it has done
             on_result, keep = show, lambda record: write(record, given.json)
         asked = Asked(given.model, given.worlds, given.routings, not given.no_bf16)

@@ -47,7 +47,8 @@ def test_rows_are_counted_once_per_rank(pool: Pool) -> None:
 
 def kept(group: Any) -> tuple[list[int], int]:
     """The rows of the record after each of two shapes, of which the second fails; all reported."""
-    rows, seen = [], []
+    rows: list[int] = []
+    seen: list[Any] = []
 
     def failing(self: Any) -> Any:
         yield {"op": "one"}
