@@ -265,6 +265,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **plan,
             "probs": p.row_probs,
             "activation": Activation(),
+            "rounding": 0,
             **new("h", rows, width // 2, layout="gemm"),
             **new("z_q", rows, width, layout="row"),
             **rule,

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flat_calls import EXPERTS, OPS, Problem, bits, flat_calls, objects, outputs, problem
 from fp8moe_cutlass import (
     _C,
+    Activation,
     DeviceUnavailable,
     Fp8Recipe,
     Fp8Tensor,
@@ -573,6 +574,16 @@ BAD_CALLS: dict[str, tuple[Callable[[Problem], Any], str]] = {
         "columns must be 'column' with scale 'amax'; got 'block'",
     ),
     "recipe word": (lambda p: Fp8Recipe(columns="rows"), "got 'rows'"),
+    "recipe rounding of a weighted activation": (
+        lambda p: Fp8Recipe(rounding="silu"),
+        "weighting must be 'output' with rounding 'silu'; got 'activation'",
+    ),
+    "recipe rounding": (lambda p: Fp8Recipe(rounding="up"), "rounding must be one of .* got 'up'"),
+    "rounding of another activation": (
+        lambda p: ops.act_quantize(p.x, activation=Activation(limit=1.0), rounding="silu"),
+        "rounding needs swiglu without alpha, offset and limit; got rounding 2",
+    ),
+    "rounding": (lambda p: ops.act_quantize(p.x, rounding=True), "'none', 'product' or 'silu'"),
     "recipe weighting": (
         lambda p: Fp8Recipe(weighting="after"),
         "weighting must be one of .'activation', 'output'.; got 'after'",

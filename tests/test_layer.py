@@ -46,6 +46,8 @@ RECIPES = {
     "transposes_recomputed": (Fp8Recipe(), {"transposed_weights": "recompute"}, SINGLE),
     "e5m2_grads": (Fp8Recipe(grad_dtype="e5m2"), {}, E5M2),
     "weighted_output": (Fp8Recipe(weighting="output"), {}, SINGLE),
+    "rollout_vllm": (Fp8Recipe.rollout("vllm"), {}, SINGLE),
+    "rollout_sglang": (Fp8Recipe.rollout("sglang"), {}, TWICE),
     "bf16": (None, {}, 0.006),
     "bf16_recompute": (None, {"preactivation": "recompute"}, 0.006),
 }

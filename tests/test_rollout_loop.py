@@ -99,14 +99,17 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("recipe", [Fp8Recipe(), Fp8Recipe(weighting="output")], ids=str)
+RECIPES = {"default": Fp8Recipe(), **{e: Fp8Recipe.rollout(e) for e in ("sglang", "vllm")}}
+
+
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("rollout", "training", "replay"), LOOPS)
 def test_log_probabilities_are_equal(
-    rollout: str, training: str, replay: bool, recipe: Fp8Recipe, device: torch.device
+    rollout: str, training: str, replay: bool, name: str, device: torch.device
 ) -> None:
     g = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=g)
-    model = Model(recipe, device)
+    model = Model(RECIPES[name], device)
     with torch.no_grad():
         theirs, routed = model(laid_out(tokens, rollout, device), LAYOUTS[rollout])
     replayed = None

@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "transposed": {"transposed_weights": "recompute"},
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2": {"recipe": Fp8Recipe(grad_dtype="e5m2", eps=0.25)},
-    "weighted_output": {"recipe": Fp8Recipe(weighting="output", activation_eps=0.5)},
+    "rollout": {"recipe": Fp8Recipe.rollout("vllm")},
     "bf16": {"recipe": None},
     "bf16_recompute": {"recipe": None, "preactivation": "recompute"},
 }

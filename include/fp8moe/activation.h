@@ -51,6 +51,10 @@ struct Activation {
   constexpr const ActivationTraits& traits() const { return kActivations[static_cast<int>(kind)]; }
 };
 
+// What of a plain SwiGLU is rounded to bf16 before it is quantized, as inference engines do:
+// silu(gate) up; or silu(gate), and then the product. An `int64_t rounding`.
+enum ActRounding : int64_t { kRoundNothing = 0, kRoundProduct = 1, kRoundSilu = 2 };
+
 }  // namespace fp8moe
 #endif
 #endif

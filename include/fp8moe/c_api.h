@@ -403,6 +403,7 @@ typedef struct fp8moe_act_quantize_args {
   const fp8moe_plan* plan;    /* optional */
   const fp8moe_tensor* probs; /* optional */
   fp8moe_activation activation;
+  int64_t rounding; /* ActRounding of ops.h: 0, none */
   const fp8moe_fp8_tensor* h;
   const fp8moe_fp8_tensor* z_q; /* optional */
   fp8moe_scale_rule rule;

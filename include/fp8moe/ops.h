@@ -610,17 +610,16 @@ struct ActQuantize {
   RoutingPlan plan{};
   Tensor probs{};
   Activation activation{};
+  int64_t rounding = kRoundNothing;
   Fp8Tensor h{};
   Fp8Tensor z_q{};
   ScaleRule rule{};
 
-  static constexpr auto fields = std::tuple{in("z", &ActQuantize::z, kAligned),
-                                            optional_in("plan", &ActQuantize::plan),
-                                            optional_in("probs", &ActQuantize::probs),
-                                            option("activation", &ActQuantize::activation),
-                                            out("h", &ActQuantize::h),
-                                            optional_out("z_q", &ActQuantize::z_q),
-                                            option("rule", &ActQuantize::rule)};
+  static constexpr auto fields = std::tuple{
+      in("z", &ActQuantize::z, kAligned),         optional_in("plan", &ActQuantize::plan),
+      optional_in("probs", &ActQuantize::probs),  option("activation", &ActQuantize::activation),
+      option("rounding", &ActQuantize::rounding), out("h", &ActQuantize::h),
+      optional_out("z_q", &ActQuantize::z_q),     option("rule", &ActQuantize::rule)};
 };
 FP8MOE_API void outputs(ActQuantize& p);
 FP8MOE_API void act_quantize(const ActQuantize& p, Stream stream = {});

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
+from typing import Any
 
-from fp8moe_cutlass.typing import Columns, Fp8DType, ScaleKind, Weighting
+from fp8moe_cutlass.typing import Columns, Engine, Fp8DType, Rounding, ScaleKind, Weighting
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
@@ -23,6 +24,8 @@ class Fp8Recipe:
       "column" (1x128 along tokens, the most accurate one).
     weighting: what the routing weight multiplies, "activation" (h, before it is quantized) or
       "output" (the rows of the down projection as they are summed, as inference engines have it).
+    rounding: what is rounded to bfloat16 on the way to h: "none"; "product", silu(gate) * up;
+      "silu", silu(gate) and then the product. For weighting "output" and plain SwiGLU.
     Raises ValueError for an unknown word, and for float32 scales with "block": a 128x128 block has
     one scale only if its rows' scales can be shifted onto it, and float32 scales cannot.
     """
@@ -33,6 +36,7 @@ class Fp8Recipe:
     columns: Columns = "block"
     weighting: Weighting = "activation"
     activation_eps: float | None = None
+    rounding: Rounding = "none"
 
     def __post_init__(self) -> None:
         allowed = {
@@ -40,6 +44,7 @@ class Fp8Recipe:
             "scale": ("pow2", "fp32", "amax", "approx"),
             "columns": ("block", "column"),
             "weighting": ("activation", "output"),
+            "rounding": ("none", "product", "silu"),
         }
         for name, words in allowed.items():
             value = getattr(self, name)
@@ -54,8 +59,47 @@ class Fp8Recipe:
                 f"[Fp8Recipe] columns must be 'column' with scale {self.scale!r}; got 'block', "
                 "whose transpose shifts codes by powers of two"
             )
+        if self.rounding != "none" and self.weighting != "output":
+            raise ValueError(
+                f"[Fp8Recipe] weighting must be 'output' with rounding {self.rounding!r}; "
+                f"got {self.weighting!r}"
+            )
+
+    @staticmethod
+    def rollout(engine: Engine) -> Fp8Recipe:
+        """The recipe whose forward has the bits of an inference engine's block-FP8 experts on
+        Hopper, by DeepGEMM's contiguous kernels: "sglang" (0.5.23) or "vllm" (0.33.0).
+        docs/how-to/rollout.md says what is equal."""
+        if engine == "vllm":
+            floors: Any = {"eps": 4.48e-8, "activation_eps": 1e-10}
+            return Fp8Recipe(weighting="output", rounding="silu", **floors)
+        if engine == "sglang":
+            return Fp8Recipe(
+                scale="approx", columns="column", weighting="output", rounding="product"
+            )
+        raise ValueError(f"[rollout] engine must be 'sglang' or 'vllm'; got {engine!r}")
+
+    @property
+    def word(self) -> str:
+        """The recipe as one word without spaces; of_word reads it again."""
+        return ",".join(str(getattr(self, name)) for name in _FIELDS)
+
+    @staticmethod
+    def of_word(word: str) -> Fp8Recipe:
+        """The Fp8Recipe of a `word`."""
+        said: dict[str, Any] = dict(zip(_FIELDS, word.split(","), strict=True))
+        of_h = said["activation_eps"]
+        floors = {"eps": float(said["eps"]), "activation_eps": _number(of_h)}
+        return Fp8Recipe(**{**said, **floors})
 
     @property
     def eps_of_activation(self) -> float:
         """The floor by which the forward quantizes h."""
         return self.eps if self.activation_eps is None else self.activation_eps
+
+
+_FIELDS = tuple(field.name for field in fields(Fp8Recipe))
+
+
+def _number(word: str) -> float | None:
+    return None if word == "None" else float(word)

@@ -14,6 +14,8 @@ DType: TypeAlias = Any
 ScaleLayout: TypeAlias = Literal["row", "gemm", "block"]
 Columns: TypeAlias = Literal["block", "column"]
 ScaleKind: TypeAlias = Literal["pow2", "fp32", "amax", "approx"]
+Rounding: TypeAlias = Literal["none", "product", "silu"]
+Engine: TypeAlias = Literal["sglang", "vllm"]
 Weighting: TypeAlias = Literal["activation", "output"]
 Fp8DType: TypeAlias = Literal["e4m3", "e5m2"]
 

@@ -329,6 +329,7 @@ ActQuantize params(const fp8moe_act_quantize_args& c) {
           .plan = plan(c.plan),
           .probs = tensor(c.probs),
           .activation = activation(c.activation),
+          .rounding = c.rounding,
           .h = fp8(c.h),
           .z_q = fp8(c.z_q),
           .rule = rule(c.rule)};

@@ -165,6 +165,30 @@ struct Relu2 {
   }
 };
 
+// The same with roundings to bf16, as inference engines compute h. SGLang's product is of a silu
+// that its GPU approximates; CUDA has the same instructions here. What is rounded after silu, too,
+// does not depend on which sigmoid it is (docs/reference/numerics.md).
+template <bool kSilu>
+struct SwigluRounded : Swiglu {
+  FP8MOE_HD static float rounded(float x) { return to_float(from_float<Bf16>(x)); }
+
+  FP8MOE_HD float sigmoid(float gate) const {
+#if defined(__CUDA_ARCH__)
+    if constexpr (!kSilu) {
+      float e, s;
+      asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(gate * -0x1.715476p+0f));
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
+      return s;
+    }
+#endif
+    return pinned_sigmoid(gate);
+  }
+  FP8MOE_HD float value(float gate, float up, float sigmoid) const {
+    const float silu = gate * sigmoid;
+    return rounded((kSilu ? rounded(silu) : silu) * up);
+  }
+};
+
 // body(functor) of a checked activation.
 template <typename Body>
 FP8MOE_HD void with_activation(const Activation& a, Body&& body) {
@@ -179,6 +203,14 @@ FP8MOE_HD void with_activation(const Activation& a, Body&& body) {
     case ActivationKind::gelu_tanh: return body(GeluTanh{});
     case ActivationKind::relu2: return body(Relu2{});
   }
+}
+
+// body(functor) of an activation with a rounding, an ActRounding, which only a plain SwiGLU has.
+template <typename Body>
+FP8MOE_HD void with_rounding(const Activation& a, int64_t rounding, Body&& body) {
+  if (rounding == kRoundProduct) return body(SwigluRounded<false>{});
+  if (rounding == kRoundSilu) return body(SwigluRounded<true>{});
+  with_activation(a, body);
 }
 
 }  // namespace fp8moe

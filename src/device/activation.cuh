@@ -77,10 +77,10 @@ struct EightGradients {
 };
 
 // Functions that are called, for the switch inlined everywhere would be megabytes of code.
-__device__ __noinline__ inline Eight values_of(const Activation a, const Eight gate,
-                                               const Eight up) {
+__device__ __noinline__ inline Eight values_of(const Activation a, int64_t rounding,
+                                               const Eight gate, const Eight up) {
   Eight h;
-  with_activation(a, [&](auto act) {
+  with_rounding(a, rounding, [&](auto act) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) h.of[i] = act.value(gate.of[i], up.of[i], act.sigmoid(gate.of[i]));
   });
@@ -103,12 +103,13 @@ __device__ __noinline__ inline EightGradients gradients_of(const Activation a, c
 struct HiddenSource {
   PairSource pairs;
   const float* probs;  // [R] or nullptr: 1
+  int64_t rounding = kRoundNothing;
 
   __device__ __forceinline__ void operator()(int64_t row, int column, float (&v)[8]) const {
     Eight gate, up = {};
     pairs.load(row, column, gate.of, up.of);
     const float prob = probs != nullptr ? probs[row] : 1.0f;
-    const Eight h = values_of(pairs.activation, gate, up);
+    const Eight h = values_of(pairs.activation, rounding, gate, up);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = h.of[i] * prob;
   }

@@ -234,15 +234,7 @@ def forward(
     u1, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
-    made: Any = ops.act_quantize(
-        z,
-        plan,
-        probs=None if last else row_probs,
-        activation=options.activation,
-        save_z=save_z,
-        scale=recipe.scale,
-        eps=recipe.eps_of_activation,
-    )
+    made = _hidden(z, plan, row_probs, options, save_z)
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
@@ -300,14 +292,7 @@ def backward(
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
-            h = ops.act_quantize(
-                z,
-                plan,
-                probs=None if recipe.weighting == "output" else row_probs,
-                activation=options.activation,
-                scale=recipe.scale,
-                eps=recipe.eps_of_activation,
-            )
+            h = _hidden(z, plan, row_probs, options)
         del rows
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
@@ -360,6 +345,23 @@ def backward(
         ]
         if terms is not None and low is not None and need.lora
         else [],
+    )
+
+
+def _hidden(
+    z: Tensor, plan: RoutingPlan, row_probs: Tensor | None, options: Options, save_z: Any = False
+) -> Any:
+    """h of the forward; with save_z also Q(z)."""
+    recipe = options.recipe
+    return ops.act_quantize(
+        z,
+        plan,
+        probs=None if recipe.weighting == "output" else row_probs,
+        activation=options.activation,
+        rounding=recipe.rounding,
+        save_z=save_z,
+        scale=recipe.scale,
+        eps=recipe.eps_of_activation,
     )
 
 

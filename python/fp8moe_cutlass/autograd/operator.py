@@ -78,10 +78,7 @@ def _options_of(words: list[str]) -> Options:
     activation = Activation.of_word(word)
     if not recipe:
         return Options(None, preactivation, transposed, activation)
-    grad_dtype, scale, eps, columns, weighting, of_h = recipe
-    floor = None if of_h == "None" else float(of_h)
-    words_of_recipe: Any = (grad_dtype, scale, float(eps), columns, weighting, floor)
-    return Options(Fp8Recipe(*words_of_recipe), preactivation, transposed, activation)
+    return Options(Fp8Recipe.of_word(*recipe), preactivation, transposed, activation)
 
 
 def _move_of(kind: str, plan: Tensor | None, sizes: Sequence[int], owner: Owner | None) -> Move:

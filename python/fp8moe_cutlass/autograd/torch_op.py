@@ -303,7 +303,4 @@ def words_of(options: Options) -> str:
     """Options as words, for an operator's arguments."""
     recipe, preactivation, transposed, activation = options
     of = f"{preactivation} {transposed} {activation.word}"
-    if recipe is None:
-        return of
-    of = f"{of} {recipe.grad_dtype} {recipe.scale} {recipe.eps} {recipe.columns}"
-    return f"{of} {recipe.weighting} {recipe.activation_eps}"
+    return of if recipe is None else f"{of} {recipe.word}"

@@ -112,6 +112,11 @@ def check_options(
         raise ValueError(f"[MoEExperts] activation must be an Activation; got {activation!r}")
     if not isinstance(recipe, Fp8Recipe | None):
         raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
+    if recipe is not None and recipe.rounding != "none" and activation != SWIGLU:
+        raise ValueError(
+            f"[MoEExperts] recipe must not round ({recipe.rounding!r}) but a plain SwiGLU; "
+            f"got {activation}"
+        )
     check_word("MoEExperts", "preactivation", preactivation, "save", "save_fp8", "recompute")
     if preactivation == "save_fp8" and recipe is None:
         raise ValueError(

@@ -98,6 +98,9 @@ def is_pow2(op: str, scale: str) -> bool:
     refuse(op, "scale", "'pow2', 'fp32', 'amax' or 'approx'", scale)
 
 
+ROUNDINGS = {"none": 0, "product": 1, "silu": 2}  # ActRounding of ops.h
+
+
 def column_layout(op: str, columns: str) -> str:
     """Scale layout of a transposed operand: 128x128 tiles, or 1x128 tiles along tokens."""
     if isinstance(columns, str):

@@ -9,6 +9,7 @@ from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.arrays import dtype_name
 from fp8moe_cutlass.ops._words import (
     FORMATS,
+    ROUNDINGS,
     column_layout,
     flag,
     given_fp8,
@@ -18,7 +19,7 @@ from fp8moe_cutlass.ops._words import (
 )
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import LAYOUTS, Fp8Tensor
-from fp8moe_cutlass.typing import Array, Columns, DType, ScaleKind, ScaleLayout
+from fp8moe_cutlass.typing import Array, Columns, DType, Rounding, ScaleKind, ScaleLayout
 
 
 class ActQuantized(NamedTuple):
@@ -44,6 +45,7 @@ def act_quantize(
     probs: Array | None = None,
     *,
     activation: Activation = SWIGLU,
+    rounding: Rounding = "none",
     save_z: Literal[False] = False,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -59,6 +61,7 @@ def act_quantize(
     probs: Array | None = None,
     *,
     activation: Activation = SWIGLU,
+    rounding: Rounding = "none",
     save_z: Literal[True],
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -73,6 +76,7 @@ def act_quantize(
     probs: Array | None = None,
     *,
     activation: Activation = SWIGLU,
+    rounding: Rounding = "none",
     save_z: bool = False,
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
@@ -83,6 +87,8 @@ def act_quantize(
 
     plan: whose rows these are (None: R ordinary rows). probs [R] float32. activation: what h is of
     z; silu(gate) * up. Of one without a gate z is [R, I].
+    rounding: of a plain SwiGLU in float32 ("none"), silu * up rounded to bfloat16 ("product"), or
+    silu first ("silu"), before probs.
     Returns h [R, I]; with save_z also Q(z) in row layout, to be kept for the backward in z's place
     and dequantized there.
     """
@@ -98,7 +104,10 @@ def act_quantize(
         given = parts(op, given, *(("h", "z") if save_z else ("h",)))
         h = given_fp8(op, given[0], scale_layout, "e4m3", pow2)
         z_q = given_fp8(op, given[-1], "row", "e4m3", pow2) if save_z else None
-    h, z_q = _C.act_quantize(z, plan, probs, activation, h, z_q, scale, eps)
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
+        refuse("act_quantize", "rounding", "'none', 'product' or 'silu'", rounding)
+    how = (activation, ROUNDINGS[rounding])
+    h, z_q = _C.act_quantize(z, plan, probs, *how, h, z_q, scale, eps)
     return h if z_q is None else ActQuantized(h, z_q)
 
 

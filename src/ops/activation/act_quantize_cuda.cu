@@ -108,9 +108,10 @@ void run(const ActQuantize& p, Stream stream) {
   const int64_t rows = p.z.shape[0], width = p.z.shape[1], intermediate = p.h.data.shape[1];
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(p.z.device);
-  const HiddenSource source = {pairs_of(p.z, p.activation, intermediate), p.probs.as<float>()};
+  const HiddenSource source = {pairs_of(p.z, p.activation, intermediate), p.probs.as<float>(),
+                               p.rounding};
   if (whole_tiles(p.z, p.activation, intermediate, p.rule))
-    with_activation(p.activation, [&](auto act) {
+    with_rounding(p.activation, p.rounding, [&](auto act) {
       launch_bf16(p.z, p.plan, p.probs, act, p.h, p.rule.eps, stream_of(stream));
     });
   else

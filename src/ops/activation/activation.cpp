@@ -32,6 +32,16 @@ const ActivationTraits& check_activation(const Checker& check, const Activation&
   return of;
 }
 
+void check_rounding(const Checker& check, int64_t rounding, const Activation& a) {
+  FP8MOE_CHECK(rounding >= kRoundNothing && rounding <= kRoundSilu, "[", check.op(),
+               "] rounding must be 0 (none), 1 (product) or 2 (silu); got ", rounding);
+  const bool plain = a.kind == ActivationKind::swiglu && a.alpha == 1.0f && a.offset == 0.0f &&
+                     std::isinf(a.limit);
+  FP8MOE_CHECK(rounding == kRoundNothing || plain, "[", check.op(),
+               "] rounding needs swiglu without alpha, offset and limit; got rounding ", rounding,
+               " of another activation");
+}
+
 // The plan and probs [rows] if any.
 void check_act(const Checker& check, int64_t rows, const RoutingPlan& plan, const Tensor& probs) {
   if (plan.defined()) {
@@ -61,6 +71,7 @@ void outputs(ActQuantize& p) {
   check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
   const int64_t rows = p.z.shape[0];
   const int64_t width = p.z.shape[1], parts = check_activation(check, p.activation).gated ? 2 : 1;
+  check_rounding(check, p.rounding, p.activation);
   const int64_t inner = width / parts;
   FP8MOE_CHECK(width % (16 * parts) == 0, "[act_quantize] z.shape[1] must be ",
                parts == 2 ? "twice a" : "a", " multiple of 16; got ", width);

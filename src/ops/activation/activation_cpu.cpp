@@ -51,9 +51,10 @@ FP8MOE_CLONES void hidden_row(const Act& act, const float* gate, const float* up
 }
 
 void hidden_row(const Activation& activation, const std::vector<float>& z, int64_t inner,
-                float prob, float* h) {
+                float prob, float* h, int64_t rounding = kRoundNothing) {
   const float* up = z.data() + (activation.traits().gated ? inner : 0);
-  with_activation(activation, [&](auto act) { hidden_row(act, z.data(), up, inner, prob, h); });
+  with_rounding(activation, rounding,
+                [&](auto act) { hidden_row(act, z.data(), up, inner, prob, h); });
 }
 
 template <typename F>
@@ -140,7 +141,7 @@ void run(const ActQuantize& p, Stream) {
           widen_row<T>(from, width, z_row.data());
           take_apart(p.activation, z_row, spare);
           hidden_row(p.activation, z_row, inner,
-                     p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f, h_row.data());
+                     p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f, h_row.data(), p.rounding);
           h_rows.put(r, h_row.data(), p.rule);
           if (p.z_q.defined()) z_rows.put(r, from, p.rule);
         }
