@@ -72,15 +72,21 @@ def _built(given: dict[str, Any], config_class: Any) -> nn.Module:
 
 
 def _of_modules(model: nn.Module, model_type: str) -> Sizes:
+    from fp8moe_cutlass.activation import SWIGLU
     from fp8moe_cutlass.integrations import transformers as fp8moe
+    from fp8moe_cutlass.integrations.transformers_activation import activation_of
 
     refused, runs = {}, Counter[tuple[int, ...]]()
+    others_than_swiglu = set()
     for found in fp8moe.check(model):
         if found.reason is not None:
             refused[found.kind] = found.reason
             continue
         module: Any = model.get_submodule(found.name)
         of, hidden, intermediate = module.down_proj.shape
+        activation = activation_of(module)
+        if activation != SWIGLU:
+            others_than_swiglu.add(str(activation))
         runs[of, hidden, intermediate, _top_k(module.config)] += 1
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
     if not runs:
@@ -92,6 +98,7 @@ def _of_modules(model: nn.Module, model_type: str) -> Sizes:
     [(sizes, layers), *others] = runs.most_common()
     notes = [f"Not in FP8: {reasons}."] if refused else []
     notes += [f"Not timed: {n} layers of E, H, I, k = {s}." for s, n in others]
+    notes += [f"Timed with SwiGLU in the place of {a}." for a in sorted(others_than_swiglu)]
     experts, hidden, intermediate, top_k = sizes
     return Sizes(experts, hidden, intermediate, top_k, layers, model_type, " ".join(notes))
 

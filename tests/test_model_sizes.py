@@ -93,7 +93,9 @@ def test_sizes_or_the_reason_of_every_model_type(model_type: str, tmp_path: Path
     assert found[:4] == (E, H, I, top_k)
     assert found.kind == model_type
     assert found.layers in (1, 2)
-    assert bool(found.note) == model_type.startswith("inkling")
+    others = ("deepseek_v4", "gemma4", "hy_v4", "minimax_m3", "nemotron_h")
+    assert bool(found.note) == model_type.startswith(("inkling", *others))
+    assert ("Timed with SwiGLU" in found.note) == model_type.startswith(others)
 
 
 def test_every_router_is_of_a_type_that_is_read() -> None:

@@ -6,8 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="fp8moe")
 
 or, for a model that exists: `fp8moe.swap(model)`. `check(model)` says what either does to each
-experts module. Both take plain SwiGLU experts and refuse all others by name, with the reason. They
-go by the class and its flags. docs/how-to/hugging-face.md.
+experts module. Both take experts of the activations that Activation has, without biases, and
+refuse all others by name, with the reason. They go by the class and its flags.
+docs/how-to/hugging-face.md.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.torch_op import new_key
+from fp8moe_cutlass.integrations.transformers_activation import activation_of
 from fp8moe_cutlass.integrations.transformers_check import (
     ExpertsFound,
     check,
     chosen,
     misfit,
+    names_of,
     refused,
     registered,
 )
@@ -101,12 +104,15 @@ class _Registered(ExpertBlock):
     """The block over the parameters that an experts module of transformers has at the moment."""
 
     def __init__(self, module: Any, options: Options) -> None:
-        self._module, self._options = module, options
+        self._module, self._registered = module, options
+        if not isinstance(module, FP8Experts):
+            options = options._replace(activation=activation_of(module))
+        self._options = options
         self._move = Local(module.num_experts)
 
     @property
     def gate_up_proj(self) -> Any:
-        return self._module.gate_up_proj
+        return getattr(self._module, names_of(self._module)[0])
 
     @property
     def down_proj(self) -> Any:
@@ -138,7 +144,7 @@ def _raise(module: Any, reason: str | None) -> None:
 def _kept(module: Any, options: Options) -> _Registered | None:
     """The block that `_find` has made for this module, not for one that it is a copy of."""
     block: _Registered | None = getattr(module, "_fp8moe", None)  # of __dict__ dynamo has no guard
-    own = block is not None and block._module is module and block._options is options
+    own = block is not None and block._module is module and block._registered is options
     return block if own else None
 
 

@@ -8,29 +8,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
-from transformers.integrations.moe import use_experts_implementation
 
 from fp8moe_cutlass.autograd import Options
-from fp8moe_cutlass.integrations.transformers_fp8 import (
-    SILU,
-    experts_refused,
-    experts_unfit,
+from fp8moe_cutlass.integrations.transformers_activation import (
+    PLAIN,
+    UnknownActivation,
+    activation_of,
 )
+from fp8moe_cutlass.integrations.transformers_fp8 import experts_refused, experts_unfit
 from fp8moe_cutlass.nn import MoEExperts
-from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 from fp8moe_cutlass.recipe import Fp8Recipe
-
-
-class _Experts(nn.Module):
-    pass
-
-
-# What transformers makes of an experts class without a gate of its own.
-_Plain: Any = use_experts_implementation(_Experts)
-
 
 OWN_FORWARD = "its own forward"
 registered: dict[str, Options] = {}  # by the names that `register` has given to transformers
@@ -61,7 +50,7 @@ def check(model: nn.Module) -> list[ExpertsFound]:
         elif chosen(m):
             runs = getattr(m.config, "_experts_implementation", None) or "eager"
             recipe = registered[runs].recipe if runs in registered else Fp8Recipe()
-            reason = refused(m) or misfit(m, (m.gate_up_proj, m.down_proj), recipe)
+            reason = refused(m) or misfit(m, weights_of(m), recipe)
             found.append(ExpertsFound(name, kind, runs, reason))
         elif _may_be_experts(name, m):
             reason = "its class takes no experts implementation of transformers"
@@ -72,7 +61,7 @@ def check(model: nn.Module) -> list[ExpertsFound]:
 def chosen(module: nn.Module) -> bool:
     """Whether an experts implementation computes the module."""
     code = getattr(type(module).forward, "__code__", None)
-    return code is _Plain.forward.__code__ and hasattr(module, "is_concatenated")
+    return code is PLAIN.forward.__code__ and hasattr(module, "is_concatenated")
 
 
 def _may_be_experts(name: str, module: nn.Module) -> bool:
@@ -86,21 +75,31 @@ def _may_be_experts(name: str, module: nn.Module) -> bool:
 
 def refused(module: Any) -> str | None:
     """Why the experts of this class are not MoEExperts'; None: they are."""
-    act = getattr(module, "act_fn", None)
-    plain = type(module)._apply_gate is _Plain._apply_gate
     if isinstance(module, FP8Experts):
         return experts_refused(module)
     reasons = {
-        "no gate": not getattr(module, "has_gate", True),
         "biases": getattr(module, "has_bias", False),
         "weights are [E, in, out]": getattr(module, "is_transposed", False),
         "gate and up are interleaved": not getattr(module, "is_concatenated", True),
         "a norm after each expert": getattr(module, "has_post_expert_norm", False),
-        "a gate of its own": not plain,
-        f"its activation is {getattr(act, '__name__', type(act).__name__)}, not SiLU": plain
-        and not (isinstance(act, SILU) or act is F.silu),
     }
-    return ", ".join(reason for reason, holds in reasons.items() if holds) or None
+    found = [reason for reason, holds in reasons.items() if holds]
+    try:
+        activation_of(module)
+    except UnknownActivation as error:
+        found.append(str(error))
+    return ", ".join(found) or None
+
+
+def names_of(module: Any) -> tuple[str, str]:
+    """The names of the module's two weights."""
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
+
+
+def weights_of(module: Any) -> tuple[Tensor, Tensor]:
+    """The module's two weights."""
+    first, second = names_of(module)
+    return getattr(module, first), getattr(module, second)
 
 
 def misfit(module: Any, weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None) -> str | None:
@@ -108,7 +107,7 @@ def misfit(module: Any, weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None
     if isinstance(module, FP8Experts):
         return experts_unfit(module, recipe)
     multiple = 8 if recipe is None else 16
-    for name, w in zip(WEIGHTS, weights, strict=True):
+    for name, w in zip(names_of(module), weights, strict=True):
         if w.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"{name} is {w.dtype}"
         if w.shape[-1] % multiple:

@@ -12,18 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.weights import is_codes
+from fp8moe_cutlass.integrations.transformers_activation import SILU
 from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
 
-SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _OTHERS = tuple(
     kind
     for name, kind in vars(finegrained_fp8).items()

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fp8moe_cutlass.nn import MoEExperts, lora
-from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 
 ADAPTER = "default"
 REFUSED = {  # of the PeftModel, and what to do instead
@@ -43,7 +42,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     wanted, others = _chosen(found, config.target_parameters or [])
     wide = options.get("autocast_adapter_dtype", True)
     dtype = torch.float32 if wide else torch.bfloat16
-    terms = {name: (*_rank_and_alpha(config, name), dtype) for name in wanted}
+    terms = {name: (*_rank_and_alpha(config, name, found[name]), dtype) for name in wanted}
     for name in wanted:
         lora.check(found[name], *terms[name])
     own = copy.copy(config)
@@ -108,11 +107,11 @@ def _chosen(
     found: dict[str, MoEExperts], target_parameters: list[str]
 ) -> tuple[list[str], list[str]]:
     """The experts that target_parameters names, and the names that are of none."""
-    keys = {f"{name}.{w}": name for name in found for w in WEIGHTS}
+    keys = {f"{name}.{w}": name for name, m in found.items() for w in m.weight_names}
     named = {t: [k for k in keys if k == t or k.endswith(f".{t}")] for t in target_parameters}
     hit = {k for of in named.values() for k in of}
-    wanted = [name for name in found if f"{name}.{WEIGHTS[0]}" in hit]
-    one = {keys[k] for k in hit} - {n for n in wanted if f"{n}.{WEIGHTS[1]}" in hit}
+    wanted = [name for name, m in found.items() if f"{name}.{m.weight_names[0]}" in hit]
+    one = {keys[k] for k in hit} - {n for n in wanted if f"{n}.down_proj" in hit}
     if not hit or one:
         got = f"one of them, of {min(one)}" if one else f"{target_parameters}"
         raise ValueError(
@@ -122,12 +121,12 @@ def _chosen(
     return wanted, [t for t, of in named.items() if not of]
 
 
-def _rank_and_alpha(config: Any, name: str) -> tuple[int, float]:
+def _rank_and_alpha(config: Any, name: str, layer: MoEExperts) -> tuple[int, float]:
     """add_lora's arguments by PEFT's patterns, the same for both weights of an experts module."""
     from peft.utils.other import get_pattern_key
 
     found = set()
-    for w in WEIGHTS:
+    for w in layer.weight_names:
         key = f"{name}.{w}"
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, key), config.r)
         alpha = config.alpha_pattern.get(

@@ -10,13 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
+from fp8moe_cutlass.activation import SWIGLU
 from fp8moe_cutlass.distributed.shards import is_sharded
+from fp8moe_cutlass.integrations.transformers_activation import activation_of
 from fp8moe_cutlass.integrations.transformers_check import (
     OWN_FORWARD,
     ExpertsFound,
     check,
     misfit,
+    names_of,
     refused,
+    weights_of,
 )
 from fp8moe_cutlass.integrations.transformers_fp8 import (
     dequantize_linears,
@@ -24,7 +28,7 @@ from fp8moe_cutlass.integrations.transformers_fp8 import (
     quantized_otherwise,
 )
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
-from fp8moe_cutlass.nn.fp8_checkpoint import NAMES, WEIGHTS
+from fp8moe_cutlass.nn.fp8_checkpoint import NAMES
 from fp8moe_cutlass.nn.lora import remove
 from fp8moe_cutlass.recipe import Fp8Recipe
 
@@ -97,7 +101,7 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         layer = SwappedExperts(module, **options)
         if not meta:
             codes = isinstance(module, FP8Experts)
-            for key in NAMES if codes else WEIGHTS:
+            for key in NAMES if codes else names_of(module):
                 setattr(layer, key, getattr(module, key))
             if codes:
                 layer.requires_grad_(False)
@@ -112,7 +116,9 @@ class SwappedExperts(MoEExperts):
 
     def __init__(self, module: Any, **options: Any) -> None:
         w = module.down_proj
-        super().__init__(*w.shape, dtype=w.dtype, device="meta", **options)
+        activation = SWIGLU if isinstance(module, FP8Experts) else activation_of(module)
+        given: Any = {"activation": activation, "dtype": w.dtype, "device": "meta"}
+        super().__init__(*w.shape, **given | options)
         self.config = module.config
         self._implementation = self.config._experts_implementation
         vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
@@ -143,7 +149,7 @@ def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options:
     reason = refused(module)
     if reason is not None:
         return reason
-    weights = module.gate_up_proj, module.down_proj
+    weights = weights_of(module)
     reason = misfit(module, weights, options.get("recipe", Fp8Recipe()))
     if reason is not None or meta:
         return reason
@@ -151,10 +157,11 @@ def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options:
         return "the model is quantized"
     if "forward" in vars(module):
         return "its forward is replaced (by accelerate, for a device_map): swap before"
-    more = {name for name, _ in module.named_parameters()} - {*NAMES}
+    more = {name for name, _ in module.named_parameters()}
+    more -= {*NAMES, *names_of(module)}
     if more:
         return f"parameters of its own: {', '.join(sorted(more))}"
-    for name, w in zip(WEIGHTS, weights, strict=True):
+    for name, w in zip(names_of(module), weights, strict=True):
         if is_sharded(w):
             return f"{name} is a DTensor (sharded): swap before parallelizing"
         if w.is_meta:
