@@ -134,6 +134,8 @@ def test_classes_of_other_activations(classes: dict[str, Any], name: str) -> Non
         assert error(part, its) < 2 * BOUND, name  # some z are within their error of a limit
     holder = nn.ModuleDict({"layer": module})
     keys, weights = list(holder.state_dict()), list(module.parameters())
+    with pytest.raises(TypeError, match="activation"):  # the model's own
+        fp8moe.swap(holder, activation=Activation())
     assert fp8moe.swap(holder) == ["layer"]
     swapped: Any = holder["layer"]
     assert list(holder.state_dict()) == keys
