@@ -50,7 +50,10 @@ class Fp8Recipe:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in words:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")
-        for name, eps in (("eps", self.eps), ("activation_eps", self.activation_eps or 0.0)):
+        for name, eps in (
+            ("eps", self.eps),
+            ("activation_eps", 0.0 if self.activation_eps is None else self.activation_eps),
+        ):
             is_number = isinstance(eps, Real) and not isinstance(eps, bool)
             if not is_number or not 0.0 <= float(eps) <= FLOAT32_MAX:
                 raise ValueError(f"[Fp8Recipe] {name} must be in [0, 3.4e38]; got {eps!r}")
@@ -91,11 +94,6 @@ class Fp8Recipe:
         of_h = said["activation_eps"]
         floors = {"eps": float(said["eps"]), "activation_eps": _number(of_h)}
         return Fp8Recipe(**{**said, **floors})
-
-    @property
-    def eps_of_activation(self) -> float:
-        """The floor by which the forward quantizes h."""
-        return self.eps if self.activation_eps is None else self.activation_eps
 
 
 _FIELDS = tuple(field.name for field in fields(Fp8Recipe))

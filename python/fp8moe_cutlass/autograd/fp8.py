@@ -361,7 +361,7 @@ def _hidden(
         rounding=recipe.rounding,
         save_z=save_z,
         scale=recipe.scale,
-        eps=recipe.eps_of_activation,
+        eps=recipe.eps if recipe.activation_eps is None else recipe.activation_eps,
     )
 
 
