@@ -117,8 +117,7 @@ class SwappedExperts(MoEExperts):
     def __init__(self, module: Any, **options: Any) -> None:
         w = module.down_proj
         activation = SWIGLU if isinstance(module, FP8Experts) else activation_of(module)
-        given: Any = {"activation": activation, "dtype": w.dtype, "device": "meta"}
-        super().__init__(*w.shape, **given, **options)
+        super().__init__(*w.shape, activation=activation, dtype=w.dtype, device="meta", **options)
         self.config = module.config
         self._implementation = self.config._experts_implementation
         vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
