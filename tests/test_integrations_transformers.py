@@ -153,6 +153,45 @@ def test_classes_of_other_activations(classes: dict[str, Any], name: str) -> Non
     assert torch.equal(layer(x, ids, probs), registered)
 
 
+def test_a_model_without_gates_trains_and_takes_lora(tmp_path: Any) -> None:
+    """Nemotron-H: an attention layer and one of experts, by Trainer, and LoRA on up_proj."""
+    peft = pytest.importorskip("peft")
+    if not hasattr(transformers, "NemotronHConfig"):
+        pytest.skip("not in this transformers")
+    sizes = {"hybrid_override_pattern": "*E", "moe_shared_expert_intermediate_size": I}
+    model = model_of("NemotronH", **sizes)
+    given = {"input_ids": tokens(), "labels": tokens(), "use_cache": False}
+    model(**given).loss.backward()
+    [experts] = [m for m in model.modules() if type(m).__name__ == "NemotronHExperts"]
+    want = experts.up_proj.grad, experts.down_proj.grad
+    model.zero_grad()
+    keys = list(model.state_dict())
+    [name] = fp8moe.swap(model)
+    assert list(model.state_dict()) == keys
+    first = model(**given).loss
+    first.backward()
+    swapped = model.get_submodule(name)
+    for got, its in zip((swapped.up_proj.grad, swapped.down_proj.grad), want, strict=True):
+        assert error(got, its) < BOUND
+    model.zero_grad()
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
+    how: Any = {"max_steps": 4, "learning_rate": 1e-3, "report_to": [], "use_cpu": True}
+    arguments = transformers.TrainingArguments(tmp_path, save_strategy="no", **how)
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    assert float(model(**given).loss.detach()) < float(first.detach())
+    targets = [f"experts.{w}" for w in swapped.weight_names]
+    config = peft.LoraConfig(r=8, lora_alpha=8, target_modules=[], target_parameters=targets)
+    adapted = fp8moe.get_peft_model(model, config)
+    adapted(**given).loss.backward()
+    assert swapped.lora_rank == 8
+    trained = {
+        n.rpartition(".experts.")[2]
+        for n, p in adapted.named_parameters()
+        if p.grad is not None and "lora" in n
+    }
+    assert len(trained) == 4
+
+
 def test_a_refused_class_raises_in_its_first_forward(classes: dict[str, Any]) -> None:
     for name in REFUSED.keys() & classes.keys():
         module = copy.deepcopy(classes[name])
