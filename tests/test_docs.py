@@ -576,3 +576,11 @@ def test_torchtitan_table_equals_its_record() -> None:
         for r in results("torchtitan-losses-cpu.json")
     ]
     assert table(TITAN, "torchtitan-losses-cpu.json") == want
+
+
+def test_torchtitan_speed_equals_its_record() -> None:
+    want = [
+        [r["who"], f"{r['ms']:.1f}", f"{r['tokens_per_s']:,.0f}", f"{r['times_own']:.2f}"]
+        for r in results("torchtitan-h100.json")
+    ]
+    assert table(TITAN, "torchtitan-h100.json") == want
