@@ -584,3 +584,12 @@ def test_torchtitan_speed_equals_its_record() -> None:
         for r in results("torchtitan-h100.json")
     ]
     assert table(TITAN, "torchtitan-h100.json") == want
+
+
+def test_jax_table_equals_its_record() -> None:
+    want = []
+    for r in results("jax-h100.json"):
+        ms = r["ms"], r["peers"]["torch, captured"]
+        want.append([r["model"], *(f"{t:.2f}" for t in ms), f"{ms[0] / ms[1]:.3f}"])
+        assert all(r["bit_equal"].values())
+    assert table(JAX, "jax-h100.json") == want
