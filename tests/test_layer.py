@@ -56,6 +56,9 @@ RECIPES = {
 # Gradients keep sums the GEMM takes in another order than the CPU; where that changes the bf16 z or
 # dh by an ulp, a code may flip. Far below the 6.6% of quantization itself.
 OTHER_BACKEND = 0.01
+# By "approx" a thousandth of the codes of x, dout and the weights differ, and z with them: what is
+# quantized after that is rounded elsewhere in part, by the square root of change and step.
+OTHER_BACKEND_APPROX = 0.03
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -68,7 +71,9 @@ def test_against_float64(
     q = p.to(device)
     got = moved(q.run(q.experts(recipe=recipe, **options)), "cpu")
     check(got, p.truth(), limit, record_property)
-    assert max(errors(got, cpu).values()) < OTHER_BACKEND
+    approx = recipe is not None and recipe.scale == "approx"
+    other = OTHER_BACKEND_APPROX if approx else OTHER_BACKEND
+    assert max(errors(got, cpu).values()) < other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
