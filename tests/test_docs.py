@@ -593,3 +593,15 @@ def test_jax_table_equals_its_record() -> None:
         want.append([r["model"], *(f"{t:.2f}" for t in ms), f"{ms[0] / ms[1]:.3f}"])
         assert all(r["bit_equal"].values())
     assert table(JAX, "jax-h100.json") == want
+
+
+def test_activations_table_equals_its_record() -> None:
+    rows: dict[tuple[str, str], list[dict]] = {}
+    for r in results("activations-h100.json"):
+        rows.setdefault((f"{r['shape']['I']:,}", r["op"]), []).append(r)
+    want = []
+    for head, (swiglu, *others) in rows.items():
+        ratios = [swiglu["ms"] / swiglu["peers"]["copy"]]
+        ratios += [r["ms"] / r["peers"]["SwiGLU"] for r in others]
+        want.append([*head, *(f"{ratio:.2f}" for ratio in ratios)])
+    assert table("docs/notes/activation.md", "activations-h100.json") == want
