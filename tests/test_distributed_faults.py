@@ -46,6 +46,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "recipe must .*pow2 scales, .* on ranks 0, 3; fp32 scales, .* on rank 2",
     ),
     "gradient": ({"recipe": Fp8Recipe(grad_dtype="e5m2")}, "gradients in e5m2 on rank 2"),
+    "weighting": ({"recipe": Fp8Recipe(weighting="output")}, "weighting output, .* on rank 2"),
+    "rounding": ({"recipe": Fp8Recipe.rollout("vllm")}, "rounding silu on rank 2"),
     "rank_capacity": ({"rank_capacity": 7}, "rank_capacity must .* on ranks 0, 3; 7 on rank 2"),
     "x_grad": ({"detach": "x"}, "x.requires_grad must .*True on ranks 0, 3; False on rank 2"),
     "no_grad": ({"detach": "all"}, "requires_grad must .*True on ranks 0, 3; False on rank 2"),

@@ -152,9 +152,23 @@ class Wgrad(NamedTuple):
         ]
 
     def _operands(self) -> tuple[Fp8Tensor, Fp8Tensor]:
-        made = _columns(self.rows, self.plan, self.recipe)
+        """Only power-of-two scales can be shifted in FP8; float32 scales are dequantized and
+        quantized again, a second rounding."""
+        rows, recipe, plan = self.rows, self.recipe, self.plan
+        shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
+        if shift and not grouped:
+            made = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
+        else:
+            made = ops.transpose_fp8(
+                rows if grouped else ops.permute_pad(rows, plan)[0],
+                plan,
+                columns=recipe.columns,
+                requantize=not shift,
+                scale=recipe.scale,
+                eps=recipe.eps,
+            )
         if self.counters is not None:
-            count(self.counters, f"{self.of} columns", self.rows, self.plan, made)
+            count(self.counters, f"{self.of} columns", rows, plan, made)
         return (self.columns, made) if self.of == "x" else (made, self.columns)
 
 
@@ -384,20 +398,3 @@ def count(
     if columns is None or (t.pow2 and columns.pow2):
         row = counters.counts[COUNTED.index(name)]
         ops.count_codes(t, plan, row, columns=columns, stride=counters.every)
-
-
-def _columns(t: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe) -> Fp8Tensor:
-    """The rows of `t` as a wgrad operand. Only power-of-two scales can be shifted in FP8; float32
-    scales are dequantized and quantized again, a second rounding."""
-    shift, grouped = recipe.scale == "pow2", t.scale_layout == "gemm"
-    if shift and not grouped:
-        return ops.permute_transpose_fp8(t, plan, columns=recipe.columns)
-    rows = t if grouped else ops.permute_pad(t, plan)[0]
-    return ops.transpose_fp8(
-        rows,
-        plan,
-        columns=recipe.columns,
-        requantize=not shift,
-        scale=recipe.scale,
-        eps=recipe.eps,
-    )

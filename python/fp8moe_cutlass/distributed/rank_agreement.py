@@ -44,20 +44,35 @@ class Terms(NamedTuple):
 
 
 def recipe_word(recipe: Fp8Recipe | None) -> int:
-    """The word for what a recipe puts on the wire."""
-    return _RECIPES.index(None if recipe is None else (recipe.scale, recipe.grad_dtype))
+    """The word for what a recipe puts on the wire, and makes of what comes."""
+    if recipe is None:
+        return 0
+    of = recipe.scale, recipe.grad_dtype, recipe.weighting, recipe.rounding
+    return _RECIPES.index(of)
 
 
 def _recipe(word: int) -> str:
     found = _RECIPES[word]
-    return f"{found[0]} scales, gradients in {found[1]}" if found else "none (bfloat16)"
+    if not found:
+        return "none (bfloat16)"
+    scale, grad_dtype, weighting, rounding = found
+    more = "" if weighting == "activation" else f", weighting {weighting}, rounding {rounding}"
+    return f"{scale} scales, gradients in {grad_dtype}{more}"
 
 
 def _yes(word: int) -> str:
     return str(bool(word))
 
 
-_RECIPES = (None, *itertools.product(("pow2", "fp32", "amax", "approx"), ("e4m3", "e5m2")))
+_RECIPES = (
+    None,
+    *itertools.product(
+        ("pow2", "fp32", "amax", "approx"),
+        ("e4m3", "e5m2"),
+        ("activation", "output"),
+        ("none", "product", "silu"),
+    ),
+)
 # What an error calls a word, and how it reads it.
 _READ: dict[str, tuple[str, Callable[[int], str]]] = {
     "num_experts": ("num_experts", str),

@@ -205,7 +205,7 @@ class ExpertBlock(Owner):
             weights = self._codes(False)
         elif GatheredExperts in (type(gate_up), type(down)):  # isinstance asks a metaclass
             weights = gathered_weights(gate_up, down)
-        elif not compiling() and self.gate_up_proj.is_leaf and self.gate_up_proj.grad is not None:
+        elif not compiling() and (own := self.gate_up_proj).is_leaf and own.grad is not None:
             _say_what_repeats(self.recipe)
         return weights
 

@@ -162,7 +162,8 @@ class MoE(nn.Module):
                     "[MoE] padding (bool, True for padding) must be given with "
                     "route_padding=False; got None"
                 )
-        check_bool("MoE", "return_routing", return_routing)
+        if return_routing is not False:
+            check_bool("MoE", "return_routing", return_routing)
         tokens = x.reshape(-1, x.shape[-1])
         routing: Routing = self.router(
             tokens,
