@@ -82,8 +82,10 @@ def environment_text(record: Record) -> str:
         parts.append(f"{e['ranks']} ranks, {e['backend']}")
     if e.get("launch_us"):  # older records have none
         parts.append(f"empty kernel {e['launch_us']:.1f} us")
-    copy, gemm = 1e3 * e["copy_tb_s"], 1e3 * e["tensor_tflops"]
-    return "; ".join([*parts, f"copy {copy:,.0f} GB/s", f"dense GEMM {gemm:,.0f} GFLOP/s"])
+    if e.get("copy_tb_s"):
+        copy, gemm = 1e3 * e["copy_tb_s"], 1e3 * e["tensor_tflops"]
+        parts += [f"copy {copy:,.0f} GB/s", f"dense GEMM {gemm:,.0f} GFLOP/s"]
+    return "; ".join(parts)
 
 
 MEMORY = ("model", "variant", "who", "KiB per token, arithmetic", "allocator", "peak, GiB")

@@ -119,6 +119,8 @@ class Bench:
                 "who": name,
                 "ms": statistics.median(times),
                 "tokens_per_s": 1e3 * tokens / statistics.median(times),
+                "limit_ms": None,
+                "peers": {},
                 "times_own": statistics.median(taken[who[0]]) / statistics.median(times),
                 "repeat": {"min": min(times), "max": max(times)},
                 "losses": losses[name],
