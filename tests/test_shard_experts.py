@@ -212,7 +212,7 @@ def early(group: Any, recipe: Any, first: bool) -> list[str]:
 def test_an_optimizer_made_before_is_warned_of(pool: Pool, recipe: Any) -> None:
     for said in results(pool.run(2, early, recipe, True)):
         assert len(said) == 1
-        assert "an optimizer made before it trains none of them; make it after" in said[0]
+        assert "an optimizer made before it trains none of them; make it, and" in said[0]
     assert results(pool.run(2, early, recipe, False)) == [[], []]
 
 
