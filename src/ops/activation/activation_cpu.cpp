@@ -141,7 +141,8 @@ void run(const ActQuantize& p, Stream) {
           widen_row<T>(from, width, z_row.data());
           take_apart(p.activation, z_row, spare);
           hidden_row(p.activation, z_row, inner,
-                     p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f, h_row.data(), p.rounding);
+                     p.probs.defined() ? p.probs.as<const float>()[r] : 1.0f, h_row.data(),
+                     p.rounding);
           h_rows.put(r, h_row.data(), p.rule);
           if (p.z_q.defined()) z_rows.put(r, from, p.rule);
         }
