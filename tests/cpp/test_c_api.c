@@ -178,7 +178,7 @@ int main(void) {
                                 tensor(w_scale, FP8MOE_F32, 3, kExperts, 1, kBlocks),
                                 FP8MOE_LAYOUT_BLOCK};
   CHECK(CALL(quantize, .x = &xt, .q = &xq, .rule = rule) == FP8MOE_OK);
-  const fp8moe_scale_rule unknown = {3, 1e-10f};
+  const fp8moe_scale_rule unknown = {4, 1e-10f};
   CHECK(CALL(quantize, .x = &xt, .q = &xq, .rule = unknown) == FP8MOE_INVALID_ARGUMENT);
   CHECK(CALL(permute_pad, .x = &xq, .plan = &plan, .y = &aq) == FP8MOE_OK);
   CHECK(CALL(quantize_weight, .w = &wt, .q = &wq, .rule = rule) == FP8MOE_OK);
