@@ -9,6 +9,13 @@ from typing import Any
 from fp8moe_cutlass.typing import Columns, Engine, Fp8DType, Rounding, ScaleKind, Weighting
 
 FLOAT32_MAX = 2.0**128 - 2.0**104
+WORDS = {
+    "grad_dtype": ("e4m3", "e5m2"),
+    "scale": ("pow2", "fp32", "amax", "approx"),
+    "columns": ("block", "column"),
+    "weighting": ("activation", "output"),
+    "rounding": ("none", "product", "silu"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,7 @@ class Fp8Recipe:
     rounding: Rounding = "none"
 
     def __post_init__(self) -> None:
-        allowed = {
-            "grad_dtype": ("e4m3", "e5m2"),
-            "scale": ("pow2", "fp32", "amax", "approx"),
-            "columns": ("block", "column"),
-            "weighting": ("activation", "output"),
-            "rounding": ("none", "product", "silu"),
-        }
-        for name, words in allowed.items():
+        for name, words in WORDS.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in words:
                 raise ValueError(f"[Fp8Recipe] {name} must be one of {words}; got {value!r}")

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fp8moe_cutlass.recipe import Fp8Recipe
+from fp8moe_cutlass.recipe import WORDS, Fp8Recipe
 
 
 class Terms(NamedTuple):
@@ -64,15 +64,8 @@ def _yes(word: int) -> str:
     return str(bool(word))
 
 
-_RECIPES = (
-    None,
-    *itertools.product(
-        ("pow2", "fp32", "amax", "approx"),
-        ("e4m3", "e5m2"),
-        ("activation", "output"),
-        ("none", "product", "silu"),
-    ),
-)
+_AGREED = ("scale", "grad_dtype", "weighting", "rounding")  # as recipe_word has them
+_RECIPES = (None, *itertools.product(*(WORDS[name] for name in _AGREED)))
 # What an error calls a word, and how it reads it.
 _READ: dict[str, tuple[str, Callable[[int], str]]] = {
     "num_experts": ("num_experts", str),

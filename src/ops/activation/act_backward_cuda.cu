@@ -4,7 +4,7 @@
 // a gate; optional columns of dz [2I, Kcap] and of h [I, Kcap], h recomputed.
 //
 // bf16 operands, not interleaved, and I % 128 == 0 take one pass: backward_rows, or backward_tiles
-// (act_backward_tiles.cuh) where columns are asked for. Else each output takes a pass of its own.
+// (act_backward_tiles.cuh) where the caller wants columns. Else each output takes its own pass.
 #include <type_traits>
 
 #include "common/backends.h"
