@@ -43,6 +43,9 @@ ARMS = {
     "bf16-wgrad": Arm("weight gradients in bf16 of dequantized rows", wgrad="bf16"),
     "bf16-edges": Arm("experts of the first and last layer in bf16", edges=True),
     "double": Arm("double quantization, float32 scales", FLOAT32_SCALES, "double"),
+    "output": Arm("routing weights at the sum over slots", Fp8Recipe(weighting="output")),
+    "vllm": Arm("the forward of vLLM", Fp8Recipe.rollout("vllm")),
+    "sglang": Arm("the forward of SGLang", Fp8Recipe.rollout("sglang")),
     "noise": Arm("bf16, one weight's last bit changed", None, nudge=True),
 }
 
@@ -70,6 +73,7 @@ class Config:
 MODELS = {
     "fine": Config(),
     "coarse": Config(8, 2, 3072),
+    "small": Config(32, 4, 256, 6, 512, 8, 256, evaluations=4),
     "tiny": Config(8, 2, 128, 3, 128, 2, 32, batch=4, evaluations=3),
 }
 

@@ -18,6 +18,9 @@ COLORS = {
     "bf16-wgrad": style.SERIES[4],
     "bf16-edges": style.SERIES[5],
     "double": style.BASELINE,
+    "output": style.SERIES[6],
+    "vllm": style.SERIES[7],
+    "sglang": style.OTHER,
 }
 
 

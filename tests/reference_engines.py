@@ -91,12 +91,33 @@ def quantize_vllm(x: Tensor, of_h: bool) -> Quantized:
     return quantized(tiles / scale, scale)
 
 
+def largest_over(amax: Tensor) -> Tensor:
+    """448 / amax. SGLang's GPU divides approximately, this exactly."""
+    return LARGEST / amax
+
+
 def quantize_sglang(x: Tensor, of_h: bool) -> Quantized:
-    """A stored scale that is not the reciprocal of what values are multiplied by. A GPU divides
-    approximately, this exactly."""
+    """A stored scale that is not the reciprocal of what values are multiplied by."""
     amax = amax_of(x, 1e-10)
     tiles = x.float().view(len(x), -1, 128)
-    return quantized(tiles * (LARGEST / amax), amax * INVERSE)
+    return quantized(tiles * largest_over(amax), amax * INVERSE)
+
+
+# ---- a GPU's instructions -----------------------------------------------------------------------
+
+DIVIDE = 'float q; asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(q) : "f"(n), "f"(d)); return q;'
+LARGEST_OVER = f"template <typename T> T largest_over(T d) {{ float n = 448.0f; {DIVIDE} }}"
+SILU = f"""template <typename T> T silu(T n) {{
+    float e, scaled = n * -1.4426950408889634f;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(scaled));
+    float d = 1.0f + e;
+    {DIVIDE} }}"""
+
+
+def on_gpu(code: str) -> Callable[[Tensor], Tensor]:
+    """A function of float32 tensors, elementwise on a GPU, from its CUDA source."""
+    made: Callable[[Tensor], Tensor] = torch.cuda.jiterator._create_jit_fn(code)
+    return lambda t: made(t.cuda().contiguous()).cpu()
 
 
 # ---- the layer ----------------------------------------------------------------------------------
@@ -105,13 +126,17 @@ QUANTIZE = {"vllm": quantize_vllm, "sglang": quantize_sglang}
 Gemm = Callable[[Quantized, int, str], Tensor]
 
 
+def silu(gate: Tensor) -> Tensor:
+    """Of gate f32. SGLang's GPU divides and exponentiates approximately; this is exact."""
+    return (gate.double() / (1 + torch.exp(-gate.double()))).float()
+
+
 def activation(z: Tensor, engine: str) -> Tensor:
-    """silu(gate) up of z = [gate | up] in bf16, rounded once, or silu first; silu is exact here."""
+    """silu(gate) up of z = [gate | up] in bf16, rounded once, or silu first."""
     gate, up = z.chunk(2, dim=1)
-    silu = (gate.double() / (1 + torch.exp(-gate.double()))).float()
     if engine == "vllm":
-        return silu.bfloat16() * up
-    return (silu * up.float()).bfloat16()
+        return silu(gate.float()).bfloat16() * up
+    return (silu(gate.float()) * up.float()).bfloat16()
 
 
 def weighted_sum(y: Tensor, probs: Tensor) -> Tensor:

@@ -123,9 +123,15 @@ def gemm_of(weights: Any, device: Any) -> engines.Gemm:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_layer_has_the_engines_bits(engine: Any, device: torch.device) -> None:
-    """vLLM's in every bit. SGLang's but for rows in which a GPU's approximate instruction decides a
-    rounding, which this reference computes exactly."""
+def test_the_layer_has_the_engines_bits(
+    engine: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every bit, SGLang's by the approximate instructions of a GPU. A CPU has none: an element
+    of h in 10^5 is rounded otherwise there."""
+    approximate = engine == "sglang" and device.type == "cuda"
+    if approximate:
+        monkeypatch.setattr(engines, "largest_over", engines.on_gpu(engines.LARGEST_OVER))
+        monkeypatch.setattr(engines, "silu", engines.on_gpu(engines.SILU))
     p = problem(300, 3, 5, 256, 128)
     p.x[:40] *= torch.exp2(torch.linspace(-40, 20, 40))[:, None].bfloat16()  # about the floors
     p.x[3] = 0
@@ -137,7 +143,7 @@ def test_the_layer_has_the_engines_bits(engine: Any, device: torch.device) -> No
     want = engines.experts(p.x, p.topk_idx, p.probs, engine, gemm)
     assert torch.equal(q.run(layer).out.cpu(), out)
     equal = (out == want).all(1).float().mean()
-    assert equal == 1 if engine == "vllm" else equal > (0.9 if device.type == "cpu" else 0.3)
+    assert equal == 1 if engine == "vllm" or approximate else equal > 0.9
     assert (out - want).norm() < 1e-2 * want.norm()
 
 
