@@ -1,12 +1,14 @@
-"""LoRA on attention and all experts of a whole model, over FP8 or bf16 experts, on one GPU.
+"""LoRA on attention and all experts of a whole model, over FP8 or bf16 experts.
 
-48 layers of Qwen3-30B's sizes with random weights, frozen, LoRA r 16 on attention and experts, each
-layer checkpointed, AdamW on the adapters. A step is forward, backward and the optimizer's.
+Layers of Qwen3-30B's or Qwen3-235B's sizes with random weights, frozen, LoRA r 16 on attention and
+experts, each layer checkpointed, AdamW on the adapters. A step is forward, backward and the
+optimizer's. One GPU; --ranks N shares FP8 experts by group=, and each rank has tokens of its own.
 
 "turned", "kept": FP8 experts by MoEExperts.add_lora, all else in bf16. "turned" makes dgrad's codes
 in each backward, "kept" holds them (reuse_fp8_weights): a byte per parameter more. "bf16, PEFT":
 experts in bf16 by torch's grouped_mm, LoRA by PEFT's target_parameters. "bf16, attention": no LoRA
-on those experts. What does not fit runs with half the layers; "layers" says how many ran.
+on those experts. What does not fit runs with half the layers, and FP8 beside it once more; "layers"
+says how many ran. --layers N runs so many, or fails.
 """
 
 from __future__ import annotations
@@ -18,21 +20,26 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common import OnResult, Record, environment, main, parser
+from common import OnResult, Record, environment, ignore, parser, show, write
 from fp8moe_cutlass.nn import MoE, MoEExperts, Router, reuse_fp8_weights
+from launch import processes
 from timing import Limits
 from torch_experts import TorchExperts
 
 QWEN3_30B = {"layers": 48, "hidden": 2048, "inner": 768, "experts": 128, "top_k": 8}
 QWEN3_30B |= {"heads": 32, "kv_heads": 4, "head": 128, "vocabulary": 151_936}
+QWEN3_235B = QWEN3_30B | {"layers": 94, "hidden": 4096, "inner": 1536, "heads": 64}
+MODELS = {"qwen3-30b": QWEN3_30B, "qwen3-235b": QWEN3_235B}
 QUICK = {"layers": 2, "hidden": 256, "inner": 128, "experts": 4, "top_k": 2}
 QUICK |= {"heads": 4, "kv_heads": 2, "head": 64, "vocabulary": 512}
 LENGTH, RANK = 4096, 16
-MODES = ("turned", "kept", "bf16, PEFT", "bf16, attention")
+FP8 = ("turned", "kept")
+MODES = (*FP8, "bf16, PEFT", "bf16, attention")
 
 
 class LoraLinear(nn.Module):
@@ -75,10 +82,10 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(hidden, **made) for _ in range(2))
         self.qkv = nn.ModuleList(LoraLinear(hidden, n * head, device) for n in self.shapes)
         self.out = LoraLinear(sizes["heads"] * head, hidden, device)
-        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        experts: Any = MoEExperts(
-            *(sizes["experts"], hidden, sizes["inner"]), dtype=dtype, device=device
-        )
+        how: Any = {"dtype": torch.float8_e4m3fn if fp8 else torch.bfloat16, "device": device}
+        if dist.is_initialized():
+            how["group"] = dist.group.WORLD
+        experts: Any = MoEExperts(sizes["experts"], hidden, sizes["inner"], **how)
         if fp8:
             random_codes(experts)
             experts.add_lora(RANK, alpha=2 * RANK)
@@ -144,8 +151,20 @@ def random_codes(experts: MoEExperts) -> None:
         scale.fill_(w.shape[-1] ** -0.5 / 448)
 
 
+def average(model: Model) -> None:
+    """Gradients over the ranks: experts' have seen the tokens of all, others' see them here."""
+    experts = {p for m in model.modules() if isinstance(m, MoEExperts) for p in m.parameters()}
+    found = [(p not in experts, p.grad) for p in model.parameters() if p.grad is not None]
+    others = [grad for mine, grad in found if mine]
+    flat: Any = torch.cat([grad.flatten() for grad in others])
+    dist.all_reduce(flat)
+    parts = flat.split([grad.numel() for grad in others])
+    torch._foreach_copy_(others, [a.view_as(b) for a, b in zip(parts, others, strict=True)])
+    torch._foreach_div_([grad for _, grad in found], dist.get_world_size())
+
+
 def measure(model: Model, ids: Tensor, steps: int) -> dict[str, float]:
-    """Seconds per step, tokens per second, and the peak of memory in GiB."""
+    """Seconds per step, tokens of a rank per second, and the peak of its memory in GiB."""
     cuda = ids.is_cuda
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
@@ -153,6 +172,8 @@ def measure(model: Model, ids: Tensor, steps: int) -> dict[str, float]:
     def step() -> None:
         loss = model(ids)
         loss.backward()
+        if dist.is_initialized():
+            average(model)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -186,9 +207,10 @@ def pefts_lora(model: Model) -> None:
 
 def run_mode(mode: str, tokens: tuple[int, ...], given: Any, device: torch.device) -> list[Record]:
     """A row per number of tokens; raises where the first does not fit."""
-    sizes = QUICK if given.quick else QWEN3_30B
-    torch.manual_seed(0)
-    model = Model(sizes, given.layers, device, fp8=mode in ("turned", "kept"))
+    sizes = QUICK if given.quick else MODELS[given.model]
+    torch.manual_seed(0)  # the same on all ranks
+    model = Model(sizes, given.layers, device, fp8=mode in FP8)
+    torch.manual_seed(1 + rank())  # tokens of its own
     if mode == "bf16, PEFT":
         pefts_lora(model)
     rows: list[Record] = []
@@ -213,26 +235,63 @@ def run_mode(mode: str, tokens: tuple[int, ...], given: Any, device: torch.devic
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
-    sizes, length = (QUICK, 64) if given.quick else (QWEN3_30B, LENGTH)
+    sizes = QUICK if given.quick else MODELS[given.model]
+    tokens = (64, 128) if given.quick else tuple(given.tokens)
     record: Record = {"environment": environment(Limits(device)), "sizes": sizes, "results": []}
-    for mode in given.mode or MODES:
+    record["environment"]["ranks"] = given.ranks
+    modes, asked = given.mode or MODES, given.layers
+    fewer: set[int] = set()  # layers that bf16 had to run with
+
+    def add(mode: str, layers: int, may_halve: bool) -> None:
         rows: Any = None
-        given.layers = 2 * sizes["layers"]
+        given.layers = layers
         while rows is None:
-            given.layers //= 2
-            with contextlib.suppress(torch.OutOfMemoryError):
-                rows = run_mode(mode, (length, 2 * length), given, device)
+            try:
+                rows = run_mode(mode, tokens, given, device)
+            except torch.OutOfMemoryError:
+                if not may_halve:
+                    raise
+                given.layers //= 2
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        if given.layers < layers:
+            fewer.add(given.layers)
         record["results"] += rows
         for row in rows:
             on_result(row)
+        if rank() == 0:
+            write(record, given.json)
+
+    for mode in modes:
+        add(mode, asked or sizes["layers"], not asked)
+    for layers in sorted(fewer):
+        for mode in (mode for mode in modes if mode in FP8):
+            add(mode, layers, False)
     return record
 
 
-if __name__ == "__main__":
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--mode", choices=MODES, action="append")
-    main(arguments, run)
+    arguments.add_argument("--model", choices=MODELS, default="qwen3-30b")
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[LENGTH, 2 * LENGTH])
+    arguments.add_argument("--layers", type=int, help="so many, or fail")
+    arguments.add_argument("--ranks", type=int, default=1, help="processes that share the experts")
+    given = arguments.parse_args()
+    if given.ranks == 1:
+        run(torch.device(given.device), given, show)
+        return
+    if not {*(given.mode or MODES)} <= {*FP8}:
+        arguments.error("--ranks shares FP8 experts: --mode turned or kept")
+    with processes(given.ranks, torch.device(given.device)) as device:
+        run(device, given, ignore if rank() else show)
+
+
+if __name__ == "__main__":
+    main()

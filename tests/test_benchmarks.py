@@ -190,3 +190,12 @@ def test_layer_scripts_run(name: str, tmp_path: Path) -> None:
     rows = {"frozen": 9, "lora_model": 6, "activations": 42, "rollout": 14}
     assert len(record["results"]) == rows[name]
     assert all(row["ms"] > 0 for row in record["results"])
+
+
+@pytest.mark.slow
+def test_lora_model_on_two_ranks(tmp_path: Path) -> None:
+    given = ("--mode", "turned", "--layers", 1, "--ranks", 2, "--device", "cpu", "--quick")
+    script("lora_model", *given, "--json", tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["environment"]["ranks"] == 2
+    assert [(row["shape"]["T"], row["layers"]) for row in record["results"]] == [(64, 1), (128, 1)]
