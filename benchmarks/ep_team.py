@@ -150,7 +150,7 @@ class Bf16Layer(nn.Module):
         super().__init__()
         sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
         options: Any = {"group": layer.group, "rank_capacity": rank_capacity, "device": "meta"}
-        self.experts = MoEExperts(*sizes, recipe=None, **options)
+        self.experts = MoEExperts(*sizes, recipe=None, transport="nccl", **options)
         self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:

@@ -512,9 +512,8 @@ def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
 
 def choices(group: Any) -> list[str]:
     layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="auto")
-    with pytest.warns(
-        UserWarning, match="rows go by torch.distributed: transport 'peer' is for GPUs"
-    ):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         layer(torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"transport must be 'auto', 'nccl' or 'peer'; got 'ring'"):
         MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="ring")
@@ -522,6 +521,7 @@ def choices(group: Any) -> list[str]:
 
 
 def test_auto_takes_torch_distributed_on_the_cpu() -> None:
+    """And says nothing there."""
     pool = Pool(2, {2: [0, 1]})
     try:
         assert results(pool.run(2, choices)) == [["auto", "None"]] * 2
@@ -539,7 +539,7 @@ def without_room(group: Any, transport: str) -> str:
         return symmetric.Memory([share, share], share, None)
 
     symmetric._of_files = make
-    peers_module.unavailable = lambda device, transport: ""
+    peers_module.wanted = lambda device, transport: True
     layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport=transport)
     of = torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1)
     with warnings.catch_warnings(record=True) as said:
@@ -562,6 +562,57 @@ def test_no_memory_to_share() -> None:
         for text, got in zip(found, ("none on another rank", "no room"), strict=True):
             assert re.match(rf"\[MoEExperts\] {begins}transport 'peer' needs \d+ bytes", text)
             assert f"got {got}; use transport='nccl'" in text
+
+
+def outgrowing(group: Any, p: Problem, capacity: Any) -> list[str]:
+    """A batch for which the second rank has no memory, between the two halves of a step: of "auto"
+    it goes by torch.distributed, and so do all later ones; "peer" raises, and goes on with less."""
+    peers_module.wanted = lambda device, transport: transport != "nccl"
+    of, room = symmetric._of_files, [1 << 60]
+
+    def make(group: Any, size: int, device: Any) -> symmetric.Memory:
+        made = of(group, size, device)
+        if rank_of(group) == 1 and size > room[0]:
+            raise OSError("no room")
+        return made
+
+    symmetric._of_files = make
+    options = {} if capacity is None else {"rank_capacity": capacity}
+    layers = [layer_of(p, group, transport=t, **options) for t in ("nccl", "auto", "peer")]
+    small, outs, said = share(p, slice(0, 8)), [], []
+    for layer in layers:
+        x = small.x.clone().requires_grad_()
+        outs.append((x, layer(x, small.topk_idx, small.probs)))
+    room[0] = 0
+    if capacity is not None:  # another one needs more
+        layers = [layer_of(p, group, transport=t, rank_capacity=100) for t in ("nccl", "auto")]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert_same(p.run(layers[1]), p.run(layers[0]))
+    said += [str(w.message) for w in told if "torch.distributed" in str(w.message)]
+    assert layers[1]._exchange._peers is None  # type: ignore[union-attr]
+    if capacity is None:
+        with pytest.raises(RuntimeError) as error:
+            layers[2](p.x, p.topk_idx, p.probs)
+        said.append(str(error.value))
+    grads = [torch.autograd.grad(out, x, small.dout)[0] for x, out in outs]
+    assert torch.equal(grads[1], grads[0])
+    assert torch.equal(grads[2], grads[0])
+    return said
+
+
+@pytest.mark.parametrize("capacity", [None, 20], ids=["exact", "capacity"])
+def test_a_batch_that_outgrows_the_memory(capacity: Any) -> None:
+    pool = Pool(2, {2: [0, 1]})
+    try:
+        found = results(pool.run(2, outgrowing, batch(90), capacity))
+    finally:
+        pool.close()
+    for said, got in zip(found, ("none on another rank", "no room"), strict=True):
+        assert len(said) == (2 if capacity is None else 1)
+        assert said[0].startswith("[MoEExperts] rows go by torch.distributed: transport 'peer'")
+        assert all(f"got {got}; use transport='nccl'" in text for text in said)
 
 
 def test_transport_is_of_a_group() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fp8moe_cutlass import Fp8Recipe, ops
 from fp8moe_cutlass.nn import MoEExperts
@@ -196,6 +197,39 @@ def test_nothing_that_a_backward_reads_is_overwritten(pool: Pool, capacity: Any)
 
 def test_batches_of_other_sizes(pool: Pool) -> None:
     run(pool, on_mine, growing, batch(100))
+
+
+def by_auto(group: Any, p: Any) -> float:
+    """Seconds of a first forward where one rank has no memory to share; then with it."""
+    from torch.distributed import _symmetric_memory
+
+    ranks, mine = list(range(group.size())), rank_of(group)
+    want = p.run(layer_of(p, group, transport="nccl"))
+    of = _symmetric_memory.empty
+
+    def empty(*args: Any, **kwargs: Any) -> Any:
+        if mine == len(ranks) - 1:
+            raise torch.OutOfMemoryError("no memory")
+        return of(*args, **kwargs)
+
+    _symmetric_memory.empty = empty  # type: ignore[assignment]
+    layer = layer_of(p, dist.new_group(ranks), transport="auto")
+    start = time.monotonic()
+    try:
+        assert_same(p.run(layer), want)
+    finally:
+        _symmetric_memory.empty = of
+    taken = time.monotonic() - start
+    assert layer._exchange._peers is None  # type: ignore[union-attr]
+    layer = layer_of(p, dist.new_group(ranks), transport="auto")
+    assert_same(p.run(layer), want)
+    assert layer._exchange._peers is not None  # type: ignore[union-attr]
+    return taken
+
+
+def test_auto_takes_the_memory_that_all_ranks_have(pool: Pool) -> None:
+    for taken in run(pool, on_mine, by_auto, batch(100)):
+        assert taken < 20
 
 
 def test_random_routings(pool: Pool) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.collectives import Collectives
-from fp8moe_cutlass.distributed.peers import peers_of
+from fp8moe_cutlass.distributed.peers import peers_of, say_why_not
 from fp8moe_cutlass.distributed.rank_agreement import Terms
 from fp8moe_cutlass.distributed.sizes import Announced, Sizes, Told
+from fp8moe_cutlass.distributed.symmetric import NoSharedMemory
 from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 
 TRANSPORTS = ("auto", "nccl", "peer")
@@ -138,12 +139,11 @@ class Exchange:
         With a rank capacity torch.distributed tells nothing but the terms, and they only until they
         have been agreed upon: then None.
         """
-        if self.transport != "nccl":
-            peers = peers_of(self.group, counts.device, self.transport)
-            if peers is None:
-                self._peers = None
-            elif self._peers is None or self._peers.peers is not peers:
-                self._peers = ThroughPeers(peers, self.segment)
+        peers = peers_of(self.group, counts.device, self.transport)
+        if peers is None:
+            self._peers = None
+        elif self._peers is None or self._peers.peers is not peers:
+            self._peers = ThroughPeers(peers, self.segment)
         known = self.segment and terms in self._agreed
         if known and self._peers is None:
             return None
@@ -161,7 +161,8 @@ class Exchange:
 
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
-        ValueError on every rank if the ranks' terms differ, or have differed."""
+        ValueError on every rank if the ranks' terms differ, or have differed. What carries the
+        rows may be another then."""
         told: Told | None = None
         if announced is not None and not (self.segment and terms in self._agreed):
             by: Any = self._collectives if self._peers is None else self._peers
@@ -172,7 +173,13 @@ class Exchange:
                 self._agreed.add(terms)
                 for backward in (False, True):  # before a capture, which can copy nothing
                     self.mark(terms, announced.message.device, backward)
-            carrier.make_room(terms, told)
+            try:
+                carrier.make_room(terms, told)
+            except NoSharedMemory as error:  # on all ranks alike
+                if self.transport == "peer":
+                    raise
+                say_why_not(error)
+                self._peers = None
         if self.segment:
             return self.fixed(terms)
         assert told is not None

@@ -70,8 +70,9 @@ class GroupMove:
 
     def receive(self, sent: Sent) -> Arrived:
         exchange, terms, recipe = self.exchange, sent.terms, sent.recipe
-        packed, carrier, mine = sent.packed, sent.carrier, exchange.local_experts
-        sizes = exchange.sizes(sent.announced, terms, carrier)
+        packed, mine = sent.packed, exchange.local_experts
+        sizes = exchange.sizes(sent.announced, terms, sent.carrier)
+        carrier = exchange.carrier(terms)
         if carrier.moved_on(sent.place):
             # There was no room for all rows: once more, to where there is.
             place = carrier.place(terms, terms.slots)

@@ -37,6 +37,7 @@ from fp8moe_cutlass.distributed.symmetric import (
     agree,
     allocate,
     unavailable,
+    wanted,
 )
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
@@ -130,6 +131,7 @@ class Peers:
         self._adding = _Meetings(mailboxes, 1, self)
         self._has = Needed(0, 0, 0)
         self._room: _Room | None = None
+        self.full = False  # whether there was no room for an exchange
         self._captured: list[_Room] = []  # a graph has their addresses
         self._turn = 0  # of the two places for sums
         self._moved: Written | None = None
@@ -166,21 +168,22 @@ class Peers:
     def make_room(self, needed: Needed, fixed: bool) -> None:
         """Allocates for an exchange that takes `needed`, the same on all ranks; unless that is
         fixed, a quarter more. The device is idle when there had to be more. What there was stays
-        where a graph replays exchanges in it."""
+        where a graph replays exchanges in it. NoSharedMemory on all ranks if one has no more; then
+        what there was serves on."""
         if all(n <= has for n, has in zip(needed, self._has, strict=True)):
             return
         sizes = (n if fixed else n + n // 4 for n in needed)
-        size = self._has = Needed(
+        size = Needed(
             *(-(-max(pair) // _ALIGN) * _ALIGN for pair in zip(sizes, self._has, strict=True))
         )
-        self._room = None
-        agree(self._group(), self.device, True)  # none reads the old memory any more
+        self.full = True
         with torch.inference_mode(False):
             self._room = _Room(
                 self._area(size.wire, self.ranks, torch.int64, [self.rank]),
                 self._area(size.sums, 2, torch.bfloat16, [0, 1]),
                 self._area(size.probs, 2, torch.float32, [0, 1]),
             )
+        self._has, self.full = size, False
 
     def _area(self, size: int, places: int, dtype: torch.dtype, ends: list[int]) -> _Area:
         return _Area(
@@ -270,11 +273,13 @@ _of_group: WeakKeyDictionary[Any, dict[torch.device, Peers | None]] = WeakKeyDic
 
 def peers_of(group: Any, device: torch.device, transport: str) -> Peers | None:
     """The memory that the group's ranks share on `device`; None: rows go by torch.distributed.
-    Collective, at the first call for a group."""
+    Collective, at the first call for a group. "auto": None, too, once there was no room."""
+    if not wanted(device, transport):
+        return None
     known = _of_group.setdefault(group, {})
     if device not in known or (known[device] is None and transport == "peer"):
         try:
-            reason = _reason(group, device, transport)
+            reason = _reason(group, device)
             if reason:
                 raise NoSharedMemory(f"[MoEExperts] transport 'peer' {reason}")
             with torch.inference_mode(False):
@@ -282,13 +287,19 @@ def peers_of(group: Any, device: torch.device, transport: str) -> Peers | None:
         except NoSharedMemory as error:  # on all ranks alike
             if transport == "peer":
                 raise
-            why = str(error).removeprefix("[MoEExperts] ")
-            slow_path("transport", f"[MoEExperts] rows go by torch.distributed: {why}")
+            say_why_not(error)
             known[device] = None
-    return known[device]
+    peers = known[device]
+    return None if peers is not None and peers.full and transport == "auto" else peers
 
 
-def _reason(group: Any, device: torch.device, transport: str) -> str:
+def say_why_not(error: NoSharedMemory) -> None:
+    """Once: rows of "auto" go by torch.distributed."""
+    why = str(error).removeprefix("[MoEExperts] ")
+    slow_path("transport", f"[MoEExperts] rows go by torch.distributed: {why}")
+
+
+def _reason(group: Any, device: torch.device) -> str:
     """Why the ranks cannot share memory, the same on all of them; "": they can."""
     host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text()}"
     mine = int.from_bytes(host.encode()[-64:].ljust(64), "big") % (2**31 - 1)
@@ -296,7 +307,7 @@ def _reason(group: Any, device: torch.device, transport: str) -> str:
     dist.all_reduce(here, dist.ReduceOp.MAX, group=group)
     if int(here[0]) != -int(here[1]):
         return "needs ranks of one host"
-    why = unavailable(device, transport)
+    why = unavailable(group, device)
     if not agree(group, device, not why):
         return why or "is not possible on another rank"
     return ""

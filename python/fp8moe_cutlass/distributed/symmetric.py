@@ -34,10 +34,18 @@ class NoSharedMemory(RuntimeError):
     """The ranks cannot have memory that all of them address."""
 
 
-def unavailable(device: torch.device, transport: str) -> str:
+def wanted(device: torch.device, transport: str) -> bool:
+    """Whether ranks try to share memory. On the CPU that is for tests, which ask for it."""
+    return transport == "peer" or (transport == "auto" and device.type == "cuda")
+
+
+def unavailable(group: Any, device: torch.device) -> str:
     """Why this process cannot have such memory; "": it can."""
     if device.type == "cpu":
-        return "" if transport == "peer" else "is for GPUs"
+        return ""
+    backend = group._get_backend(device).name()
+    if backend != "nccl":
+        return f"needs a group of NCCL's (got {backend})"
     try:
         from torch.distributed._symmetric_memory import empty, rendezvous  # noqa: F401
     except ImportError as error:
@@ -73,7 +81,14 @@ def allocate(group: Any, size: int, device: torch.device) -> Memory:
 def _of_gpu(group: Any, size: int, device: torch.device) -> Memory:
     from torch.distributed import _symmetric_memory
 
-    mine = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()  # it would not use what torch keeps for later
+    mine, error = None, "none on another rank"
+    try:
+        mine = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as caught:
+        error = str(caught)
+    if not agree(group, device, mine is not None) or mine is None:
+        raise RuntimeError(error)  # the others would wait for this rank at the rendezvous
     handle = _symmetric_memory.rendezvous(mine, group)
     mine.zero_()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)

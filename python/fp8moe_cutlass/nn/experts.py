@@ -91,7 +91,8 @@ class MoEExperts(ExpertBlock, nn.Module):
       and gradients are 0) and counted: `dropped`, `check()`.
     transport: how rows in FP8 travel. "nccl": by the collectives of torch.distributed. "peer":
       through each other's memory, between GPUs of one host; the same bits. "auto": as "peer" where
-      that is possible, else as "nccl", which a SlowPathWarning says. The same on all ranks.
+      all ranks can, else as "nccl"; between GPUs a SlowPathWarning then says why, once. The same
+      on all ranks.
     Ranks that disagree (sizes, slots, recipe, rank_capacity, what requires grad) all raise, naming
     who passed what; with a rank capacity, in the first forward of its kind. Afterwards `check()`
     raises, and so does the next first forward of a kind. docs/how-to/several-gpus.md.
