@@ -316,18 +316,22 @@ def test_opcheck(name: str) -> None:
         return [x]
 
     through = autograd.torch_op.torch.ops.fp8moe.experts
-    need = [True] * 4 + [False] * 3
+    need = [True] * 4 + [False] * 4
     how = f"{__version__} tokens {autograd.torch_op.words_of(layer._options)}"
     x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
     weights = tuple(layer.parameters())
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     rest = how, [33, 2, 4, 1, 66], -1
-    given = (x, p.topk_idx, probs, None, *weights, [], [], 0.0, *rest, need)
+    given = (x, p.topk_idx, probs, None, *weights, [], [], [], 0.0, *rest, need)
+    torch.library.opcheck(through, given, test_utils=utils)
+    biases = [w.new_ones(w.shape[:2]).requires_grad_() for w in weights]
+    of_biases = [*[True] * 4, False, True, False, False]
+    given = (x, p.topk_idx, probs, None, *weights, [], biases, [], 0.0, *rest, of_biases)
     torch.library.opcheck(through, given, test_utils=utils)
     if layer.recipe is None:
         return
     layer.add_lora(16, alpha=32)
     factors = list(layer.parameters())[2:]
-    need = [True, True, False, False, True, False, False]
-    given = (x, p.topk_idx, probs, None, *weights, [], factors, 2.0, *rest, need)
+    need = [True, True, False, False, True, False, False, False]
+    given = (x, p.topk_idx, probs, None, *weights, [], [], factors, 2.0, *rest, need)
     torch.library.opcheck(through, given, test_utils=utils)

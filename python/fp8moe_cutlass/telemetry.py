@@ -136,6 +136,8 @@ def snr(
     recipe = layer.recipe
     if recipe is None:
         raise ValueError("[telemetry.snr] layer must have an FP8 recipe; got recipe=None")
+    if layer.local_biases() is not None:
+        raise ValueError("[telemetry.snr] layer must have no biases; got some")
     if is_codes(layer.gate_up_proj):
         raise ValueError(
             "[telemetry.snr] layer must hold parameters before quantization; got one of from_fp8"

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from fp8moe_cutlass.autograd.activation import backward_of, forward_of
 from fp8moe_cutlass.autograd.arguments import as_counts
-from fp8moe_cutlass.autograd.body import Counters, ForwardWeights, Gradients, Need, Options, by_slot
+from fp8moe_cutlass.autograd.body import (
+    Biases,
+    Counters,
+    ForwardWeights,
+    Gradients,
+    Need,
+    Options,
+    by_slot,
+)
 from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.ops._words import shape_of
@@ -42,12 +50,18 @@ class Plan(NamedTuple):
             return rows
         return rows.masked_fill(self.padding.view(-1, *[1] * (rows.ndim - 1)), 0.0)
 
+    def expert_of(self, rows: Tensor) -> Tensor:
+        """[R] the expert of each of rows [R, ...]; the last one past all experts' rows."""
+        at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        found = torch.searchsorted(self.offsets, at, right=True)
+        return found.clamp_(max=self.offsets.shape[0] - 1)
+
     def sums_of(self, rows: Tensor) -> Tensor:
         """rows [R, C] -> the sum of each token's [T, C]."""
         return rows if self.row_of is None else sum_slots(rows, self.row_of)
 
 
-SAVED_TENSORS = 9  # of Saved.tensors()
+SAVED_TENSORS = 11  # of Saved.tensors()
 ROWS_APART = ()  # of these, rows that may lie apart
 
 
@@ -63,6 +77,8 @@ class Saved(NamedTuple):
     probs: Tensor | None
     gate_up: Tensor  # the parameters
     down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @property
     def sizes(self) -> None:
@@ -171,18 +187,22 @@ def forward(
     need: Need | None,
     counters: Counters | None = None,
     into: None = None,
+    biases: Biases | None = None,
 ) -> tuple[Tensor, Saved | None]:
     """x [T, H] bf16, probs [T, S] f32 -> out [T, H] bf16, and what `backward` reads, if there is a
     `need`. Grouped: x [R, H], probs [R] or None -> out [R, H]."""
     gate_up, down = weights.multiplied
     x, probs = plan.without_padding(x), None if probs is None else plan.without_padding(probs)
-    z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
-    h = forward_of(options.activation)(z, _row_probs(probs, z, plan))
-    out = plan.sums_of(grouped_mm(h, down.mT, plan.offsets))
+    z = _preactivation(x, gate_up, plan, None if biases is None else biases.gate_up)
+    row_probs = _row_probs(probs, z, plan)
+    y = grouped_mm(forward_of(options.activation)(z, row_probs), down.mT, plan.offsets)
+    if biases is not None:
+        y = _plus_weighted(y, biases.down, plan.expert_of(y), row_probs)
+    out = plan.sums_of(y)
     if need is None:
         return out, None
     kept = None if options.preactivation == "recompute" else z
-    return out, Saved(*plan, x, kept, probs, *weights.source)
+    return out, Saved(*plan, x, kept, probs, *weights.source, *(biases or ()))
 
 
 def backward(
@@ -195,14 +215,17 @@ def backward(
 ) -> Gradients:
     """The gradients of `forward`, given that of its output, of x's form, in bf16."""
     plan = Plan(*saved[:4])
-    x, z, probs, gate_up, down = saved[4:]
+    x, z, probs, gate_up, down, gate_up_bias, down_bias = saved[4:]
     gate_up, down = enter(gate_up, None), enter(down, None)
     dout = plan.without_padding(dout)
     if z is None:
-        z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
+        z = _preactivation(x, gate_up, plan, gate_up_bias)
     dy = plan.rows_of(dout)
     dh = grouped_mm(dy, down, plan.offsets)
-    dz, row_dprobs, h = backward_of(options.activation)(dh, z, _row_probs(probs, z, plan))
+    row_probs = _row_probs(probs, z, plan)
+    dz, row_dprobs, h = backward_of(options.activation)(dh, z, row_probs)
+    if down_bias is not None and need.probs:
+        row_dprobs = row_dprobs + _dots(dy, down_bias, plan.expert_of(dy))
     dprobs = None
     if need.probs:
         dprobs = row_dprobs if plan.row_of is None else by_slot(row_dprobs, plan.row_of)
@@ -211,7 +234,41 @@ def backward(
         dprobs,
         Wgrad(dz, x, plan, gather=True) if need.gate_up else None,
         Wgrad(dy, h, plan) if need.down else None,
+        biases=(
+            _sums(dz, torch.ones_like(row_probs), plan, gate_up_bias),
+            _sums(dy, row_probs, plan, down_bias),
+        )
+        if gate_up_bias is not None and down_bias is not None and need.biases
+        else (None, None),
     )
+
+
+def _preactivation(x: Tensor, gate_up: Tensor, plan: Plan, bias: Tensor | None) -> Tensor:
+    """z [R, 2I] bf16."""
+    z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
+    return z if bias is None else _plus(z, bias, plan.expert_of(z))
+
+
+@compiled
+def _plus(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    return (rows.float() + bias[expert].float()).to(rows.dtype)
+
+
+@compiled
+def _plus_weighted(rows: Tensor, bias: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+    return (rows.float() + bias[expert].float() * weights[:, None]).to(rows.dtype)
+
+
+@compiled
+def _dots(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    return (rows.float() * bias[expert].float()).sum(dim=-1)
+
+
+def _sums(rows: Tensor, weights: Tensor, plan: Plan, bias: Tensor) -> Tensor:
+    """The gradient of bias [E, N]: the sum of weights[row] * rows[row] of each expert, in one
+    order."""
+    u = weights.bfloat16()[:, None].repeat(1, 8)  # what torch multiplies at least
+    return grouped_mm(u.t(), rows, plan.offsets)[:, 0].to(bias.dtype)
 
 
 def _row_probs(probs: Tensor | None, z: Tensor, plan: Plan) -> Tensor:

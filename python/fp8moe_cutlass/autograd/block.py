@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import bf16, fp8
-from fp8moe_cutlass.autograd.body import Counters, Gradients, Lora, Need, Options
+from fp8moe_cutlass.autograd.body import Biases, Counters, Gradients, Lora, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import WeightGrads
 from fp8moe_cutlass.autograd.weights import Fp8Weights
 from fp8moe_cutlass.routing import RoutingPlan
@@ -154,13 +154,15 @@ def forward(
     need: Need | None,
     counters: Counters | None,
     lora: Lora | None = None,
+    biases: Biases | None = None,
 ) -> tuple[Tensor, Any, Any]:
     """out [T, H] in x's dtype, what the body saves, and the route. The arguments are `experts`'."""
     body = bf16 if options.recipe is None else fp8
     sent = move.send(x, topk_idx, probs, options.recipe, need)
     weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
     rows, row_probs, plan, route, into = move.receive(sent)
-    more = {} if lora is None else {"lora": lora}
+    more: dict[str, Any] = {} if lora is None else {"lora": lora}
+    more = more if biases is None else {**more, "biases": biases}
     out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters, into, **more)
     out = move.combine(out, route)
     return out if out.dtype == x.dtype else out.to(x.dtype), saved, route
@@ -177,8 +179,8 @@ def backward(
     need: Need,
     scaling: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """dx in dout's dtype, dprobs and the weights' gradients, then those of a Lora's factors where
-    its `scaling` is not 0."""
+    """dx in dout's dtype, dprobs and the gradients of the two weights and of the two biases, then
+    those of a Lora's factors where its `scaling` is not 0."""
     rows, into = move.send_grad(dout, route, options.recipe)
     body = bf16 if options.recipe is None else fp8
     more = {"scaling": scaling} if scaling else {}
@@ -188,6 +190,7 @@ def backward(
     returning = move.return_grads(made.dx, made.dprobs, route, beside)
     # While both are on their way:
     weights = grads.accept(made.gate_up, made.down, made.workspace)
+    weights += made.biases
     if scaling:
         weights += made.lora or [None] * 4
     dx, dprobs = move.receive_grads(returning, route)

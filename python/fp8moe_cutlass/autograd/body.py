@@ -33,6 +33,15 @@ class Need(NamedTuple):
     gate_up: bool = True
     down: bool = True
     lora: bool = False
+    biases: bool = False
+
+
+class Biases(NamedTuple):
+    """The biases of both projections: z gets gate_up[e], and a row of the output its weight times
+    down[e]."""
+
+    gate_up: Tensor  # [E, 2I], in the order of gate_up's rows
+    down: Tensor  # [E, H]
 
 
 class Lora(NamedTuple):
@@ -68,6 +77,7 @@ class Gradients(NamedTuple):
     down: Any
     workspace: Tensor | None = None  # that both may share, in the order of the backward's stream
     lora: list[Tensor | None] = []  # noqa: RUF012 (never changed): of a Lora's factors
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def by_slot(row_dprobs: Tensor, row_of: Tensor) -> Tensor:

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.autograd import biases as bias_terms
 from fp8moe_cutlass.autograd.arguments import as_counts
 from fp8moe_cutlass.autograd.body import (
     COUNTED,
+    Biases,
     Counters,
     ForwardWeights,
     Gradients,
@@ -40,7 +42,7 @@ from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
 
-SAVED_TENSORS = 14  # of Saved.tensors()
+SAVED_TENSORS = 16  # of Saved.tensors(), without a Lora's
 ROWS_APART = (2, 3)  # of these, the codes and scales of x, which may be parts of longer rows
 
 
@@ -56,6 +58,7 @@ class Saved(NamedTuple):
     down: Fp8Tensor | Tensor | None
     gate_up_t: Fp8Tensor | None
     down_t: Fp8Tensor | None
+    biases: Biases | None = None
     lora: LoraSaved | None = None
 
     @property
@@ -65,13 +68,14 @@ class Saved(NamedTuple):
 
     def tensors(self) -> list[Tensor | None]:
         """The plan's buffer, row_probs, and two for each of the others: codes and scales, or a
-        tensor and None."""
+        tensor and None; both biases."""
         found: list[Tensor | None] = [self.plan.buffer, self.row_probs]
         for part in (self.x, self.z, self.gate_up, self.down, self.gate_up_t, self.down_t):
             if isinstance(part, Fp8Tensor):
                 found += part.data, part.scale_inv
             else:
                 found += part, None
+        found += self.biases or (None, None)
         if self.lora is not None:
             found += self.lora.tensors()
         return found
@@ -81,7 +85,8 @@ class Saved(NamedTuple):
         tensors: Sequence[Tensor | None], sizes: Sequence[int], recipe: Fp8Recipe, grouped: bool
     ) -> Saved:
         """The same again: sizes are the plan's."""
-        buffer, row_probs, *pairs = tensors[:SAVED_TENSORS]
+        buffer, row_probs, *pairs = tensors[: SAVED_TENSORS - 2]
+        biases: Any = tensors[SAVED_TENSORS - 2 : SAVED_TENSORS]
         layouts = ("gemm" if grouped else "row", "row", "block", "block", "block", "block")
         pow2 = recipe.scale == "pow2"
         parts: list[Any] = [
@@ -90,7 +95,7 @@ class Saved(NamedTuple):
         ]
         lora = LoraSaved.of(tensors[SAVED_TENSORS:], pow2) if tensors[SAVED_TENSORS:] else None
         saved = Saved(RoutingPlan(buffer, *sizes), parts[0], row_probs, *parts[1:])
-        return saved._replace(lora=lora)
+        return saved._replace(biases=None if biases[0] is None else Biases(*biases), lora=lora)
 
 
 class Wgrad(NamedTuple):
@@ -232,13 +237,14 @@ def forward(
     counters: Counters | None = None,
     into: Tensor | None = None,
     lora: Lora | None = None,
+    biases: Biases | None = None,
 ) -> tuple[Tensor, Saved | None]:
     """out[t] = sum over slots of down_e (act(z) * prob), z = gate_up_e x[t]; or of
     prob * down_e act(z), by the recipe's weighting.
 
     x [T, H] and probs [T, S] f32 -> out [T, H] bf16; grouped: x [R, H] and probs [R] f32 or None
     -> out [R, H]. And what `backward` reads, if there is a `need`. into: where to write out, unless
-    grouped. lora: what both projections have beside their weights.
+    grouped. lora, biases: what both projections have beside their weights, one of the two.
     """
     recipe, multiplied = options.recipe, weights.multiplied
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
@@ -246,11 +252,15 @@ def forward(
     last = recipe.weighting == "output"
     terms = None if lora is None else Terms(lora, recipe)
     u1, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
+    if biases is not None:
+        pair = bias_terms.pair(biases.gate_up, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made = _hidden(z, plan, row_probs, options, save_z)
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
+    if biases is not None:
+        pair = bias_terms.pair(biases.down, plan, None if last else row_probs)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
     if not grouped:
         out = ops.unpermute_unpad(y, plan, probs if last else None, out=into)
@@ -273,6 +283,7 @@ def forward(
         weights.source[1] if multiplied.down_t is None else None,
         gate_up_t,
         multiplied.down_t,
+        biases,
         None if lora is None else saved_of(lora, need, None if again else h, u1, u2),
     )
 
@@ -292,7 +303,7 @@ def backward(
     x: Any
     gate_up: Any
     down: Any
-    plan, x, row_probs, z, gate_up, down, gate_up_t, down_t, low = saved
+    plan, x, row_probs, z, gate_up, down, gate_up_t, down_t, biases, low = saved
     terms = None if low is None else Terms(Lora(low.factors, scaling), recipe)
     h = None if low is None else low.h
     grouped = dout.scale_layout == "gemm"
@@ -303,6 +314,8 @@ def backward(
         if isinstance(gate_up, Tensor):
             gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x)
         _, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
+        if biases is not None:
+            pair = bias_terms.pair(biases.gate_up, plan)
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
         if need.lora:
@@ -336,6 +349,8 @@ def backward(
     u2 = None if low is None else low.u2
     if need.lora and recipe.weighting == "output":  # dout and h are saved without their weight
         du2, u2 = weighted(du2, row_probs), weighted(u2, row_probs)
+    if biases is not None and need.probs and row_dprobs is not None:
+        row_dprobs += bias_terms.dots(biases.down, dout, plan)
     dx, dprobs = None, row_dprobs if need.probs else None
     if need.x:
         gate_up_t = transpose(gate_up, recipe) if gate_up_t is None else gate_up_t
@@ -359,6 +374,12 @@ def backward(
         ]
         if terms is not None and low is not None and need.lora
         else [],
+        (
+            bias_terms.sums(biases.gate_up, dz, plan),
+            bias_terms.sums(biases.down, dout, plan, row_probs),
+        )
+        if biases is not None and need.biases
+        else (None, None),
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fp8moe_cutlass.activation import Activation
 from fp8moe_cutlass.autograd import bf16, block, fp8
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
-from fp8moe_cutlass.autograd.body import Lora, Need, Options
+from fp8moe_cutlass.autograd.body import Biases, Lora, Need, Options
 from fp8moe_cutlass.autograd.low_rank import LORA_TENSORS, LoraSaved
 from fp8moe_cutlass.autograd.torch_op import Owner, owners
 from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads, averaged
@@ -30,8 +30,8 @@ from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
 _FORWARD = (
     "(Tensor x, Tensor? topk_idx, Tensor? probs, Tensor? plan, Tensor gate_up, Tensor down, "
-    "Tensor[] codes, Tensor[] lora, float scaling, str how, SymInt[] sizes, int key, bool[] need) "
-    "-> Tensor[]"
+    "Tensor[] codes, Tensor[] biases, Tensor[] lora, float scaling, str how, SymInt[] sizes, "
+    "int key, bool[] need) -> Tensor[]"
 )
 _NEED = len(Need._fields)
 _BACKWARD = (
@@ -50,6 +50,7 @@ class _Forward(NamedTuple):
     gate_up: Tensor
     down: Tensor
     codes: list[Tensor]  # of given FP8 weights: codes and scales of the four parts
+    biases: list[Tensor]  # both, or none
     lora: list[Tensor]  # the factors of a Lora, or none
     scaling: float  # its
     how: str  # words: the version, what moves the tokens, the options
@@ -103,9 +104,9 @@ def _weights_of(codes: Sequence[Tensor], options: Options) -> Fp8Weights | None:
 
 
 def _forward_of(*arguments: Any) -> list[Tensor]:
-    x, topk_idx, probs, plan, gate_up, down, codes, lora, scaling, how, sizes, key, need = _Forward(
-        *arguments
-    )
+    of = _Forward(*arguments)
+    x, topk_idx, probs, plan, gate_up, down, codes, biases, lora, scaling = of[:10]
+    how, sizes, key, need = of[10:]
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners[key] if key >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
@@ -114,6 +115,7 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
         Need(*need[:_NEED]) if need else None,
         owner._counters if owner is not None and need else None,
         Lora(tuple(lora), scaling) if lora else None,
+        Biases(*biases) if biases else None,
     )
     if not need:
         return [out]
@@ -121,7 +123,7 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
     if kind == "group":
         own: Any = move
         tensors = own.owned(saved, options.recipe).tensors() + own.route_tensors(route)
-    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes, *lora))]
+    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes, *biases, *lora))]
 
 
 def _fake(*arguments: Any) -> list[Tensor]:
@@ -144,7 +146,7 @@ def _fake(*arguments: Any) -> list[Tensor]:
     if kind == "group":
         move: Any = owner._move  # type: ignore[union-attr]
         saved, route = move.fake(saved, of.x, of.topk_idx, options.recipe, of.sizes[0])
-    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.lora)
+    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.biases, *of.lora)
     return [out, *_owned([*saved.tensors(), *route], inputs)]
 
 
@@ -188,6 +190,7 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
         source[1] if down_t is None else None,
         gate_up_t,
         down_t,
+        Biases(*of.biases) if of.biases else None,
         _fake_lora(of, None if again else codes((rows, inner), "gemm"), rows),
     )
 
@@ -219,7 +222,7 @@ def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf1
         padding, x = x.new_empty(rows, dtype=torch.bool), torch.empty_like(x)
         probs = None if probs is None else torch.empty_like(probs)
     offsets = x.new_empty(experts, dtype=torch.int32)
-    return bf16.Saved(offsets, order, row_of, padding, x, z, probs, gate_up, down)
+    return bf16.Saved(offsets, order, row_of, padding, x, z, probs, gate_up, down, *of.biases)
 
 
 _WORDS_OF_BF16 = 5
@@ -238,20 +241,22 @@ def _owned(tensors: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) ->
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, topk_idx, probs, plan, gate_up, down, codes, lora, scaling, how, sizes, key, need = inputs
+    x, topk_idx, probs, plan, gate_up, down, codes, biases, lora, scaling = inputs[:10]
+    how, sizes, key, need = inputs[10:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     by_place: list[Tensor | None]  # inputs, where the body saves them
     if len(how.split()) == _WORDS_OF_BF16:
-        by_place = [None, None, None, None, x, None, probs, gate_up, down]
+        of_weights = gate_up, down, *(biases or (None, None))
+        by_place = [None, None, None, None, x, None, probs, *of_weights]
     else:
         weights = codes or [gate_up, None, down, None, None, None, None, None]
-        by_place = [plan, probs, None, None, None, None, *weights, *lora]
+        by_place = [plan, probs, *[None] * 4, *weights, *(biases or (None, None)), *lora]
     ctx.save_for_backward(
         *(by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:]))
     )
     slots = 0 if topk_idx is None else topk_idx.shape[1]
-    ctx.codes, ctx.lora, ctx.scaling = len(codes), len(lora), scaling
+    ctx.codes, ctx.biases, ctx.lora, ctx.scaling = len(codes), len(biases), len(lora), scaling
     ctx.how = how, sizes, key, need
     ctx.shapes = [*down.shape], f"{gate_up.dtype} {down.dtype}", slots
 
@@ -260,12 +265,14 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     none = (None,) * 5
     dout = grads[0]
     if dout is None:
-        return *(None,) * 6, [None] * ctx.codes, [None] * ctx.lora, *none
+        lists = ctx.codes, ctx.biases, ctx.lora
+        return *(None,) * 6, *([None] * n for n in lists), *none
     if torch.is_grad_enabled() and not compiling():
         raise RuntimeError("[experts] has no second derivative; got create_graph=True")
     made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes, ctx.scaling)
-    dx, dprobs, dgate_up, ddown, *lora = (None if t.ndim == len(_ABSENT) else t for t in made)
-    return dx, None, dprobs, None, dgate_up, ddown, [None] * ctx.codes, lora, *none
+    dx, dprobs, dgate_up, ddown, *more = (None if t.ndim == len(_ABSENT) else t for t in made)
+    lists = [None] * ctx.codes, more[: ctx.biases], more[2:]
+    return dx, None, dprobs, None, dgate_up, ddown, *lists, *none
 
 
 def _backward_of(*arguments: Any) -> list[Tensor]:
@@ -330,6 +337,12 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     made = [
         dout.new_empty(shape, dtype=dtype) if wanted else dout.new_empty(_ABSENT)
         for (shape, dtype), wanted in zip(shapes, returned, strict=True)
+    ]
+    body = bf16 if _options_of(given.how.split()[2:]).recipe is None else fp8
+    biases = given.saved[body.SAVED_TENSORS - 2 : body.SAVED_TENSORS]
+    made += [
+        dout.new_empty(t.shape, dtype=t.dtype) if need[5] else dout.new_empty(_ABSENT)
+        for t in biases
     ]
     if given.scaling:
         factors = given.saved[fp8.SAVED_TENSORS :][:4]

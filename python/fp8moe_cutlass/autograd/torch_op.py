@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd import block
 from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
-from fp8moe_cutlass.autograd.body import Counters, Lora, Need, Options
+from fp8moe_cutlass.autograd.body import Biases, Counters, Lora, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import (
     Average,
     Pending,
@@ -43,6 +43,7 @@ def experts(
     move: Move | None = None,
     weights: Fp8Weights | None = None,
     need: Need | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The block, its arguments checked.
 
@@ -52,7 +53,8 @@ def experts(
 
     move: None: gate_up and down are all experts. weights: the FP8 weights to multiply; None: the
     two tensors, quantized now. need: whose gradients a backward will be asked for; None: of what
-    requires one.
+    requires one. biases: of gate_up [E, 2I] and of down [E, H], which probs weight, too;
+    differentiable.
     """
     if not isinstance(options, Options):
         raise ValueError(f"[experts] options must be Options; got {type(options).__name__}")
@@ -73,7 +75,17 @@ def experts(
     if move is not None and not hasattr(move, "send"):
         raise ValueError(f"[experts] move must be a Move or None; got {type(move).__name__}")
     move = move or Local(gate_up.shape[0])
-    return run(x, topk_idx, probs, gate_up, down, options, move, weights, need)
+    of = None
+    if biases is not None:
+        of = Biases(*biases)
+        for name, bias, w in (("gate_up", of.gate_up, gate_up), ("down", of.down, down)):
+            check_tensor("experts", f"biases: {name}", bias)
+            if bias.shape != w.shape[:2]:
+                raise ValueError(
+                    f"[experts] biases: {name} must be {tuple(w.shape[:2])}; got "
+                    f"{tuple(bias.shape)}"
+                )
+    return run(x, topk_idx, probs, gate_up, down, options, move, weights, need, biases=of)
 
 
 def run(
@@ -88,24 +100,28 @@ def run(
     need: Need | None = None,
     owner: Owner | None = None,
     lora: Lora | None = None,
+    biases: Biases | None = None,
 ) -> Tensor:
     """`experts`, for a caller that has checked its arguments. owner: says where the gradients of
-    the two weights go, and what counts. lora: low-rank terms, for a recipe in FP8."""
-    factors = () if lora is None else lora.factors
-    refuse_transforms("experts", x, probs, gate_up, down, *factors)
+    the two weights go, and what counts. lora: low-rank terms, for a recipe in FP8, and without
+    biases."""
+    factors: tuple[Tensor, ...] = () if lora is None else lora.factors
+    more = factors if biases is None else biases
+    refuse_transforms("experts", x, probs, gate_up, down, *more)
     of_probs = probs is not None and probs.requires_grad
-    of_lora = any(t.requires_grad for t in factors) if factors else False
-    required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad, of_lora)
+    of_more = any(t.requires_grad for t in more) if more else False
+    of_which = (of_more, False) if biases is None else (False, of_more)
+    required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad, *of_which)
     if not (torch.is_grad_enabled() and any(required)):
         need = None
     elif need is None:
         need = required
     if watched():
         return _through_torch(
-            x, topk_idx, probs, gate_up, down, options, move, weights, need, owner, lora
+            x, topk_idx, probs, gate_up, down, options, move, weights, need, owner, lora, biases
         )
     if need is None:
-        rest = (options, move, weights, None, None, lora)
+        rest = (options, move, weights, None, None, lora, biases)
         return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
     of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
     pending = average = of_low_rank = None
@@ -118,7 +134,7 @@ def run(
     grads = weight_grads(of, shapes, pending, average)
     how = How(options, move, grads, counters, need, scaling, of_low_rank)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up, down, topk_idx, weights, how, *factors
+        x, probs, gate_up, down, topk_idx, weights, how, *more
     )
     return out
 
@@ -146,13 +162,17 @@ class _Experts(torch.autograd.Function):
         topk_idx: Any,
         weights: Fp8Weights | None,
         how: How,
-        *factors: Tensor,
+        *more: Tensor,
     ) -> Tensor:
         options, move, _, counters, need, scaling, _ = how
-        lora = Lora(factors, scaling) if factors else None
+        lora = Lora(more, scaling) if scaling else None
+        biases = Biases(*more) if more and lora is None else None
         out, saved, ctx.route = block.forward(
-            x, topk_idx, probs, gate_up, down, options, move, weights, need, counters, lora
+            *(x, topk_idx, probs, gate_up, down, options, move, weights, need, counters),
+            lora,
+            biases,
         )
+        ctx.biased = biases is not None
         ctx.save_for_backward(*saved.tensors())
         ctx.how, ctx.sizes = how, saved.sizes
         ctx.at = 1 if probs is None else 2  # of gate_up among the tensors, which have edges
@@ -179,11 +199,12 @@ class _Experts(torch.autograd.Function):
         del tensors
         dx, dprobs, dweights = block.backward(
             *(dout, saved, ctx.route, options, move, grads, counters),
-            Need(x, probs, gate_up, down, need.lora),
+            Need(x, probs, gate_up, down, need.lora, need.biases),
             scaling,
         )
-        of_lora = averaged(dweights[2:], low_rank) if scaling else ()
-        return dx, dprobs, *dweights[:2], None, None, None, *of_lora
+        of_lora = averaged(dweights[4:], low_rank) if scaling else ()
+        of_biases = averaged(dweights[2:4], low_rank) if ctx.biased else ()
+        return dx, dprobs, *dweights[:2], None, None, None, *of_biases, *of_lora
 
 
 # ---- as an operator -----------------------------------------------------------------------------
@@ -226,6 +247,7 @@ def _through_torch(
     need: Need | None,
     owner: Owner | None,
     lora: Lora | None,
+    biases: Biases | None,
 ) -> Tensor:
     """`experts` by the operator: everything as tensors, numbers and words."""
     if owner is not None and owner._delayed is not None:
@@ -262,10 +284,10 @@ def _through_torch(
     # The version: torch keeps compiled graphs on disk, with the backward of the release then.
     how = f"{__version__} {kind} {words_of(options)}"
     factors, scaling = ([], 0.0) if lora is None else (list(lora.factors), lora.scaling)
-    of_lora = factors, scaling
-    out: Tensor = op(
-        x, topk_idx, probs, plan, gate_up, down, codes, *of_lora, how, sizes, key, asked
-    )[0]
+    more = list(biases or ()), factors, scaling
+    out: Tensor = op(x, topk_idx, probs, plan, gate_up, down, codes, *more, how, sizes, key, asked)[
+        0
+    ]
     return out
 
 

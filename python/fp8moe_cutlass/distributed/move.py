@@ -64,9 +64,9 @@ class GroupMove:
 
     def terms(self, hidden: int, slots: int, recipe: Any, need: Need | None) -> Terms:
         """The words on which all ranks must agree."""
-        x, probs, gate_up, down, lora = need or (False,) * 5
+        x, probs, gate_up, down, lora, biases = need or (False,) * 6
         sizes = (self.exchange.num_experts, hidden, slots, self.exchange.segment)
-        return Terms(*sizes, recipe_word(recipe), x, probs, gate_up or down or lora)
+        return Terms(*sizes, recipe_word(recipe), x, probs, gate_up or down or lora or biases)
 
     def receive(self, sent: Sent) -> Arrived:
         exchange, terms, recipe = self.exchange, sent.terms, sent.recipe

@@ -124,6 +124,8 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
         raise ValueError(
             f"[deepep] the layer's recipe must be FP8, e4m3 in both directions; got {recipe}"
         )
+    if layer.has_bias:
+        raise ValueError("[deepep] the layer must have no biases; got bias=True")
     if layer.group is not None:
         raise ValueError(
             "[deepep] the layer must hold this rank's experts alone, DeepEP moves the tokens; got "

@@ -19,6 +19,7 @@ from fp8moe_cutlass.autograd import (
     Options,
     quantize_weights,
 )
+from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
 from fp8moe_cutlass.autograd.weights import is_codes, of_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
@@ -75,6 +76,10 @@ class ExpertBlock(Owner):
         if self._average is None:
             return gate_up, down
         return local(gate_up), local(down)
+
+    def local_biases(self) -> Biases | None:
+        """The biases of both projections as this rank holds them; None: there are none."""
+        return None
 
     @property
     def _exchange(self) -> Exchange | None:
@@ -164,7 +169,7 @@ class ExpertBlock(Owner):
         gate_up, down = held or self.local_weights()
         weights = self._prepare(gate_up, down, weights)
         lora = None if self._lora is None else factors_of(self)
-        how = (self._options, move, weights, need, self, lora)
+        how = (self._options, move, weights, need, self, lora, self.local_biases())
         return run(x, topk_idx, probs, gate_up, down, *how)
 
     def quantize_weights(self) -> Fp8Weights:

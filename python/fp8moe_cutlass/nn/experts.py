@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from fp8moe_cutlass import build_info
 from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
-from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
+from fp8moe_cutlass.distributed.shards import held, is_sharded, local, take_share, writable
 from fp8moe_cutlass.nn import fp8_checkpoint, lora
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
@@ -51,6 +52,8 @@ class MoEExperts(ExpertBlock, nn.Module):
     activation: what stands between the projections (Activation); silu(gate) * up. Of one without a
     gate gate_up_proj is up_proj [E, I, H], also in the state_dict. Of an interleaved one the rows
     of gate_up_proj take turns: gate 0, up 0, gate 1, ...
+    bias: gate_up_proj_bias [E, 2I] (or up_proj_bias [E, I]), which z gets, and down_proj_bias
+      [E, H], which a token's weight multiplies, too. Their gradients are in .grad, at any option.
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
       memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
@@ -98,6 +101,8 @@ class MoEExperts(ExpertBlock, nn.Module):
     raises, and so does the next first forward of a kind. docs/how-to/several-gpus.md.
     """
 
+    has_bias = False
+
     def __init__(
         self,
         num_experts: int,
@@ -109,6 +114,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         preactivation: str = "save",
         transposed_weights: str = "save",
         delay_wgrad: bool = False,
+        bias: bool = False,
         group: dist.ProcessGroup | None = None,
         rank_capacity: int | tuple[int, int] | None = None,
         transport: str = "nccl",
@@ -126,6 +132,9 @@ class MoEExperts(ExpertBlock, nn.Module):
                 "[MoEExperts] FP8 weights must be those of an activation with a gate that is not "
                 f"interleaved; got {activation}"
             )
+        check_bool("MoEExperts", "bias", bias)
+        if bias and dtype is torch.float8_e4m3fn:
+            raise ValueError("[MoEExperts] FP8 weights have no biases; got bias=True")
         check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
         check_word("MoEExperts", "transport", transport, *TRANSPORTS)
@@ -149,6 +158,10 @@ class MoEExperts(ExpertBlock, nn.Module):
             torch.empty(e, activation.parts * i, h, **factory), trained
         )
         self.down_proj = nn.Parameter(torch.empty(e, h, i, **factory), trained)
+        if bias:
+            self.has_bias = True
+            for name, w in zip(self.bias_names, (self.gate_up_proj, self.down_proj), strict=True):
+                setattr(self, name, nn.Parameter(torch.empty(w.shape[:2], **factory)))
         if not trained:
             for name, w in zip(
                 fp8_checkpoint.SCALES, (self.gate_up_proj, self.down_proj), strict=True
@@ -231,8 +244,12 @@ class MoEExperts(ExpertBlock, nn.Module):
             for name in fp8_checkpoint.NAMES:
                 fp8_checkpoint.as_bits(Tensor.zero_)(getattr(self, name))
             return
-        for weight in (self.gate_up_proj, self.down_proj):
-            bound = 1.0 / math.sqrt(weight.shape[-1])
+        inner, hidden = self.intermediate_size, self.hidden_size
+        fan_in = dict(zip((self.gate_up_proj, self.down_proj), (hidden, inner), strict=True))
+        if self.has_bias:
+            fan_in |= zip((getattr(self, n) for n in self.bias_names), (hidden, inner), strict=True)
+        for weight, of in fan_in.items():
+            bound = 1.0 / math.sqrt(of)
             with writable(weight if self._average is None else held(weight)) as mine:
                 others = torch.empty_like(mine[0])
                 for e in range(self.num_experts):
@@ -250,6 +267,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             name = "up_proj"
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
+        if is_sharded(value) and self._average is None and not name.endswith("_bias"):
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES
             sizes = self.hidden_size, self.intermediate_size
             gathers_in_fp8(value, self.recipe, frozen, *sizes)  # fully_shard looks right after
@@ -259,6 +277,19 @@ class MoEExperts(ExpertBlock, nn.Module):
     def weight_names(self) -> tuple[str, str]:
         """The names of the two weights in the state_dict."""
         return "gate_up_proj" if self.activation.gated else "up_proj", "down_proj"
+
+    @property
+    def bias_names(self) -> tuple[str, str]:
+        """The names of the two biases in the state_dict of a layer with bias=True."""
+        first, second = self.weight_names
+        return f"{first}_bias", f"{second}_bias"
+
+    def local_biases(self) -> Biases | None:
+        """The biases of both projections as this rank holds them; None: there are none."""
+        if not self.has_bias:
+            return None
+        biases = Biases(*(getattr(self, name) for name in self.bias_names))
+        return biases if self._average is None else Biases(*map(local, biases))
 
     @property
     def local_experts(self) -> range:
@@ -313,7 +344,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             errors += bad
             return
         if self._average is not None:
-            for name in self.weight_names:
+            for name in self.weight_names + (self.bias_names if self.has_bias else ()):
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -328,6 +359,8 @@ class MoEExperts(ExpertBlock, nn.Module):
             f"transposed_weights={self.transposed_weights!r}",
             f"dtype={self.gate_up_proj.dtype}",
         ]
+        if self.has_bias:
+            said.append("bias=True")
         if self._lora is not None:
             said.append(f"lora_rank={self.lora_rank}")
         if self._delayed is not None:

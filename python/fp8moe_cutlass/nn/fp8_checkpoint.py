@@ -191,6 +191,8 @@ def write(layer: MoEExperts, prefix: str, fused: bool) -> Iterator[tuple[str, Te
             "[fp8_tensors] the layer must have a gate beside up, not interleaved; got "
             f"{layer.activation}"
         )
+    if layer.has_bias:
+        raise ValueError("[fp8_tensors] the layer must have no biases; got bias=True")
     if fused and layer.group is not None:
         raise ValueError(
             "[fp8_tensors] fused must be False with a group, of whose tensors a rank has a part; "

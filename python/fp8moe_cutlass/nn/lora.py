@@ -95,6 +95,8 @@ def check(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> Non
         raise ValueError("[add_lora] the layer must have an FP8 recipe; got None")
     if layer.lora_rank:
         raise RuntimeError(f"[add_lora] the layer must have no LoRA; got one of {layer.lora_rank}")
+    if layer.has_bias:
+        raise NotImplementedError("[add_lora] the layer must have no biases; got bias=True")
     if layer._average is None and is_sharded(layer.gate_up_proj):
         raise RuntimeError(
             "[add_lora] the layer must have plain parameters: add LoRA before fully_shard; got "

@@ -163,7 +163,8 @@ def _shard(
         return
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     layer._average = average
-    for w in (layer.gate_up_proj, layer.down_proj):
+    names = layer.weight_names + (layer.bias_names if layer.has_bias else ())
+    for w in (getattr(layer, name) for name in names):
         if w in made:
             continue
         part = w.detach()
