@@ -48,9 +48,15 @@ FP8MOE_HD float from_float<float>(float x) {
 }
 template <>
 FP8MOE_HD Bf16 from_float<Bf16>(float x) {
+#if defined(__CUDA_ARCH__)
+  Bf16 made;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(made.bits) : "f"(x));
+  return made;
+#else
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return {static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FFFu : rounded)};
+#endif
 }
 template <>
 FP8MOE_HD Fp16 from_float<Fp16>(float x) {
