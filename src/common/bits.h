@@ -49,9 +49,9 @@ FP8MOE_HD float from_float<float>(float x) {
 template <>
 FP8MOE_HD Bf16 from_float<Bf16>(float x) {
 #if defined(__CUDA_ARCH__)
-  Bf16 made;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(made.bits) : "f"(x));
-  return made;
+  uint32_t pair;  // the conversion of one number has a quarter of this one's rate
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
+  return {static_cast<uint16_t>(pair >> 16)};
 #else
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
