@@ -1,23 +1,31 @@
-"""A torchtitan model's training step: its own grouped experts in bf16 beside ours.
+"""A torchtitan model's training step: its own experts in bf16 beside ours and torchao's.
 
-    python benchmarks/torchtitan_step.py --json FILE [--compiled] [--rowwise]
+    python benchmarks/torchtitan_step.py --json FILE [--compiled] [--who NAME ...] [--words N]
+    torchrun --standalone --nproc-per-node 2 benchmarks/torchtitan_step.py --json FILE [--ep] ...
 
 Four layers of Qwen3-30B-A3B by torchtitan's own model code, without its Trainer: forward, backward
-and AdamW on 8192 tokens in bf16. Both models are in one process and take turns. Attention is
-torch's own in the place of FlexAttention, which is tuned for minutes. Everything is eager, or each
-block compiled (--compiled). --rowwise: torchao's rowwise FP8 experts, by torchtitan's converter, in
-the place of ours.
+and AdamW on 8192 tokens per rank. All models are in one process and take turns. One process trains
+bf16 parameters; several by torchtitan's FSDP, fp32 parameters computed in bf16, and with --ep they
+share the experts. Attention is torch's own in the place of FlexAttention, which is tuned for
+minutes. Everything is eager, or each block compiled (--compiled). --words: the vocabulary, 2048 as
+of torchtitan's debug models; Qwen3's has 151936, whose head takes as long as four layers.
+--who: those beside torchtitan's own: our layer, our experts, torchao's rowwise FP8 by torchtitan's
+converter.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,48 +33,100 @@ import common
 from common import environment
 from timing import Limits
 
-OWN, OURS, ROWWISE = "torchtitan bf16", "fp8moe", "torchao rowwise FP8"
+OWN = "torchtitan bf16"
+OTHERS = {
+    "layer": "fp8moe, the layer",
+    "experts": "fp8moe, the experts",
+    "rowwise": "torchao rowwise FP8",
+}
 ROUNDS, COUNT = 5, 4
 
 
 class Bench:
-    def __init__(self, device: torch.device, quick: bool, compiled: bool) -> None:
-        self.device, self.quick, self.compiled = device, quick, compiled
-        self.batch, self.length = (1, 64) if quick else (2, 4096)
+    def __init__(self, device: torch.device, given: argparse.Namespace) -> None:
+        self.device, self.quick, self.compiled = device, given.quick, given.compiled
+        self.words, self.ep = given.words, given.ep
+        self.ranks, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.batch, self.length = (1, 64) if self.quick else (2, 4096)
         from torch.nn.attention.flex_attention import create_block_mask
 
         sizes = (None, None, self.length, self.length)  # of any batch and head
         self.mask = create_block_mask(lambda b, h, q, k: q >= k, *sizes, str(device))
         plain_attention()
+        if self.compiled:  # as torchtitan's apply_compile
+            torch._dynamo.config.capture_scalar_outputs = True
+        if self.ranks > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
-    def build(self, who: str) -> tuple[Any, Any]:
-        """The model, every time with the same weights, and its optimizer."""
+    def config(self, who: str) -> Any:
+        """The model's, with what replaces its experts."""
         from torchtitan.components.quantization import Float8GroupedExpertsConverter
-        from torchtitan.models.common.moe import GroupedExperts
+        from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
         from torchtitan.models.qwen3 import model_registry
+        from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-        from fp8moe_cutlass.integrations.torchtitan import fp8moe_experts
+        from fp8moe_cutlass.integrations.torchtitan import fp8moe_experts, fp8moe_layer
 
         rowwise: list[Any] = []
-        if who == ROWWISE:
+        if who == OTHERS["rowwise"]:
             rowwise.append(Float8GroupedExpertsConverter.Config(model_compile_enabled=True))
         flavor = "debugmodel_moe" if self.quick else "30B-A3B"
         config = model_registry(flavor, converters=rowwise or None).model
         config.layers = config.layers[: 2 if self.quick else 4]
-        if who == OURS:
-            for _, cfg, parent, name in list(config.traverse(GroupedExperts.Config)):
-                setattr(parent, name, fp8moe_experts(cfg))
+        config.vocab_size = config.tok_embeddings.num_embeddings = self.words
+        config.lm_head.out_features = self.words
+        if self.ranks > 1:
+            set_qwen3_sharding_config(config, enable_sp=True, enable_ep=self.ep)
+        replaced: Any = {
+            OTHERS["layer"]: (RoutedExperts, fp8moe_layer),
+            OTHERS["experts"]: (GroupedExperts, fp8moe_experts),
+        }
+        if who in replaced:
+            target, factory = replaced[who]
+            for _, cfg, parent, name in list(config.traverse(target.Config)):
+                setattr(parent, name, factory(cfg))
+        return config
+
+    def build(self, who: str) -> tuple[Any, Any]:
+        """The model, every time with the same weights, and its optimizer."""
         with torch.device("meta"):
-            model = config.build().bfloat16()
+            model = self.config(who).build()
+        if self.ranks > 1:
+            model = self.parallel(model)
+        else:
+            model = model.bfloat16()
+            if self.compiled:
+                for layer in model.layers.values():
+                    layer.compile(fullgraph=True)
         model.to_empty(device=self.device)
         torch.manual_seed(1)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)
-        if self.compiled:
-            for layer in model.layers.values():
-                layer.compile(fullgraph=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
-        return model, optimizer
+        fused = self.device.type == "cuda"
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+    def parallel(self, model: Any) -> Any:
+        """By torchtitan's own function."""
+        from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+        from torchtitan.distributed import utils
+        from torchtitan.distributed.parallel_dims import ParallelDims
+        from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+
+        backend: Any = "partial_dtensor"  # the default needs a newer torch
+        utils.set_spmd_backend(backend)
+        degree = self.ranks if self.ep else 1
+        how = ParallelismConfig(expert_parallel_degree=degree, spmd_backend=backend)
+        dims = ParallelDims.from_config(how, self.ranks)
+        dims.build_mesh()
+        return parallelize_qwen3(
+            model,
+            parallel_dims=dims,
+            training=TrainingConfig(),
+            parallelism=how,
+            compile_config=CompileConfig(enable=self.compiled),
+            ac_config=None,  # type: ignore[arg-type]
+            dump_folder="",
+        )
 
     def step(self, made: tuple[Any, Any], ids: Tensor) -> float | Tensor:
         model, optimizer = made
@@ -81,7 +141,7 @@ class Bench:
 
     def ids(self, step: int) -> Tensor:
         """What follows a token depends on it."""
-        draw = torch.Generator().manual_seed(step)
+        draw = torch.Generator().manual_seed(self.ranks * step + self.rank)
         noise = torch.randint(4, (self.batch, self.length + 1), generator=draw)
         made = noise.clone()
         for s in range(1, self.length + 1):
@@ -92,8 +152,16 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def slowest(self, seconds: float) -> float:
+        if self.ranks == 1:
+            return seconds
+        worst = torch.tensor(seconds, device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return float(worst)
+
     def together(self, *who: str) -> list[dict[str, Any]]:
-        """A row for each: seconds of a step in turn, after some to warm up; 10 losses before."""
+        """A row for each: ms of a step in turn, as the slowest rank sees it, after some to warm up;
+        10 losses before, of the first rank."""
         ids = [self.ids(step) for step in range(10)]
         models = {name: self.build(name) for name in who}
         losses = {
@@ -105,20 +173,26 @@ class Bench:
             for name, made in models.items():
                 self.step(made, ids[0])
                 self.sync()
+                self.slowest(0.0)
                 start = time.perf_counter()
                 for batch in ids[:COUNT]:
                     self.step(made, batch)
                 self.sync()
-                taken[name].append(1e3 * (time.perf_counter() - start) / COUNT)
-        tokens = self.batch * self.length
+                seconds = self.slowest(time.perf_counter() - start)
+                taken[name].append(1e3 * seconds / COUNT)
+        tokens, ranks = self.batch * self.length, self.ranks
+        how = "compiled" if self.compiled else "eager"
+        if ranks > 1:
+            how += ", expert parallelism" if self.ep else ", FSDP"
+        shape = {"layers": len(models[OWN][0].layers), "T": tokens, "V": self.words, "ranks": ranks}
         return [
             {
                 "op": "torchtitan step",
-                "shape": {"layers": len(models[name][0].layers), "tokens": tokens},
-                "variant": "compiled" if self.compiled else "eager",
+                "shape": shape,
+                "variant": how,
                 "who": name,
                 "ms": statistics.median(times),
-                "tokens_per_s": 1e3 * tokens / statistics.median(times),
+                "tokens_per_s": 1e3 * ranks * tokens / statistics.median(times),
                 "limit_ms": None,
                 "peers": {},
                 "times_own": statistics.median(taken[who[0]]) / statistics.median(times),
@@ -140,18 +214,31 @@ def plain_attention() -> None:
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: common.OnResult) -> Any:
-    bench = Bench(device, given.quick, given.compiled)
-    beside = ROWWISE if given.rowwise else OURS
-    rows = bench.together(OWN, beside)
-    for row in rows:
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        sys.path.append(str(Path(__file__).parent.parent / "tests"))
+        import titan_cpu
+
+        titan_cpu.on_cpu()
+    bench = Bench(device, given)
+    rows = bench.together(OWN, *(OTHERS[name] for name in given.who))
+    for row in rows if bench.rank == 0 else ():
         on_result(row)
         print(f"  {row['tokens_per_s']:.0f} tokens/s, {row['times_own']:.3f} times {OWN}")
     gc.collect()
+    if bench.ranks > 1:
+        dist.destroy_process_group()
+    if bench.rank:
+        raise SystemExit
     return {"environment": environment(Limits(device)), "results": rows}
 
 
 if __name__ == "__main__":
     arguments = common.parser(__doc__)
     arguments.add_argument("--compiled", action="store_true", help="each block by torch.compile")
-    arguments.add_argument("--rowwise", action="store_true", help="torchao's in the place of ours")
+    arguments.add_argument("--ep", action="store_true", help="the ranks share the experts")
+    arguments.add_argument("--who", nargs="+", choices=OTHERS, default=["layer", "experts"])
+    arguments.add_argument("--words", type=int, default=2048, help="the vocabulary")
     common.main(arguments, run)

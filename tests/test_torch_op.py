@@ -322,16 +322,69 @@ def test_opcheck(name: str) -> None:
     weights = tuple(layer.parameters())
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     rest = how, [33, 2, 4, 1, 66], -1
-    given = (x, p.topk_idx, probs, None, *weights, [], [], [], 0.0, *rest, need)
+    given = (x, p.topk_idx, probs, None, *weights, None, [], [], [], 0.0, *rest, need)
     torch.library.opcheck(through, given, test_utils=utils)
     biases = [w.new_ones(w.shape[:2]).requires_grad_() for w in weights]
     of_biases = [*[True] * 4, False, True, False, False]
-    given = (x, p.topk_idx, probs, None, *weights, [], biases, [], 0.0, *rest, of_biases)
+    given = (x, p.topk_idx, probs, None, *weights, None, [], biases, [], 0.0, *rest, of_biases)
     torch.library.opcheck(through, given, test_utils=utils)
     if layer.recipe is None:
         return
     layer.add_lora(16, alpha=32)
     factors = list(layer.parameters())[2:]
     need = [True, True, False, False, True, False, False, False]
-    given = (x, p.topk_idx, probs, None, *weights, [], [], factors, 2.0, *rest, need)
+    given = (x, p.topk_idx, probs, None, *weights, None, [], [], factors, 2.0, *rest, need)
     torch.library.opcheck(through, given, test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "recompute", "fp8_z", "fp32_scales", "e5m2", "rollout"]
+)
+@pytest.mark.parametrize("trains", ["all", "gate", "up", "down"])
+def test_gate_and_up_as_two_tensors(name: str, trains: str) -> None:
+    """The bits of one tensor, eager and compiled; each gradient has memory of its own."""
+    p = problem(96, hidden=256, intermediate=128)
+    options = p.experts(**OPTIONS[name])._options
+    gate_up, down = (torch.randn(4, *shape) / 16 for shape in ((256, 256), (256, 128)))
+
+    def one(x: Tensor, probs: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        both, move = torch.cat([gate, up], dim=1), autograd.Local(4)
+        return autograd.torch_op.run(x, p.topk_idx, probs, both, down, options, move)
+
+    def two(x: Tensor, probs: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        move = autograd.Local(4)
+        return autograd.torch_op.run(x, p.topk_idx, probs, gate, down, options, move, up=up)
+
+    results = []
+    for run in (one, two, compiled(two)):
+        parts = [*gate_up.clone().chunk(2, dim=1), down.clone()]
+        weights = [
+            w.contiguous().requires_grad_(trains in ("all", of))
+            for w, of in zip(parts, ("gate", "up", "down"), strict=True)
+        ]
+        x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
+        out = run(x, probs, *weights)
+        out.backward(p.dout)
+        assert [w.grad is not None for w in weights] == [w.requires_grad for w in weights]
+        grads = [w.grad for w in weights if w.grad is not None]
+        assert all(g.is_contiguous() for g in grads)
+        results.append([out.detach(), x.grad, probs.grad, *grads])
+        with torch.no_grad():
+            results[-1].append(run(x, probs, *weights))
+    equal(results[0], results[1])
+    equal(results[0], results[2])
+
+
+def test_opcheck_of_gate_and_up() -> None:
+    p = problem(33, hidden=256, intermediate=128)
+    layer = p.experts()
+    gate, up = (w.detach().contiguous().requires_grad_() for w in layer.gate_up_proj.chunk(2, 1))
+    x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
+    how = f"{__version__} tokens {autograd.torch_op.words_of(layer._options)}"
+    weights, rest = (gate, layer.down_proj, up, [], [], [], 0.0), (how, [33, 2, 4, 1, 66], -1)
+    given = (x, p.topk_idx, probs, None, *weights, *rest, [True] * 4 + [False] * 4)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.fp8moe.experts, given, test_utils=utils)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        torch.ops.fp8moe.experts(*given[:-1], [])
+    assert counted.get_total_flops() == 2 * 66 * 3 * 256 * 128

@@ -6,6 +6,7 @@ Skipped without torchtitan; .ci/run has a step for it.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -19,11 +20,12 @@ from torch import Tensor
 
 pytest.importorskip("torchtitan")
 
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
 import titan_cpu
 from fp8moe_cutlass import ops
-from fp8moe_cutlass.integrations.torchtitan import fp8moe_experts
+from fp8moe_cutlass.integrations.torchtitan import fp8moe_experts, fp8moe_layer
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import SlowPathWarning, _said
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.slow
 E, D, ROWS = 3, 256, 40
 COUNTS = torch.tensor([17, 0, 23])
 OURS = "--override.imports=fp8moe_cutlass.integrations.torchtitan.fp8moe_experts"
+LAYER = "--override.imports=fp8moe_cutlass.integrations.torchtitan.fp8moe_layer"
 STEPS = 10
 BATCH = ["--training.local_batch_size=1", "--training.seq_len=128"]
 EP = "--parallelism.expert_parallel_degree=2"
@@ -165,6 +168,49 @@ def test_checkpointed_and_compiled() -> None:
             assert torch.equal(w.grad, o.grad)
 
 
+def routed(experts: Any = None, dispatcher: Any = AllToAllTokenDispatcher) -> Any:
+    cfg = GroupedExperts.Config(dim=D, hidden_dim=128, num_experts=E)
+    moving = dispatcher.Config(num_experts=E, top_k=2)
+    return RoutedExperts.Config(inner_experts=experts or cfg, token_dispatcher=moving)
+
+
+def routing() -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and ids [2, ROWS / 2, 2], and how many tokens each expert takes."""
+    draw = torch.Generator().manual_seed(5)
+    scores, ids = torch.rand(2, ROWS // 2, E, generator=draw).softmax(-1).topk(2)
+    return scores.requires_grad_(), ids, torch.bincount(ids.flatten(), minlength=E)
+
+
+@pytest.mark.parametrize("how", ["eager", "selective", "compiled"])
+def test_bits_of_the_whole_layer(how: str) -> None:
+    """Tokens in, tokens out: nn.MoEExperts' bits; and torchtitan's within FP8's error."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    made = fp8moe_layer(routed()).build().bfloat16()
+    made.inner_experts = experts()
+    layer = same_layer(made.inner_experts)
+    own = routed().build().bfloat16()
+    own.inner_experts.load_state_dict(made.inner_experts.state_dict())
+    found = []
+    run: Any = made
+    if how == "compiled":
+        run = torch.compile(made, fullgraph=True, backend="aot_eager")
+    elif how == "selective":
+        again: Any = functools.partial(create_selective_checkpoint_contexts, [])
+        run = functools.partial(checkpoint, made, use_reentrant=False, context_fn=again)
+    for forward in (run, lambda x, scores, ids, _: layer(x, ids, scores), own):
+        (scores, ids, counts), x = routing(), rows().detach().view(2, -1, D).requires_grad_()
+        out = forward(x, scores, ids, counts)
+        out.float().square().sum().backward()
+        found.append([out, x.grad, scores.grad])
+    found[0] += grads(made.inner_experts, 128)
+    found[1] += grads(layer, 128)
+    found[2] += grads(own.inner_experts, 128)
+    for got, want, theirs in zip(*found, strict=True):
+        assert torch.equal(got, want)
+        assert (got - theirs).norm() < 0.1 * theirs.norm()
+
+
 def test_other_experts_are_refused() -> None:
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
@@ -173,6 +219,10 @@ def test_other_experts_are_refused() -> None:
         NotImplementedError, match="takes torchtitan's GroupedExperts; got GptOssGr"
     ):
         fp8moe_experts(cfg)
+    with pytest.raises(NotImplementedError, match=r"\[fp8moe_layer\] takes torchtitan's Grouped"):
+        fp8moe_layer(routed(cfg))
+    with pytest.raises(NotImplementedError, match="AllToAllTokenDispatcher; got DeepEPTokenD"):
+        fp8moe_layer(routed(dispatcher=DeepEPTokenDispatcher))
     with pytest.raises(ValueError, match="intermediate_size must be a positive multiple of 16"):
         experts(24)
     with pytest.raises(TypeError, match="unexpected keyword argument 'precision'"):
@@ -222,8 +272,8 @@ def losses(folder: Path, text: list[str], *arguments: str, ranks: int = 1) -> li
     )
     assert done.returncode == 0, done.stderr[-4000:]
     said = done.stdout + done.stderr
-    replaced = said.count("GroupedExperts.Config -> Fp8GroupedExperts.Config")
-    assert (replaced > 0) == (OURS in arguments)
+    for kind, name in (("GroupedExperts", OURS), ("RoutedExperts", LAYER)):
+        assert (f"{kind}.Config -> Fp8{kind}.Config" in said) == (name in arguments)
     found: list[float] = json.loads(out.read_text())
     return found
 
@@ -238,8 +288,8 @@ def test_losses_beside_its_own(
 ) -> None:
     own = losses(tmp_path, text, *how, ranks=ranks)
     assert own[-1] < own[0] - 3
-    for options in (how, *others):
-        ours = losses(tmp_path, text, OURS, *options, ranks=ranks)
+    for name, options in itertools.product((OURS, LAYER), (how, *others)):
+        ours = losses(tmp_path, text, name, *options, ranks=ranks)
         assert len(ours) == len(own) == STEPS
         assert max(abs(a - b) for a, b in zip(own, ours, strict=True)) < 0.03
 

@@ -155,11 +155,15 @@ def forward(
     counters: Counters | None,
     lora: Lora | None = None,
     biases: Biases | None = None,
+    up: Tensor | None = None,
 ) -> tuple[Tensor, Any, Any]:
-    """out [T, H] in x's dtype, what the body saves, and the route. The arguments are `experts`'."""
+    """out [T, H] in x's dtype, what the body saves, and the route. The arguments are
+    torch_op.run's."""
     body = bf16 if options.recipe is None else fp8
     sent = move.send(x, topk_idx, probs, options.recipe, need)
-    weights = body.weights(gate_up, down, given, options, need)  # while ranks tell their sizes
+    beside = () if up is None else (up,)
+    # While ranks tell their sizes:
+    weights = body.weights(gate_up, down, given, options, need, *beside)
     rows, row_probs, plan, route, into = move.receive(sent)
     more: dict[str, Any] = {} if lora is None else {"lora": lora}
     more = more if biases is None else {**more, "biases": biases}
@@ -179,8 +183,8 @@ def backward(
     need: Need,
     scaling: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """dx in dout's dtype, dprobs and the gradients of the two weights and of the two biases, then
-    those of a Lora's factors where its `scaling` is not 0."""
+    """dx in dout's dtype, dprobs and the gradients of gate_up, down and up and of the two biases,
+    then those of a Lora's factors where its `scaling` is not 0."""
     rows, into = move.send_grad(dout, route, options.recipe)
     body = bf16 if options.recipe is None else fp8
     more = {"scaling": scaling} if scaling else {}

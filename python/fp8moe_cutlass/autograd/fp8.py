@@ -215,15 +215,16 @@ def weights(
     given: Fp8Weights | None,
     options: Options,
     need: Need | None,
+    up: Tensor | None = None,
 ) -> ForwardWeights:
     """The FP8 weights of a forward, those given or the parameters quantized now, in as many
-    directions as a backward will read; need None: there is none."""
+    directions as a backward will read; need None: there is none. up: gate_up is the gate alone."""
     if given is not None:
         given.wait()
         return ForwardWeights(given, (given.gate_up, given.down))
     codes = need is not None and options.transposed_weights == "save"
     gate_up_t = codes and need is not None and need.x
-    made = of_one_forward(gate_up, down, options.recipe, gate_up_t, codes)
+    made = of_one_forward(gate_up, down, options.recipe, gate_up_t, codes, up)
     return ForwardWeights(made, (made.gate_up, made.down) if codes else (gate_up, down))
 
 

@@ -30,8 +30,8 @@ from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
 _FORWARD = (
     "(Tensor x, Tensor? topk_idx, Tensor? probs, Tensor? plan, Tensor gate_up, Tensor down, "
-    "Tensor[] codes, Tensor[] biases, Tensor[] lora, float scaling, str how, SymInt[] sizes, "
-    "int key, bool[] need) -> Tensor[]"
+    "Tensor? up, Tensor[] codes, Tensor[] biases, Tensor[] lora, float scaling, str how, "
+    "SymInt[] sizes, int key, bool[] need) -> Tensor[]"
 )
 _NEED = len(Need._fields)
 _BACKWARD = (
@@ -49,6 +49,7 @@ class _Forward(NamedTuple):
     plan: Tensor | None  # its buffer, or the counts, of rows that came grouped
     gate_up: Tensor
     down: Tensor
+    up: Tensor | None  # not None: gate_up is the gate alone
     codes: list[Tensor]  # of given FP8 weights: codes and scales of the four parts
     biases: list[Tensor]  # both, or none
     lora: list[Tensor]  # the factors of a Lora, or none
@@ -69,7 +70,7 @@ class _Backward(NamedTuple):
     key: int
     need: list[bool]
     widths: list[int]  # E, H, I
-    dtypes: str  # of the weights
+    dtypes: str  # of the weights: gate_up, down and, where gate_up is the gate alone, up
     slots: int  # 0: rows that came grouped
     scaling: float  # of a Lora; 0: there is none
 
@@ -105,8 +106,8 @@ def _weights_of(codes: Sequence[Tensor], options: Options) -> Fp8Weights | None:
 
 def _forward_of(*arguments: Any) -> list[Tensor]:
     of = _Forward(*arguments)
-    x, topk_idx, probs, plan, gate_up, down, codes, biases, lora, scaling = of[:10]
-    how, sizes, key, need = of[10:]
+    x, topk_idx, probs, plan, gate_up, down, up, codes, biases, lora, scaling = of[:11]
+    how, sizes, key, need = of[11:]
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners[key] if key >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
@@ -116,6 +117,7 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
         owner._counters if owner is not None and need else None,
         Lora(tuple(lora), scaling) if lora else None,
         Biases(*biases) if biases else None,
+        up,
     )
     if not need:
         return [out]
@@ -163,6 +165,8 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
     grouped = kind in ("counts", "plan")
     rows = x.shape[0] if grouped else sizes[4]
     (experts, double, hidden), inner = gate_up.shape, down.shape[2]
+    if of.up is not None:
+        double = 2 * double
     again = options.preactivation == "recompute"
     z: Any = None
     if not again:
@@ -175,7 +179,7 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
     if given is not None:
         source, gate_up_t, down_t = (given.gate_up, given.down), given.gate_up_t, given.down_t
     elif options.transposed_weights == "save":
-        source = codes(gate_up.shape, "block"), codes(down.shape, "block")
+        source = codes((experts, double, hidden), "block"), codes(down.shape, "block")
         gate_up_t = codes((experts, hidden, double), "block") if need[0] else None
         down_t = codes((experts, inner, hidden), "block")
     gate_up_t = gate_up_t if need[0] else None
@@ -241,8 +245,8 @@ def _owned(tensors: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) ->
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, topk_idx, probs, plan, gate_up, down, codes, biases, lora, scaling = inputs[:10]
-    how, sizes, key, need = inputs[10:]
+    x, topk_idx, probs, plan, gate_up, down, up, codes, biases, lora, scaling = inputs[:11]
+    how, sizes, key, need = inputs[11:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     by_place: list[Tensor | None]  # inputs, where the body saves them
@@ -258,7 +262,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     slots = 0 if topk_idx is None else topk_idx.shape[1]
     ctx.codes, ctx.biases, ctx.lora, ctx.scaling = len(codes), len(biases), len(lora), scaling
     ctx.how = how, sizes, key, need
-    ctx.shapes = [*down.shape], f"{gate_up.dtype} {down.dtype}", slots
+    dtypes = " ".join(str(w.dtype) for w in (gate_up, down, up) if w is not None)
+    ctx.shapes = [*down.shape], dtypes, slots
 
 
 def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
@@ -266,13 +271,13 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dout = grads[0]
     if dout is None:
         lists = ctx.codes, ctx.biases, ctx.lora
-        return *(None,) * 6, *([None] * n for n in lists), *none
+        return *(None,) * 7, *([None] * n for n in lists), *none
     if torch.is_grad_enabled() and not compiling():
         raise RuntimeError("[experts] has no second derivative; got create_graph=True")
     made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes, ctx.scaling)
-    dx, dprobs, dgate_up, ddown, *more = (None if t.ndim == len(_ABSENT) else t for t in made)
-    lists = [None] * ctx.codes, more[: ctx.biases], more[2:]
-    return dx, None, dprobs, None, dgate_up, ddown, *lists, *none
+    dx, dprobs, *grads = (None if t.ndim == len(_ABSENT) else t for t in made)
+    lists = [None] * ctx.codes, grads[3 : 3 + ctx.biases], grads[5:]
+    return dx, None, dprobs, None, *grads[:3], *lists, *none
 
 
 def _backward_of(*arguments: Any) -> list[Tensor]:
@@ -301,39 +306,43 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
         counters = owner._counters
     double = options.activation.parts * width
     shapes = torch.Size((experts, double, hidden)), torch.Size((experts, hidden, width))
+    of, up = _dtypes(dtypes)
     to = [
         Destination(weight, dtype, shape, average, returned=not in_place)
-        for weight, dtype, shape, in_place in zip(
-            own, _dtypes(dtypes), shapes, need[_NEED:], strict=True
-        )
+        for weight, dtype, shape, in_place in zip(own, of, shapes, need[_NEED:], strict=True)
     ]
     del tensors
-    into = WeightGrads(to[0], to[1], None)
+    into = WeightGrads(to[0], to[1], None, up)
     dx, dprobs, weights = block.backward(
         dout, read, route, options, move, into, counters, asked, scaling
     )
-    weights[2:] = averaged(weights[2:], None if owner is None else owner._lora_average)
-    return [dout.new_empty(_ABSENT) if t is None else t for t in (dx, dprobs, *weights)]
+    weights[3:] = averaged(weights[3:], None if owner is None else owner._lora_average)
+    made = (dx, dprobs, *weights)  # dprobs of a group is a part of longer rows
+    return [dout.new_empty(_ABSENT) if t is None else t.contiguous() for t in made]
 
 
-def _dtypes(words: str) -> list[torch.dtype]:
-    """The dtypes of the weights' gradients. torch 2.11's graphs would pass dtypes as numbers."""
-    return [getattr(torch, word.removeprefix("torch.")) for word in words.split()]
+def _dtypes(words: str) -> tuple[list[torch.dtype], torch.dtype | None]:
+    """The dtypes of gate_up's and down's gradients, and of up's. torch 2.11's graphs would pass
+    dtypes as numbers."""
+    of = [getattr(torch, word.removeprefix("torch.")) for word in words.split()]
+    return of[:2], of[2] if len(of) > 2 else None
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = _Backward(*arguments)
     dout, need, slots, (experts, hidden, width) = given.dout, given.need, given.slots, given.widths
-    dtypes = given.dtypes
-    tokens, of = dout.shape[0], _dtypes(dtypes)
-    double = _options_of(given.how.split()[2:]).activation.parts * width
+    tokens, (of, up) = dout.shape[0], _dtypes(given.dtypes)
+    parts = 1 if up is not None else _options_of(given.how.split()[2:]).activation.parts
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
         ((tokens, slots) if slots else (tokens,), torch.float32),
-        ((experts, double, hidden), of[0]),
+        ((experts, parts * width, hidden), of[0]),
         ((experts, hidden, width), of[1]),
+        ((experts, width, hidden), up),
     )
-    returned = [*need[:2], need[2] and not need[_NEED], need[3] and not need[_NEED + 1]]
+    in_place = need[_NEED : _NEED + 2]
+    returned = [*need[:2], need[2] and not in_place[0], need[3] and not in_place[1]]
+    returned.append(need[2] and up is not None)
     made = [
         dout.new_empty(shape, dtype=dtype) if wanted else dout.new_empty(_ABSENT)
         for (shape, dtype), wanted in zip(shapes, returned, strict=True)
@@ -354,7 +363,8 @@ def _flops(*shapes: Any, **_: Any) -> int:
     """Counts two GEMMs of 2 A N K each; the arguments are shapes."""
     of: Any = _Forward(*shapes)
     assignments = of.x[0] if of.topk_idx is None else of.x[0] * of.topk_idx[1]
-    flops: int = 2 * assignments * (of.gate_up[1] * of.gate_up[2] + of.down[1] * of.down[2])
+    double = of.gate_up[1] if of.up is None else 2 * of.gate_up[1]
+    flops: int = 2 * assignments * (double * of.gate_up[2] + of.down[1] * of.down[2])
     return flops
 
 

@@ -101,27 +101,33 @@ def run(
     owner: Owner | None = None,
     lora: Lora | None = None,
     biases: Biases | None = None,
+    up: Tensor | None = None,
 ) -> Tensor:
     """`experts`, for a caller that has checked its arguments. owner: says where the gradients of
     the two weights go, and what counts. lora: low-rank terms, for a recipe in FP8, and without
-    biases."""
+    biases. up [E, I, H]: gate_up is the gate alone, [E, I, H] with I a multiple of 128; for a
+    recipe in FP8 with transposed_weights="save", without weights, lora, main_grad and DTensors. The
+    gradients of the two are tensors of their own."""
     factors: tuple[Tensor, ...] = () if lora is None else lora.factors
     more = factors if biases is None else biases
     refuse_transforms("experts", x, probs, gate_up, down, *more)
     of_probs = probs is not None and probs.requires_grad
     of_more = any(t.requires_grad for t in more) if more else False
     of_which = (of_more, False) if biases is None else (False, of_more)
-    required = Need(x.requires_grad, of_probs, gate_up.requires_grad, down.requires_grad, *of_which)
+    of_gate_up = gate_up.requires_grad or (up is not None and up.requires_grad)
+    required = Need(x.requires_grad, of_probs, of_gate_up, down.requires_grad, *of_which)
     if not (torch.is_grad_enabled() and any(required)):
         need = None
     elif need is None:
         need = required
     if watched():
         return _through_torch(
-            x, topk_idx, probs, gate_up, down, options, move, weights, need, owner, lora, biases
+            *(x, topk_idx, probs, gate_up, down, options, move, weights, need, owner, lora),
+            biases,
+            up,
         )
     if need is None:
-        rest = (options, move, weights, None, None, lora, biases)
+        rest = (options, move, weights, None, None, lora, biases, up)
         return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
     of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
     pending = average = of_low_rank = None
@@ -131,10 +137,10 @@ def run(
             of = owner.gate_up_proj, owner.down_proj
         counters, of_low_rank = owner._counters, owner._lora_average
     scaling = 0.0 if lora is None else lora.scaling
-    grads = weight_grads(of, shapes, pending, average)
+    grads = weight_grads(of, shapes, pending, average, None if up is None else up.dtype)
     how = How(options, move, grads, counters, need, scaling, of_low_rank)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, probs, gate_up, down, topk_idx, weights, how, *more
+        x, probs, gate_up, down, up, topk_idx, weights, how, *more
     )
     return out
 
@@ -159,6 +165,7 @@ class _Experts(torch.autograd.Function):
         probs: Tensor | None,
         gate_up: Tensor,
         down: Tensor,
+        up: Tensor | None,
         topk_idx: Any,
         weights: Fp8Weights | None,
         how: How,
@@ -171,6 +178,7 @@ class _Experts(torch.autograd.Function):
             *(x, topk_idx, probs, gate_up, down, options, move, weights, need, counters),
             lora,
             biases,
+            up,
         )
         ctx.biased = biases is not None
         ctx.save_for_backward(*saved.tensors())
@@ -186,6 +194,8 @@ class _Experts(torch.autograd.Function):
         edges = ctx.next_functions
         gate_up, asked_gate_up = runs(edges[ctx.at][0])
         down, asked_down = runs(edges[ctx.at + 1][0])
+        if grads.up is not None:
+            gate_up = gate_up or runs(edges[ctx.at + 2][0])[0]
         if asked_gate_up or asked_down:
             grads = grads.returning(asked_gate_up, asked_down)
         x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]
@@ -202,9 +212,9 @@ class _Experts(torch.autograd.Function):
             Need(x, probs, gate_up, down, need.lora, need.biases),
             scaling,
         )
-        of_lora = averaged(dweights[4:], low_rank) if scaling else ()
-        of_biases = averaged(dweights[2:4], low_rank) if ctx.biased else ()
-        return dx, dprobs, *dweights[:2], None, None, None, *of_biases, *of_lora
+        of_lora = averaged(dweights[5:], low_rank) if scaling else ()
+        of_biases = averaged(dweights[3:5], low_rank) if ctx.biased else ()
+        return dx, dprobs, *dweights[:3], None, None, None, *of_biases, *of_lora
 
 
 # ---- as an operator -----------------------------------------------------------------------------
@@ -248,6 +258,7 @@ def _through_torch(
     owner: Owner | None,
     lora: Lora | None,
     biases: Biases | None,
+    up: Tensor | None,
 ) -> Tensor:
     """`experts` by the operator: everything as tensors, numbers and words."""
     if owner is not None and owner._delayed is not None:
@@ -285,9 +296,9 @@ def _through_torch(
     how = f"{__version__} {kind} {words_of(options)}"
     factors, scaling = ([], 0.0) if lora is None else (list(lora.factors), lora.scaling)
     more = list(biases or ()), factors, scaling
-    out: Tensor = op(x, topk_idx, probs, plan, gate_up, down, codes, *more, how, sizes, key, asked)[
-        0
-    ]
+    out: Tensor = op(
+        x, topk_idx, probs, plan, gate_up, down, up, codes, *more, how, sizes, key, asked
+    )[0]
     return out
 
 

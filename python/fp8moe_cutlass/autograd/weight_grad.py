@@ -33,8 +33,7 @@ class Destination:
     """The place where one forward's gradient of one weight goes.
 
     A weight with a `main_grad` (float32 or bfloat16, of the weight's shape, at any address) gets
-    its gradient added there; else it is what .grad adds up, in the weight's grad_dtype. A gate_up
-    that stands for two tensors has a list `halves`, which gets both gradients; autograd gets none.
+    its gradient added there; else it is what .grad adds up, in the weight's grad_dtype.
     """
 
     weight: Any  # torch.nn.Parameter with Megatron's attributes, or any tensor
@@ -51,10 +50,6 @@ class Destination:
             wgrad = wgrad.scaled(average.scale)
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            halves = getattr(self.weight, "halves", None)
-            if halves is not None:
-                halves += [part.to(self.dtype) for part in wgrad.halves(exact, workspace)]
-                return None
             grad: Tensor = wgrad.run(None, False, exact, workspace)
             if average is not None and average.replicas is not None:
                 average.sum_(grad)
@@ -125,6 +120,7 @@ class WeightGrads:
     gate_up: Destination
     down: Destination
     pending: list[Pending] | None  # not None: they wait here
+    up: torch.dtype | None = None  # of its gradient; not None: gate_up is the gate alone
 
     def returning(self, gate_up: bool, down: bool) -> WeightGrads:
         """The same, but for those gradients that autograd.grad returns."""
@@ -140,13 +136,18 @@ class WeightGrads:
         down: Any,
         workspace: Tensor | None = None,
     ) -> list[Tensor | None]:
-        """Run or defer both wgrads; what the backward returns for the weights.
+        """Run or defer both wgrads; what the backward returns for gate_up, down and up.
 
         As Megatron expects, a weight that has the attribute `grad_added_to_main_grad` gets it set
         and returns a placeholder, so that hooks on the gradient run; else .grad stays None.
         """
-        returned: list[Tensor | None] = [None, None]
+        returned: list[Tensor | None] = [None, None, None]
         in_place = False
+        if self.up is not None and gate_up is not None:
+            exact = "bfloat16" if self.gate_up.dtype == torch.bfloat16 else "float32"
+            gate, up = gate_up.halves(exact, workspace)
+            returned[0], returned[2] = gate.to(self.gate_up.dtype), up.to(self.up)
+            gate_up = None
         for n, (to, wgrad) in enumerate(((self.gate_up, gate_up), (self.down, down))):
             if wgrad is None:
                 continue
@@ -179,14 +180,15 @@ def weight_grads(
     shapes: Sequence[torch.Size],
     pending: list[Pending] | None = None,
     average: Average | None = None,
+    up: torch.dtype | None = None,
 ) -> WeightGrads:
     """The places where the gradients of a forward over gate_up and down go. shapes: those of what
-    this rank holds."""
+    this rank holds. up: the dtype of a third gradient, where gate_up is the gate alone."""
     to = []
     for weight, shape in zip(weights, shapes, strict=True):
         named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
         to.append(Destination(weight, named or weight.dtype, shape, average))
-    return WeightGrads(to[0], to[1], pending)
+    return WeightGrads(to[0], to[1], pending, up)
 
 
 _placeholders: dict[Any, Tensor] = {}

@@ -126,28 +126,20 @@ def of_codes(
 
 
 def of_one_forward(
-    gate_up: Tensor, down: Tensor, recipe: Fp8Recipe, gate_up_t: bool, down_t: bool
+    gate_up: Tensor,
+    down: Tensor,
+    recipe: Fp8Recipe,
+    gate_up_t: bool,
+    down_t: bool,
+    up: Tensor | None = None,
 ) -> Fp8Weights:
-    """FP8 weights for the current stream alone, each with its transpose or without."""
+    """FP8 weights for the current stream alone, each with its transpose or without. up: gate_up is
+    the gate alone."""
     parts: list[Any] = []
-    for w, transposed in ((gate_up, gate_up_t), (down, down_t)):
-        made = _quantize(w, recipe, transposed)
+    for w, below, transposed in ((gate_up, up, gate_up_t), (down, None, down_t)):
+        made = _quantize(w, recipe, transposed, below=below)
         parts += made if transposed else (made, None)
     return Fp8Weights(parts[0], parts[2], parts[1], parts[3])
-
-
-def of_halves(
-    gate: Tensor, up: Tensor, down: Tensor, recipe: Fp8Recipe, *, transposed: bool
-) -> Fp8Weights:
-    """FP8 weights for the current stream alone, of gate and up [E, I, H], I a multiple of 128, that
-    are two tensors, and down [E, H, I]. transposed: as dgrad reads them, too."""
-    how: Any = {"transposed": transposed, "scale": recipe.scale, "eps": recipe.eps}
-    gate, up, down = (w.detach().contiguous() for w in (gate, up, down))
-    made = ops.quantize_weight(gate, below=up, **how), ops.quantize_weight(down, **how)
-    if not transposed:
-        return Fp8Weights(*made)
-    (q, q_t), (down_q, down_t) = made
-    return Fp8Weights(q, down_q, q_t, down_t)
 
 
 def quantize_weight(
@@ -167,10 +159,17 @@ def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
     return made
 
 
-def _quantize(w: Tensor, recipe: Fp8Recipe, transposed: Any, out: Any = None) -> Any:
-    """ops.quantize_weight of a parameter."""
+def _quantize(
+    w: Tensor, recipe: Fp8Recipe, transposed: Any, out: Any = None, below: Tensor | None = None
+) -> Any:
+    """ops.quantize_weight of a parameter, or of one whose rows lie below those of another."""
     return ops.quantize_weight(
-        w.detach().contiguous(), transposed=transposed, scale=recipe.scale, eps=recipe.eps, out=out
+        w.detach().contiguous(),
+        below=None if below is None else below.detach().contiguous(),
+        transposed=transposed,
+        scale=recipe.scale,
+        eps=recipe.eps,
+        out=out,
     )
 
 
