@@ -1,11 +1,11 @@
 """The steps of a Hugging Face model as the recipe of docs/how-to/hugging-face.md makes them faster.
 
-    python benchmarks/transformers_recipe.py --json FILE [--case NAME] [--losses STEPS] [--quick]
+    python benchmarks/transformers_recipe.py --json FILE [--case NAME] [--advised] [--quick]
 
 Each piece alone and all together, with the experts by `grouped_mm` and by "fp8moe": milliseconds,
-tokens per second, peak memory, where the time goes, and losses of steps over fresh tokens. The
-share of the limit is that of the model's arithmetic at the dense bf16 rate of the same run.
-transformers_pieces.py has the pieces by themselves.
+tokens per second, peak memory, and where the time goes; with --losses STEPS, losses of steps over
+fresh tokens instead. The share of the limit is that of the model's arithmetic at the dense bf16
+rate of the same run. transformers_pieces.py has the pieces by themselves.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kernel_trace import durations
 from timing import Limits
 from transformers_variants import (
     ADAMW,
+    BACKWARD,
     BF16,
     CASES,
     DENSE,
@@ -46,6 +47,7 @@ from transformers_variants import (
     QWEN,
     Pieces,
     SgdInBackward,
+    advised,
     fp8_linear,
     name_of,
     tokens,
@@ -57,8 +59,10 @@ class Recipe(steps.Bench):
     """A model, of which `choose` switches the pieces on and off."""
 
     wide = 1024  # of the linears that run in FP8
+    variants = staticmethod(variants_of)
 
     def __init__(self, *given: Any) -> None:
+        self.optimizers: dict[str, Any] = {}  # by their piece, of the variants so far
         super().__init__(*given)
         self.model.config.use_cache = False
         self.frozen: dict[str, tuple[Any, MoEExperts]] = {}  # experts by name, in bf16 and FP8
@@ -130,24 +134,25 @@ class Recipe(steps.Bench):
         return graph.replay
 
     def use(self, pieces: Pieces) -> None:
-        """The optimizer of such variants, new."""
+        """The optimizer of such variants. Its states stay while others run."""
         if isinstance(self.optimizer, SgdInBackward):
             self.optimizer.end()
-        self.optimizer = None
-        self.tidy()
-        made = next((OPTIMIZERS[p] for p in pieces if p in OPTIMIZERS), self.case.optimizer)
-        self.optimizer = made(list(self.model.parameters()))
+        piece = next((p for p in pieces if p in OPTIMIZERS), "")
+        if piece == BACKWARD or piece not in self.optimizers:
+            made: Any = OPTIMIZERS.get(piece, self.case.optimizer)
+            self.optimizers[piece] = made(list(self.model.parameters()))
+        self.optimizer = self.optimizers[piece]
+
+    def peak(self, run: Callable[[], Any]) -> float:
+        """Without the states of optimizers that this step does not use."""
+        others = [o for o in self.optimizers.values() if o is not self.optimizer]
+        states = [t for o in others for of in getattr(o, "state", {}).values() for t in of.values()]
+        held: int = sum(t.nbytes for t in states if t.device.type == self.device.type)
+        return super().peak(run) - held / 2**30
 
     def steps(self) -> None:
-        """A row per variant: those with one optimizer take turns."""
-        pieces = variants_of(self.case)
-        for optimizer in (None, *OPTIMIZERS):
-            group = [
-                p for p in pieces if next((o for o in p if o in OPTIMIZERS), None) == optimizer
-            ]
-            if group:
-                self.use(group[0])
-                self.turns([name_of(e, p) for p in group for e in (BF16, OURS)])
+        """A row per variant; all take turns."""
+        self.turns([name_of(e, p) for p in self.variants(self.case) for e in (BF16, OURS)])
 
     def turns(self, names: list[str]) -> None:
         times: dict[str, list[float]] = {name: [] for name in names}
@@ -155,6 +160,7 @@ class Recipe(steps.Bench):
         for turn in range(5):
             for name in list(times):
                 self.choose(name)
+                self.use(self.wants)
                 try:
                     if not turn:
                         more[name] = self.first()
@@ -253,6 +259,7 @@ class Recipe(steps.Bench):
         recipe = (LAYERS, LOSS, ADAMW)
         runs = [(BF16, ()), (BF16, recipe), (OURS, recipe), (OURS, (*recipe, HEAD))]
         for experts, pieces in runs:
+            self.optimizers.clear()
             self.start()
             self.use(pieces)
             name = name_of(experts, pieces)
@@ -286,7 +293,10 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--losses", type=int, default=0, help="of so many steps, instead")
+    parser.add_argument("--advised", action="store_true", help="what the how-to has, no more")
     given = parser.parse_args()
+    if given.advised:
+        Recipe.variants = staticmethod(advised)
     cases = [c for c in CASES if given.case is None or c.name in given.case]
     count = 2048 if given.losses else 8192
     if given.quick:

@@ -48,6 +48,15 @@ def variants_of(case: steps.Case) -> list[Pieces]:
     return found
 
 
+def advised(case: steps.Case) -> list[Pieces]:
+    """What docs/how-to/hugging-face.md has of a case."""
+    if case.lora:
+        return [(), (LAYERS, LOSS)]
+    fast = (LAYERS, LOSS, BACKWARD if case is V3 else ADAMW)
+    found: list[Pieces] = [(), (LAYERS, LOSS), fast, (*fast, GRAPH)]
+    return [found[0], *found[2:]] if case is LARGE else found
+
+
 def name_of(experts: str, pieces: Pieces) -> str:
     return f"{experts}: {' + '.join(pieces) or 'default'}"
 
