@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 from fp8moe_cutlass import Fp8Recipe
@@ -77,3 +78,33 @@ def zero_rows(group: Any, problems: Any) -> None:
     for p, counts in problems:
         mine = share(p, shares(counts)[rank_of(group)])
         equal(step(fast, mine, layer), step(layer, mine, layer))
+
+
+class Dense(TorchDispatchMode):
+    """The block's operators give tensors without gaps, as their fakes say and inductor asserts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        if "fp8moe" in str(op):
+            self.seen += 1
+            assert all(t.is_contiguous() for t in made), [t.stride() for t in made]
+        return made
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_outputs_are_dense(pool: Pool, recipe: Fp8Recipe | None) -> None:
+    """Of three slots per token, which are no multiple of 16 bytes."""
+    results(pool.run(2, dense, batch(60), recipe))
+
+
+def dense(group: Any, p: Any, recipe: Fp8Recipe | None) -> None:
+    layer = layer_of(p, group, recipe=recipe)
+    mine = share(p, shares([35, 25])[rank_of(group)])
+    assert mine.topk_idx.shape[1] == 3
+    with Dense() as mode:
+        step(layer, mine, layer)
+    assert mode.seen == 2
