@@ -75,18 +75,20 @@ def _of_modules(model: nn.Module, model_type: str) -> Sizes:
     from fp8moe_cutlass.activation import SWIGLU
     from fp8moe_cutlass.integrations import transformers as fp8moe
     from fp8moe_cutlass.integrations.transformers_activation import activation_of
+    from fp8moe_cutlass.integrations.transformers_check import biases_of, weights_of
 
     refused, runs = {}, Counter[tuple[int, ...]]()
-    others_than_swiglu = set()
+    others_than_swiglu, biased = set(), False
     for found in fp8moe.check(model):
         if found.reason is not None:
             refused[found.kind] = found.reason
             continue
         module: Any = model.get_submodule(found.name)
-        of, hidden, intermediate = module.down_proj.shape
+        of, hidden, intermediate = weights_of(module)[1].shape
         activation = activation_of(module)
         if activation != SWIGLU:
             others_than_swiglu.add(str(activation))
+        biased |= bool(biases_of(module))
         runs[of, hidden, intermediate, _top_k(module.config)] += 1
     reasons = "; ".join(f"{kind}: {reason}" for kind, reason in refused.items())
     if not runs:
@@ -99,6 +101,7 @@ def _of_modules(model: nn.Module, model_type: str) -> Sizes:
     notes = [f"Not in FP8: {reasons}."] if refused else []
     notes += [f"Not timed: {n} layers of E, H, I, k = {s}." for s, n in others]
     notes += [f"Timed with SwiGLU in the place of {a}." for a in sorted(others_than_swiglu)]
+    notes += ["Timed without their biases."] if biased else []
     experts, hidden, intermediate, top_k = sizes
     return Sizes(experts, hidden, intermediate, top_k, layers, model_type, " ".join(notes))
 

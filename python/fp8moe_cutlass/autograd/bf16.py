@@ -27,6 +27,7 @@ from fp8moe_cutlass.autograd.body import (
 )
 from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.autograd.streams import now_on
+from fp8moe_cutlass.autograd.weights import is_turned
 from fp8moe_cutlass.ops._words import shape_of
 from fp8moe_cutlass.routing import RoutingPlan
 
@@ -110,11 +111,16 @@ class Wgrad(NamedTuple):
             return self._replace(right=self.right * by)
         return self._replace(scale=self.scale * by)
 
-    def run(self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any) -> Tensor:
+    def run(
+        self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any, turned: bool = False
+    ) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor. of_fp8: what
-        fp8.Wgrad takes besides."""
+        fp8.Wgrad takes besides. turned: as fp8.Wgrad has it."""
         right = self.plan.rows_of(self.right) if self.gather else self.right
-        dw = grouped_mm(self.left.t(), right, self.plan.offsets)
+        if turned:
+            dw = grouped_mm(right.t(), self.left, self.plan.offsets).mT
+        else:
+            dw = grouped_mm(self.left.t(), right, self.plan.offsets)
         if self.scale != 1.0:
             dw *= self.scale
         if out is None:
@@ -174,8 +180,13 @@ def dropped(topk_idx: Tensor, plan: Plan) -> Tensor:
 def weights(
     gate_up: Tensor, down: Tensor, given: None, options: Options, need: Need | None
 ) -> ForwardWeights:
-    """The parameters in bfloat16, dense."""
-    return ForwardWeights((enter(gate_up, None), enter(down, None)), (gate_up, down))
+    """The parameters in bfloat16."""
+    return ForwardWeights((_weight(gate_up), _weight(down)), (gate_up, down))
+
+
+def _weight(w: Tensor) -> Tensor:
+    """w [E, N, K] in bfloat16, dense one way or the other."""
+    return w.bfloat16() if is_turned(w) else enter(w, None)
 
 
 def forward(
@@ -216,7 +227,7 @@ def backward(
     """The gradients of `forward`, given that of its output, of x's form, in bf16."""
     plan = Plan(*saved[:4])
     x, z, probs, gate_up, down, gate_up_bias, down_bias = saved[4:]
-    gate_up, down = enter(gate_up, None), enter(down, None)
+    gate_up, down = _weight(gate_up), _weight(down)
     dout = plan.without_padding(dout)
     if z is None:
         z = _preactivation(x, gate_up, plan, gate_up_bias)

@@ -123,11 +123,19 @@ class Wgrad(NamedTuple):
         accumulate: bool,
         dtype: str,
         workspace: Tensor | None = None,
+        *,
+        turned: bool = False,
     ) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: to a new tensor of `dtype`,
-        "float32" or "bfloat16". workspace: the backward's, in its stream's order."""
+        "float32" or "bfloat16". workspace: the backward's, in its stream's order. turned: a new one
+        lies as [E, K, N], of gradients in E4M3."""
         left, right = self._operands()
-        dw: Tensor = ops.grouped_gemm_wgrad(
+        if turned and left.fp8_dtype == right.fp8_dtype == "e4m3":
+            dw = ops.grouped_gemm_wgrad(
+                right, left, self.plan, out_dtype=dtype, workspace=workspace
+            )
+            return dw.mT  # type: ignore[no-any-return]
+        dw = ops.grouped_gemm_wgrad(
             left,
             right,
             self.plan,
@@ -136,7 +144,7 @@ class Wgrad(NamedTuple):
             out_dtype=dtype,
             workspace=workspace,
         )
-        return dw
+        return dw  # type: ignore[no-any-return]
 
     def halves(self, dtype: str, workspace: Tensor | None) -> list[Tensor]:
         """dW of the upper and of the lower half of N, each a tensor of its own; N a multiple of

@@ -26,7 +26,7 @@ from fp8moe_cutlass.autograd.weight_grad import (
     averaged,
     weight_grads,
 )
-from fp8moe_cutlass.autograd.weights import Fp8Weights
+from fp8moe_cutlass.autograd.weights import Fp8Weights, is_turned
 from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.version import __version__
@@ -49,7 +49,8 @@ def experts(
 
     out [T, H] in x's dtype of x [T, H], topk_idx [T, S] and probs [T, S] f32; differentiable in
     x, probs and two tensors of any origin, gate_up [E, 2I, H] and down [E, H, I]; of an
-    activation without a gate gate_up is [E, I, H].
+    activation without a gate gate_up is [E, I, H]. Weights [E, in, out] are used as they lie when
+    they are passed as `w.mT`; their gradients lie alike.
 
     move: None: gate_up and down are all experts. weights: the FP8 weights to multiply; None: the
     two tensors, quantized now. need: whose gradients a backward will be asked for; None: of what
@@ -129,7 +130,7 @@ def run(
     if need is None:
         rest = (options, move, weights, None, None, lora, biases, up)
         return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
-    of, shapes, counters = (gate_up, down), (gate_up.shape, down.shape), None
+    of, held, counters = (gate_up, down), (gate_up, down), None
     pending = average = of_low_rank = None
     if owner is not None:
         pending, average = owner._delayed, owner._average
@@ -137,7 +138,7 @@ def run(
             of = owner.gate_up_proj, owner.down_proj
         counters, of_low_rank = owner._counters, owner._lora_average
     scaling = 0.0 if lora is None else lora.scaling
-    grads = weight_grads(of, shapes, pending, average, None if up is None else up.dtype)
+    grads = weight_grads(of, held, pending, average, None if up is None else up.dtype)
     how = How(options, move, grads, counters, need, scaling, of_low_rank)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up, down, up, topk_idx, weights, how, *more
@@ -202,7 +203,9 @@ class _Experts(torch.autograd.Function):
         body = block.body_of(options.recipe)
         # Dense, wherever a saved-tensor hook has put them, but for rows that came with a gap.
         tensors = [
-            t if t is None or (n in body.ROWS_APART and t.stride(-1) == 1) else t.contiguous()
+            t
+            if t is None or is_turned(t) or (n in body.ROWS_APART and t.stride(-1) == 1)
+            else t.contiguous()
             for n, t in enumerate(ctx.saved_tensors)
         ]
         saved = body.Saved.of(tensors, ctx.sizes, options.recipe, isinstance(move, Grouped))

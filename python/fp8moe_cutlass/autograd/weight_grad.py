@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd.streams import Written, order_with_backward, written
+from fp8moe_cutlass.autograd.weights import is_turned
 from fp8moe_cutlass.slow_path import slow_path
 
 
@@ -41,6 +42,7 @@ class Destination:
     shape: torch.Size  # of the gradient
     average: Average | None = None
     returned: bool = False  # by autograd.grad, which was asked for it: main_grad has no part in it
+    turned: bool = False  # the weight lies as [E, K, N], and so should the gradient
 
     def deliver(self, wgrad: Any, workspace: Tensor | None = None) -> Tensor | None:
         """Run `wgrad`; the gradient, or None: main_grad has it, as Megatron's flag then says."""
@@ -50,9 +52,9 @@ class Destination:
             wgrad = wgrad.scaled(average.scale)
         if main_grad is None:
             exact = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
-            grad: Tensor = wgrad.run(None, False, exact, workspace)
+            grad: Tensor = wgrad.run(None, False, exact, workspace, turned=self.turned)
             if average is not None and average.replicas is not None:
-                average.sum_(grad)
+                average.sum_(grad.mT if is_turned(grad) else grad)
             return grad if grad.dtype == self.dtype else grad.to(self.dtype)
         into = main_grad
         if main_grad.data_ptr() % 16:
@@ -79,6 +81,10 @@ class Destination:
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
         if main_grad is None or self.returned:
             return None
+        if self.turned:
+            raise ValueError(
+                "[main_grad] weights [E, in, out] must have their gradient in .grad; got main_grad"
+            )
         if main_grad.shape != self.shape or not main_grad.is_contiguous():
             raise ValueError(
                 f"[main_grad] must be contiguous, of the weight's shape {tuple(self.shape)};"
@@ -177,17 +183,18 @@ def averaged(grads: list[Tensor | None], average: Average | None) -> list[Tensor
 
 def weight_grads(
     weights: Sequence[Any],
-    shapes: Sequence[torch.Size],
+    held: Sequence[Tensor],
     pending: list[Pending] | None = None,
     average: Average | None = None,
     up: torch.dtype | None = None,
 ) -> WeightGrads:
-    """The places where the gradients of a forward over gate_up and down go. shapes: those of what
-    this rank holds. up: the dtype of a third gradient, where gate_up is the gate alone."""
+    """The places where the gradients of a forward over gate_up and down go. held: what of them this
+    rank holds. up: the dtype of a third gradient, where gate_up is the gate alone."""
     to = []
-    for weight, shape in zip(weights, shapes, strict=True):
+    for weight, own in zip(weights, held, strict=True):
         named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
-        to.append(Destination(weight, named or weight.dtype, shape, average))
+        dtype, turned = named or weight.dtype, is_turned(own)
+        to.append(Destination(weight, dtype, own.shape, average, turned=turned))
     return WeightGrads(to[0], to[1], pending, up)
 
 

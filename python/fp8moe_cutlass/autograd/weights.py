@@ -104,6 +104,11 @@ def is_codes(w: Tensor) -> bool:
     return w.dtype == torch.float8_e4m3fn
 
 
+def is_turned(w: Tensor) -> bool:
+    """Whether w [E, N, K] is w' [E, K, N] as it lies, seen as w'.mT: weights [E, in, out]."""
+    return w.ndim == 3 and w.element_size() > 1 and not w.is_contiguous() and w.mT.is_contiguous()
+
+
 def of_codes(
     gate_up: Tensor,
     gate_up_scale_inv: Tensor,
@@ -162,15 +167,18 @@ def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
 def _quantize(
     w: Tensor, recipe: Fp8Recipe, transposed: Any, out: Any = None, below: Tensor | None = None
 ) -> Any:
-    """ops.quantize_weight of a parameter, or of one whose rows lie below those of another."""
-    return ops.quantize_weight(
-        w.detach().contiguous(),
-        below=None if below is None else below.detach().contiguous(),
-        transposed=transposed,
-        scale=recipe.scale,
-        eps=recipe.eps,
-        out=out,
-    )
+    """ops.quantize_weight of a parameter, or of one whose rows lie below those of another. Blocks
+    of 128x128 turn onto themselves: of weights [E, in, out] both results are there in the other's
+    place."""
+    how: Any = {"scale": recipe.scale, "eps": recipe.eps}
+    if below is not None or not is_turned(w):
+        below = None if below is None else below.detach().contiguous()
+        w = w.detach().contiguous()
+        return ops.quantize_weight(w, below=below, transposed=transposed, out=out, **how)
+    other: Any = {True: True, False: "only", "only": False}[transposed]
+    to = out[::-1] if isinstance(out, tuple) else out
+    made = ops.quantize_weight(w.detach().mT, transposed=other, out=to, **how)
+    return (made[1], made[0]) if transposed is True else made
 
 
 def _now_written(*parts: Any) -> Fp8Weights:

@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="fp8moe")
 
 or, for a model that exists: `fp8moe.swap(model)`. `check(model)` says what either does to each
-experts module. Both take experts of the activations that Activation has, without biases, and
-refuse all others by name, with the reason. They go by the class and its flags.
+experts module. Both take experts of the activations that Activation has, with and without biases,
+and refuse all others by name, with the reason. They go by the class and its flags.
 docs/how-to/hugging-face.md.
 """
 
@@ -21,10 +21,12 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.integrations.transformers_activation import activation_of
 from fp8moe_cutlass.integrations.transformers_check import (
     ExpertsFound,
+    biases_of,
     check,
     chosen,
     misfit,
@@ -109,6 +111,7 @@ class _Registered(ExpertBlock):
             options = options._replace(activation=activation_of(module))
         self._options = options
         self._move = Local(module.num_experts)
+        self._turned = getattr(module, "is_transposed", False)
 
     @property
     def gate_up_proj(self) -> Any:
@@ -130,6 +133,10 @@ class _Registered(ExpertBlock):
         weights = super().local_weights()
         _raise(self._module, misfit(self._module, weights, self.recipe))
         return weights
+
+    def local_biases(self) -> Biases | None:
+        names = biases_of(self._module)
+        return Biases(*(getattr(self._module, name) for name in names)) if names else None
 
     def __reduce__(self) -> Any:  # a copy of the module makes its own
         return type(None), ()

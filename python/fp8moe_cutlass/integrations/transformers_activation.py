@@ -32,8 +32,14 @@ def _clamped(m: Any) -> Activation:
     return Activation(limit=m.limit) if _is_silu(m.act_fn) else _other(m.act_fn)
 
 
+def _gpt_oss(m: Any, interleaved: bool) -> Activation:
+    return Activation(alpha=m.alpha, offset=1.0, limit=m.limit, interleaved=interleaved)
+
+
 # Of classes with a gate of their own.
 _OWN: dict[str, Callable[[Any], Activation]] = {
+    "GptOssExperts": lambda m: _gpt_oss(m, interleaved=True),
+    "OpenAIPrivacyFilterExperts": lambda m: _gpt_oss(m, interleaved=False),
     "DeepseekV4Experts": _clamped,
     "Glm5NextTextExperts": lambda m: Activation(limit=m.swiglu_limit),
     "HYV4Experts": lambda m: Activation(limit=m.swiglu_limit),

@@ -77,15 +77,12 @@ def refused(module: Any) -> str | None:
     """Why the experts of this class are not MoEExperts'; None: they are."""
     if isinstance(module, FP8Experts):
         return experts_refused(module)
-    reasons = {
-        "biases": getattr(module, "has_bias", False),
-        "weights are [E, in, out]": getattr(module, "is_transposed", False),
-        "gate and up are interleaved": not getattr(module, "is_concatenated", True),
-        "a norm after each expert": getattr(module, "has_post_expert_norm", False),
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
+    found = []
+    if getattr(module, "has_post_expert_norm", False):
+        found.append("a norm after each expert")
     try:
-        activation_of(module)
+        if activation_of(module).interleaved is getattr(module, "is_concatenated", True):
+            found.append("its gate takes gate and up in another order than its flag says")
     except UnknownActivation as error:
         found.append(str(error))
     return ", ".join(found) or None
@@ -96,10 +93,16 @@ def names_of(module: Any) -> tuple[str, str]:
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
 
 
+def biases_of(module: Any) -> tuple[str, ...]:
+    """The names of the module's biases, if it has any."""
+    has = getattr(module, "has_bias", False)
+    return tuple(f"{name}_bias" for name in names_of(module)) if has else ()
+
+
 def weights_of(module: Any) -> tuple[Tensor, Tensor]:
-    """The module's two weights."""
-    first, second = names_of(module)
-    return getattr(module, first), getattr(module, second)
+    """The module's two weights, [E, out, in]."""
+    first, second = (getattr(module, name) for name in names_of(module))
+    return (first.mT, second.mT) if getattr(module, "is_transposed", False) else (first, second)
 
 
 def misfit(module: Any, weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None) -> str | None:

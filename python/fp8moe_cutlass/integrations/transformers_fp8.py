@@ -36,6 +36,7 @@ def experts_refused(module: Any) -> str | None:
         return "no gate"
     other_blocks = _other_blocks(module)
     reasons = {
+        "biases": module.has_bias,
         "a gate of its own": module.swiglu_alpha is not None or module.limit is not None,
         "static scales of activations": module.activation_scheme != "dynamic",
         f"its activation is {type(module.act_fn).__name__}, not SiLU": not (

@@ -292,5 +292,6 @@ def _read(folder: Path, experts: int, mine: range) -> dict[str, Tensor]:
                 part = opened.get_slice(name)
                 shape = part.get_shape()
                 stacked = len(shape) == 3 and shape[0] == experts and shape[1] > 1
+                stacked = stacked or (name.endswith("_proj_bias") and shape[0] == experts)
                 state[name] = part[mine.start : mine.stop] if stacked else opened.get_tensor(name)
     return state

@@ -16,6 +16,7 @@ from fp8moe_cutlass.integrations.transformers_activation import activation_of
 from fp8moe_cutlass.integrations.transformers_check import (
     OWN_FORWARD,
     ExpertsFound,
+    biases_of,
     check,
     misfit,
     names_of,
@@ -101,7 +102,7 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         layer = SwappedExperts(module, **options)
         if not meta:
             codes = isinstance(module, FP8Experts)
-            for key in NAMES if codes else names_of(module):
+            for key in NAMES if codes else names_of(module) + biases_of(module):
                 setattr(layer, key, getattr(module, key))
             if codes:
                 layer.requires_grad_(False)
@@ -115,9 +116,16 @@ class SwappedExperts(MoEExperts):
     """The module that `swap` puts in the place of transformers' experts, on the meta device."""
 
     def __init__(self, module: Any, **options: Any) -> None:
-        w = module.down_proj
+        w, turned = module.down_proj, getattr(module, "is_transposed", False)
+        e, h, i = w.mT.shape if turned else w.shape
+        bias = bool(biases_of(module))
         activation = SWIGLU if isinstance(module, FP8Experts) else activation_of(module)
-        super().__init__(*w.shape, activation=activation, dtype=w.dtype, device="meta", **options)
+        how: Any = {"activation": activation, "bias": bias, "dtype": w.dtype, "device": "meta"}
+        super().__init__(e, h, i, **how, **options)
+        if turned:
+            self._turned = True
+            for name in self.weight_names:
+                setattr(self, name, nn.Parameter(getattr(self, name).detach().mT.contiguous()))
         self.config = module.config
         self._implementation = self.config._experts_implementation
         vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
@@ -157,7 +165,7 @@ def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options:
     if "forward" in vars(module):
         return "its forward is replaced (by accelerate, for a device_map): swap before"
     more = {name for name, _ in module.named_parameters()}
-    more -= {*NAMES, *names_of(module)}
+    more -= {*NAMES, *names_of(module), *biases_of(module)}
     if more:
         return f"parameters of its own: {', '.join(sorted(more))}"
     for name, w in zip(names_of(module), weights, strict=True):

@@ -44,6 +44,7 @@ class ExpertBlock(Owner):
     down_proj_scale_inv: Any  # of codes: [E, cdiv(H, 128), cdiv(I, 128)]
     _options: Options
     _move: Move
+    _turned = False  # the two weights are held as [E, in, out]
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
     _lora: tuple[int, float, list[Any]] | None = None  # of add_lora: rank, alpha / rank, Factors
     lora_enabled = True
@@ -73,9 +74,9 @@ class ExpertBlock(Owner):
         """gate_up_proj and down_proj as this rank holds and multiplies them: the parameters, or,
         after shard_experts, tensors whose gradients are theirs."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        if self._average is None:
-            return gate_up, down
-        return local(gate_up), local(down)
+        if self._average is not None:
+            gate_up, down = local(gate_up), local(down)
+        return (gate_up.mT, down.mT) if self._turned else (gate_up, down)
 
     def local_biases(self) -> Biases | None:
         """The biases of both projections as this rank holds them; None: there are none."""

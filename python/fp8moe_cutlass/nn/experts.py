@@ -267,7 +267,8 @@ class MoEExperts(ExpertBlock, nn.Module):
             name = "up_proj"
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
-        if is_sharded(value) and self._average is None and not name.endswith("_bias"):
+        plain = name.endswith("_bias") or self._turned  # which fully_shard gathers as they are
+        if is_sharded(value) and self._average is None and not plain:
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES
             sizes = self.hidden_size, self.intermediate_size
             gathers_in_fp8(value, self.recipe, frozen, *sizes)  # fully_shard looks right after
