@@ -93,7 +93,8 @@ def test_sizes_or_the_reason_of_every_model_type(model_type: str, tmp_path: Path
     assert found[:4] == (E, H, I, top_k)
     assert found.kind == model_type
     assert found.layers in (1, 2)
-    others = ("deepseek_v4", "gemma4", "hy_v4", "minimax_m3", "nemotron_h")
+    others: tuple[str, ...] = ("deepseek_v4", "gemma4", "hy_v4", "minimax_m3", "nemotron_h")
+    others += "gpt_oss", "openai_privacy"
     assert bool(found.note) == model_type.startswith(("inkling", *others))
     assert ("Timed with SwiGLU" in found.note) == model_type.startswith(others)
 
@@ -147,9 +148,9 @@ def test_a_table_and_what_to_expect(tmp_path: Path) -> None:
 
 
 def test_refusals_end_with_the_reason(tmp_path: Path) -> None:
-    gpt_oss = config("gpt_oss", tmp_path)
+    jetmoe = config("jetmoe", tmp_path)
     for args, message in (
-        ([gpt_oss], "experts of gpt_oss cannot run in FP8: GptOssExperts: biases"),
+        ([jetmoe], "experts of jetmoe cannot run in FP8: JetMoeParallelExperts: its class"),
         (["--sizes", 8, 250, 128, 2], "H and I must be multiples of 16; got 250 and 128"),
         (["--sizes", 8, 256, 128, 9], "need k in [1, E] and tokens; got k 9, E 8"),
         ([tmp_path / "none.json"], "[layer] cannot read "),

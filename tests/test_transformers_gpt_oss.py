@@ -1,4 +1,4 @@
-"""GPT-OSS and OpenAI Privacy Filter of transformers: biases, and weights [E, in, out] as they lie."""
+"""GPT-OSS and OpenAI Privacy Filter in transformers: biases, weights [E, in, out] as they lie."""
 
 from __future__ import annotations
 
