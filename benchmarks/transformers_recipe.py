@@ -227,14 +227,27 @@ class Recipe(steps.Bench):
         return {of: count * self.ids.numel() for of, count in met.items()}
 
     def bytes(self) -> dict[str, float]:
-        """What a step must read and write for the weights, and for a compiled loss."""
+        """What a step must read and write for the weights, for a compiled loss, and for the rows of
+        FP8 experts beside their products."""
         per_weight = 14 if self.case.optimizer is steps.adamw else 6  # gradient, weight, states
         weights = {p: p.numel() for p in self.model.parameters() if p.requires_grad}
         quantized = sum(n for p, n in weights.items() if p.ndim == 3)
+        config, tokens = self.case.config, self.ids.numel()
+        h, i = config["hidden_size"], config["moe_intermediate_size"]
+        rows = tokens * config["num_experts_per_tok"]
+        moved = {
+            "quantize x, dout": 2 * 3 * tokens * h,
+            "permute x, dout": 2 * (tokens + rows) * h,
+            "SwiGLU": 4 * rows * i + 2 * rows * i,
+            "SwiGLU backward": 6 * rows * i + 4 * rows * i,
+            "transpose x, dout": 4 * rows * h,
+            "sum out, dx": 2 * 2 * (rows + tokens) * h,
+        }
         return {
             "weights to FP8": 4 * quantized,
             "optimizer": per_weight * sum(weights.values()),
-            "loss": 6 * self.ids.numel() * self.case.config["vocab_size"],
+            "loss": 6 * tokens * config["vocab_size"],
+            "experts": config["num_hidden_layers"] * sum(moved.values()),
         }
 
     def kernels(self) -> dict[str, float]:

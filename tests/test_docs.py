@@ -500,9 +500,26 @@ def test_several_gpus_tables_equal_their_records(record: str) -> None:
     assert table("docs/how-to/several-gpus.md", record) == want
 
 
+def test_several_gpus_recipe_table_equals_its_record() -> None:
+    rows: dict[str, dict[str, str]] = {}
+    for r in results("several-gpus-recipe-h100.json"):
+        name, _, pieces = r["variant"].partition(": ")
+        cell = f"{r['ms']:.1f} ({r['ratio']:.2f}), {r['peak_gib']:.1f}"
+        rows.setdefault(name, {})[pieces] = cell
+    columns = "default", "layers + loss", "layers + loss + AdamW compiled"
+    want = [
+        [
+            name.replace(", ", " by ").replace("group", "`group=`"),
+            *(of.get(column, "") for column in columns),
+        ]
+        for name, of in rows.items()
+    ]
+    assert table("docs/how-to/several-gpus.md", "several-gpus-recipe-h100.json") == want
+
+
 def test_frozen_table_equals_its_record() -> None:
     rows: dict[str, dict[str, float]] = {}
-    for r in results("frozen-h200.json"):
+    for r in results("lora-h100.json"):
         rows.setdefault(r["model"], {})[r["op"]] = r["ms"]
     layers = "quantized in each step", "frozen, turned", "frozen, kept"
     want = [
@@ -513,7 +530,7 @@ def test_frozen_table_equals_its_record() -> None:
         ]
         for model, ms in rows.items()
     ]
-    assert table("docs/how-to/fp8-checkpoints.md", "frozen-h200.json") == want
+    assert table("docs/how-to/fp8-checkpoints.md", "lora-h100.json") == want
 
 
 LOSSES_TO = range(40, 201, 40)
@@ -532,7 +549,12 @@ def test_lora_tables_equal_their_records() -> None:
             cells += [f"{frozen:.2f}", *low]
         want.append(cells)
     assert table("docs/how-to/lora.md", "lora-h100.json") == want
-    names = {"turned": "turned in each backward", "kept": "kept"}
+    names = {
+        "turned": "FP8, turned in each backward",
+        "kept": "FP8, kept",
+        "bf16, PEFT": "bf16, by PEFT",
+        "bf16, attention": "bf16, on attention alone",
+    }
     want = [
         [
             *(names[r["op"]], f"{r['shape']['T']:,}", f"{r['ms']:.0f}"),
@@ -540,6 +562,7 @@ def test_lora_tables_equal_their_records() -> None:
         ]
         for r in results("lora-model-h100.json")
     ]
+    assert {r["layers"] for r in results("lora-model-h100.json")} == {48}
     assert table("docs/how-to/lora.md", "lora-model-h100.json") == want
     want = [
         [f"{r['experts']} experts, seed {r['seed']}", *(f"{r[f'to {n}']:.3f}" for n in LOSSES_TO)]
