@@ -43,7 +43,7 @@ class Qwen3(steps.Qwen3):
     def build(self, *given: Any) -> torch.nn.Module:
         model: Any = super().build(*given)
         if self.fast:
-            for layer in model.model.layers:
+            for layer in (*model.model.layers, model.model.norm):
                 layer.compile()
             model.loss_function = torch.compile(model.loss_function)
         made: torch.nn.Module = model

@@ -158,11 +158,11 @@ class CompiledAdamW(torch.optim.AdamW):
 
 
 def compile_parts(model: Any) -> None:
-    """The layers, which share one graph, and the loss. The mask is made outside of both, where
-    transformers sees that a batch needs none."""
+    """The layers, which share one graph, the norm behind them, and the loss. The mask is made
+    outside of all, where transformers sees that a batch needs none."""
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
-    for layer in causal.model.layers:
-        layer.compile()
+    for part in (*causal.model.layers, causal.model.norm):
+        part.compile()
     causal.loss_function = torch.compile(causal.loss_function)
 
 
