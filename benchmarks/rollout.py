@@ -86,7 +86,7 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
         for which, steps in steps_of(shape, device).items():
             if device.type == "cuda":
                 steps = graphs(steps)
-            samples = burst(steps, device, count=4, rounds=10)
+            samples = burst(steps, device, count=4, rounds=14)
             for name, sample in samples.items():
                 peers = {} if name == "default" else {"default": samples["default"].ms}
                 result = row(name, shape, which, sample, peers=peers, limit_ms=None, model=model)

@@ -140,14 +140,16 @@ class CudaTimer:
 
 
 def burst(runs: Runs, device: torch.device, count: int = 12, rounds: int = 2) -> dict[str, Sample]:
-    """`count` calls of each run back to back, in turn with the other runs, `rounds` times; the
-    median of all. The CPU has no clock to settle: three calls, one round."""
+    """`count` calls of each run back to back, in turn with the other runs, `rounds` times in
+    balanced orders; the median of all. The CPU has no clock to settle: three calls, one round."""
     cuda = device.type == "cuda"
     count, rounds = (count, rounds) if cuda else (3, 1)
     times: dict[str, list[float]] = {name: [] for name in runs}
     host: dict[str, float] = {}
+    names, orders = [*runs], itertools.cycle(balanced_orders(len(runs)))
     for turn in range(rounds):
-        for name, run in runs.items():
+        for name in (names[call] for call in next(orders)):
+            run = runs[name]
             for _ in range(4 if turn == 0 and cuda else 1):
                 run()
             taken, host_us = back_to_back(run, count, cuda)
