@@ -411,20 +411,32 @@ LIMITS = "transformers-limits-h200.json"
 
 
 def test_limits_of_a_step_equal_their_record() -> None:
-    """Kernels of a step, and what they take at the machine's limits."""
-    place = recorded(LIMITS)["environment"]
-    rates = {"experts": place["tensor_tflops"]}
+    """Kernels of a step, what they take at the machine's limits, and what the bars allow."""
+    name = "transformers-recipe-h100.json"
+    rows = by_pieces(name)
     want: dict[str, list[str]] = {}
-    for r in results(LIMITS):
-        if r["variant"] != "fp8moe: layers + loss" or "run" in r:
-            continue
-        limits = {k: n / rates.get(k, place["bf16_tflops"]) for k, n in r["flops_of"].items()}
-        limits |= {k: n / place["copy_tb_s"] for k, n in r["bytes_of"].items()}
-        both = {k: (ms, min(ms, limits.get(k, 1e99) / 1e9)) for k, ms in r["kernels"].items()}
+    for model in dict.fromkeys(model for model, _ in rows if "LoRA" not in model):
+        v3 = "V3" in model
+        fast = "layers + loss" if v3 else "layers + loss + AdamW compiled"
+        bf16, r = rows[model, fast]
+        place = r.get("place") or recorded(name)["environment"]
+        rates = {"experts": place["tensor_tflops"]}
+        flops = {k: n / rates.get(k, place["bf16_tflops"]) for k, n in r["flops_of"].items()}
+        moves = {k: n / place["copy_tb_s"] for k, n in r["bytes_of"].items()}
+        limits = {k: (flops.get(k, 0) + moves.get(k, 0)) / 1e9 for k in flops | moves}
+        both = {k: (ms, min(ms, limits.get(k, ms))) for k, ms in r["kernels"].items()}
         both["all"] = tuple(map(sum, zip(*both.values(), strict=True)))  # type: ignore[assignment]
-        for part, (ms, limit) in both.items():
-            want.setdefault(part, []).append(f"{ms:.1f}, {limit:.1f}")
-    assert table(NOTES, LIMITS) == [[part, *cells] for part, cells in want.items()]
+        cells = {k: f"{ms:.1f}, {limit:.1f}" for k, (ms, limit) in both.items()}
+        captured = next(of for (m, p), of in rows.items() if m == model and "graph" in p)
+        default = rows[model, "default"][0]["ms"]
+        cells["the step; captured"] = f"{r['ms']:.1f}; {captured[1]['ms']:.1f}"
+        cells["0.45 of the default"] = f"{0.45 * default:.1f}"
+        share = 0.76 if v3 else 0.82
+        allowed = (share * of["ms"] for of in (bf16, captured[0]))
+        cells["0.82, or 0.76, of bf16 experts; captured"] = "; ".join(f"{ms:.1f}" for ms in allowed)
+        for part, cell in cells.items():
+            want.setdefault(part, []).append(cell)
+    assert table(NOTES, name) == [[part, *cells] for part, cells in want.items()]
 
 
 def test_captured_steps_and_heads_equal_their_record() -> None:
