@@ -439,6 +439,18 @@ def test_bad_tensors_are_named(name: str) -> None:
     assert PREFIX + key in str(raised.value)
 
 
+def test_a_half_written_file_is_refused(tmp_path: Path) -> None:
+    """By safetensors, as it opens the file: no tensor is read."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    _, layer = trained()
+    path = tmp_path / "experts.safetensors"
+    safetensors.save_file(tensors_of(layer), path)
+    assert len(frozen(safetensors.load_file(path)).local_experts) == E
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(Exception, match="file not fully covered"):
+        safetensors.load_file(path)
+
+
 def test_other_arguments() -> None:
     _, _, tensors = small()
     with pytest.raises(ValueError, match=r"\[from_fp8\] tensors must be a mapping by name; got li"):
