@@ -7,10 +7,11 @@ Four layers of Qwen3-30B-A3B by torchtitan's own model code, without its Trainer
 and AdamW on 8192 tokens per rank. All models are in one process and take turns. One process trains
 bf16 parameters; several by torchtitan's FSDP, fp32 parameters computed in bf16, and with --ep they
 share the experts. Attention is torch's own in the place of FlexAttention, which is tuned for
-minutes. Everything is eager, or each block compiled (--compiled). --words: the vocabulary, 2048 as
-of torchtitan's debug models; Qwen3's has 151936, whose head takes as long as four layers.
---who: those beside torchtitan's own: our layer, our experts, torchao's rowwise FP8 by torchtitan's
-converter.
+minutes. Everything is eager, or each block compiled (--compiled); forward and backward run as one
+CUDA graph with --graphs, which is the default of torchtitan's Trainer on one rank. --words: the
+vocabulary, 2048 as of torchtitan's debug models; Qwen3's has 151936, whose head takes as long as
+four layers. --who: those beside torchtitan's own: our layer, our experts, torchao's rowwise FP8 by
+torchtitan's converter.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ ROUNDS, COUNT = 5, 4
 class Bench:
     def __init__(self, device: torch.device, given: argparse.Namespace) -> None:
         self.device, self.quick, self.compiled = device, given.quick, given.compiled
-        self.words, self.ep = given.words, given.ep
+        self.words, self.ep, self.graphs = given.words, given.ep, given.graphs
         self.ranks, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         self.batch, self.length = (1, 64) if self.quick else (2, 4096)
         from torch.nn.attention.flex_attention import create_block_mask
 
         sizes = (None, None, self.length, self.length)  # of any batch and head
         self.mask = create_block_mask(lambda b, h, q, k: q >= k, *sizes, str(device))
+        self.positions = torch.arange(self.length, device=device).expand(self.batch, -1)
+        self.count = torch.ones((), device=device)
         plain_attention()
         if self.compiled:  # as torchtitan's apply_compile
             torch._dynamo.config.capture_scalar_outputs = True
@@ -87,8 +90,9 @@ class Bench:
                 setattr(parent, name, factory(cfg))
         return config
 
-    def build(self, who: str) -> tuple[Any, Any]:
-        """The model, every time with the same weights, and its optimizer."""
+    def build(self, who: str) -> tuple[Any, Any, Any]:
+        """The model, every time with the same weights, its optimizer, and its forward and
+        backward."""
         with torch.device("meta"):
             model = self.config(who).build()
         if self.ranks > 1:
@@ -103,7 +107,19 @@ class Bench:
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)
         fused = self.device.type == "cuda"
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+        def run(tokens: Tensor, labels: Tensor, count: Any, more: dict[str, Any]) -> Tensor:
+            out = model(tokens, **more)
+            loss = F.cross_entropy(out.flatten(0, 1), labels.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        if not self.graphs:
+            return model, optimizer, run
+        from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
+
+        return model, optimizer, wrap_with_cuda_graph(run)
 
     def parallel(self, model: Any) -> Any:
         """By torchtitan's own function."""
@@ -128,16 +144,14 @@ class Bench:
             dump_folder="",
         )
 
-    def step(self, made: tuple[Any, Any], ids: Tensor) -> float | Tensor:
-        model, optimizer = made
+    def step(self, made: tuple[Any, Any, Any], ids: Tensor) -> Tensor:
+        _, optimizer, run = made
         tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        positions = torch.arange(self.length, device=self.device).expand(self.batch, -1)
-        out = model(tokens, positions=positions, attention_masks=self.mask)
-        loss = F.cross_entropy(out.flatten(0, 1), labels.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        more = {"positions": self.positions, "attention_masks": self.mask}
+        loss: Tensor = run(tokens, labels, self.count, more)
         optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        optimizer.zero_grad(set_to_none=not self.graphs)
+        return loss
 
     def ids(self, step: int) -> Tensor:
         """What follows a token depends on it."""
@@ -182,6 +196,7 @@ class Bench:
                 taken[name].append(1e3 * seconds / COUNT)
         tokens, ranks = self.batch * self.length, self.ranks
         how = "compiled" if self.compiled else "eager"
+        how += ", CUDA graphs" if self.graphs else ""
         if ranks > 1:
             how += ", expert parallelism" if self.ep else ", FSDP"
         shape = {"layers": len(models[OWN][0].layers), "T": tokens, "V": self.words, "ranks": ranks}
@@ -238,6 +253,7 @@ def run(device: torch.device, given: argparse.Namespace, on_result: common.OnRes
 if __name__ == "__main__":
     arguments = common.parser(__doc__)
     arguments.add_argument("--compiled", action="store_true", help="each block by torch.compile")
+    arguments.add_argument("--graphs", action="store_true", help="torchtitan's, of both passes")
     arguments.add_argument("--ep", action="store_true", help="the ranks share the experts")
     arguments.add_argument("--who", nargs="+", choices=OTHERS, default=["layer", "experts"])
     arguments.add_argument("--words", type=int, default=2048, help="the vocabulary")
