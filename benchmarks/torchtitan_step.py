@@ -5,13 +5,13 @@
 
 Four layers of Qwen3-30B-A3B by torchtitan's own model code, without its Trainer: forward, backward
 and AdamW on 8192 tokens per rank. All models are in one process and take turns. One process trains
-bf16 parameters; several by torchtitan's FSDP, fp32 parameters computed in bf16, and with --ep they
-share the experts. Attention is torch's own in the place of FlexAttention, which is tuned for
-minutes. Everything is eager, or each block compiled (--compiled); forward and backward run as one
-CUDA graph with --graphs, which is the default of torchtitan's Trainer on one rank. --words: the
-vocabulary, 2048 as of torchtitan's debug models; Qwen3's has 151936, whose head takes as long as
-four layers. --who: those beside torchtitan's own: our layer, our experts, torchao's rowwise FP8 by
-torchtitan's converter.
+bf16 parameters; several by torchtitan's FSDP, fp32 parameters computed in bf16; or with --ep bf16
+parameters, and the ranks share the experts. Attention is torch's own in the place of FlexAttention,
+which is tuned for minutes. Everything is eager, or each block compiled (--compiled). With --graphs
+forward and backward run as one CUDA graph, the default of torchtitan's Trainer on one rank.
+--words: the vocabulary, 2048 as of torchtitan's debug models; Qwen3's has 151936, whose head takes
+half as long as four layers. --who: those beside torchtitan's own: our layer, our experts, torchao's
+rowwise FP8 by torchtitan's converter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import common
 from common import environment
@@ -106,8 +108,11 @@ class Bench:
         torch.manual_seed(1)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)
-        fused = self.device.type == "cuda"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+        experts = list(experts_of(model))  # with expert parallelism over a mesh of their own
+        known = set(experts)
+        groups: Any = [[p for p in model.parameters() if p not in known], experts]
+        groups = [{"params": group} for group in groups]
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=self.device.type == "cuda")
 
         def run(tokens: Tensor, labels: Tensor, count: Any, more: dict[str, Any]) -> Tensor:
             out = model(tokens, **more)
@@ -122,7 +127,8 @@ class Bench:
         return model, optimizer, wrap_with_cuda_graph(run)
 
     def parallel(self, model: Any) -> Any:
-        """By torchtitan's own function."""
+        """FSDP by torchtitan's own function. With expert parallelism that needs a newer torch than
+        2.11: by hand then, bf16 parameters, the experts' whole ones beside fully_shard."""
         from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
         from torchtitan.distributed import utils
         from torchtitan.distributed.parallel_dims import ParallelDims
@@ -134,15 +140,25 @@ class Bench:
         how = ParallelismConfig(expert_parallel_degree=degree, spmd_backend=backend)
         dims = ParallelDims.from_config(how, self.ranks)
         dims.build_mesh()
-        return parallelize_qwen3(
-            model,
-            parallel_dims=dims,
-            training=TrainingConfig(),
-            parallelism=how,
-            compile_config=CompileConfig(enable=self.compiled),
-            ac_config=None,  # type: ignore[arg-type]
-            dump_folder="",
-        )
+        if not self.ep:
+            return parallelize_qwen3(
+                model,
+                parallel_dims=dims,
+                training=TrainingConfig(),
+                parallelism=how,
+                compile_config=CompileConfig(enable=self.compiled),
+                ac_config=None,  # type: ignore[arg-type]
+                dump_folder="",
+            )
+        model = model.bfloat16()
+        model.parallelize(dims)
+        experts = set(experts_of(model))
+        for layer in model.layers.values():
+            if self.compiled:
+                layer.compile(fullgraph=True)
+            fully_shard(layer, mesh=dims.get_mesh("fsdp"), ignored_params=experts)
+        fully_shard(model, mesh=dims.get_mesh("fsdp"), ignored_params=experts)
+        return model
 
     def step(self, made: tuple[Any, Any, Any], ids: Tensor) -> Tensor:
         _, optimizer, run = made
@@ -216,6 +232,12 @@ class Bench:
             }
             for name, times in taken.items()
         ]
+
+
+def experts_of(model: Any) -> Iterator[Any]:
+    """The parameters of all experts."""
+    for layer in model.layers.values():
+        yield from layer.moe.routed_experts.inner_experts.parameters()
 
 
 def plain_attention() -> None:
