@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ PAGES = sorted(
 )
 NOTES = "docs/notes/transformers-step.md"
 MEGATRON = "docs/how-to/megatron-core.md"  # tests/test_megatron_core_docs.py runs it
+ROLLOUT = "docs/how-to/rollout.md"
 JAX = "docs/how-to/jax.md"  # tests/test_jax_moe.py runs it
 TITAN = "docs/how-to/torchtitan.md"  # tests/test_torchtitan.py runs it
 CXX = shutil.which("c++") or shutil.which("g++")
@@ -645,3 +647,16 @@ def test_activations_table_equals_its_record() -> None:
         ratios += [r["ms"] / r["peers"]["SwiGLU"] for r in others]
         want.append([*head, *(f"{ratio:.2f}" for ratio in ratios)])
     assert table("docs/notes/activation.md", "activations-h100.json") == want
+
+
+def test_rollout_losses_equal_their_record() -> None:
+    record, last, want = recorded("rollout-losses-h100.json"), {}, []
+    for run in record["runs"]:
+        last[run["arm"], run["seed"]] = statistics.fmean(run["loss"][-50:])
+    for r in record["results"]:
+        own, base = ([last[arm, seed] for seed in range(3)] for arm in (r["variant"], "bf16"))
+        apart = [a - b for a, b in zip(own, base, strict=True)]
+        cells = [r["about"], *(f"{loss:.3f}" for loss in (*own, statistics.fmean(own)))]
+        span = f"{min(apart):+.3f} to {max(apart):+.3f}" if r["variant"] != "bf16" else ""
+        want.append([*cells, span])
+    assert table(ROLLOUT, "rollout-losses-h100.json") == want
