@@ -79,7 +79,7 @@ def truth(layer: MoEExperts, x: Tensor, idx: Tensor, probs: Tensor, dout: Tensor
 
 
 # The tests of the layer without biases allow 0.1 in FP8 and 0.012 in bf16; E5M2 has a bit less.
-BOUND = {"fp8": 0.075, "column": 0.075, "fp32": 0.08, "e5m2": 0.11, "output": 0.075, "bf16": 0.012}
+BOUND = {"fp8": 0.1, "column": 0.1, "fp32": 0.1, "e5m2": 0.12, "output": 0.1, "bf16": 0.012}
 
 
 @pytest.mark.parametrize("inner", [128, 176])
