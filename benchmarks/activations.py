@@ -1,8 +1,7 @@
 """act_quantize and its gradient with each activation, beside SwiGLU and a copy of the same bytes.
 
 "rows" is the forward, "dz" the backward, "dz and columns" the backward with the operands of the
-weight gradients. Sizes of I that are no multiple of 128, and z whose gate and up take turns, run
-the general kernels.
+weight gradients. Where I is no multiple of 128, [gate | up] side by side runs the general kernels.
 """
 
 from __future__ import annotations

@@ -8,17 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8moe_cutlass import Activation
+from fp8moe_cutlass.autograd.activation import forward_of
 from fp8moe_cutlass.autograd.compiled import compiled
 from fp8moe_cutlass.nn import MoEExperts
 
 
 class TorchExperts(nn.Module):
-    """grouped_mm, compiled SwiGLU, gathers in both directions: no atomics, no host sync. It shares
-    the layer's parameters. On the CPU nothing is compiled."""
+    """grouped_mm, a compiled activation, gathers in both directions: no atomics, no host sync. It
+    shares the layer's parameters, and has no biases. On the CPU nothing is compiled."""
 
     def __init__(self, layer: MoEExperts, slots: int) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = layer.gate_up_proj, layer.down_proj
+        plain = layer.activation == Activation()
+        self.hidden = swiglu if plain else forward_of(layer.activation)
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
         expert, order = torch.sort(topk_idx.flatten(), stable=True)
@@ -28,7 +32,7 @@ class TorchExperts(nn.Module):
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
         x_rows, p = self.to_rows(x, probs, order, row_of)
         z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
-        h = swiglu(z, p)
+        h = self.hidden(z, p)
         y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
         return self.to_tokens(y, order, row_of)
 

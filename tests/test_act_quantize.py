@@ -527,7 +527,15 @@ def test_activations_beside_the_cpu(name, columns):
     activation = ACTIVATIONS[name]
     counts = torch.tensor([700, 0, 300, 1, 127], dtype=torch.int32)
     plan = ops.plan_from_counts(counts, capacity=1128, align=16)
-    for intermediate, fp8_dtype in ((128, "e4m3"), (1152, "e5m2"), (176, "e4m3"), (704, "e5m2")):
+    sizes = (
+        (128, "e4m3"),
+        (1152, "e5m2"),
+        (176, "e4m3"),
+        (704, "e5m2"),
+        (16, "e4m3"),
+        (2880, "e5m2"),
+    )
+    for intermediate, fp8_dtype in sizes:
         z = backends.awkward(plan.rows, activation.parts * intermediate)
         dh, probs = backends.awkward(plan.rows, intermediate), torch.rand(plan.rows)
         options = {"probs": probs, "plan": plan, "activation": activation}
@@ -560,15 +568,16 @@ def test_large_intermediate(intermediate, columns, limit):
     backends.check("act_quantize_backward", dh, z, **options)
 
 
+@pytest.mark.parametrize("inner", [256, 208])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_infinities_and_nans(name):
+def test_infinities_and_nans(name, inner):
     activation = ACTIVATIONS[name]
-    z = backends.awkward(200, 256 * activation.parts)
+    z = backends.awkward(200, inner * activation.parts)
     values = torch.tensor([float("inf"), -float("inf"), float("nan"), 3e38, -3e38, 1e-40])
     z[torch.rand(z.shape) < 0.01] = values[0]
     for i, value in enumerate(values):
         z[10 + i, :: 7 + i] = value.to(torch.bfloat16)
-    dh = backends.awkward(200, 256)
+    dh = backends.awkward(200, inner)
     dh[5, 5] = float("nan")
     backends.check("act_quantize", z, activation=activation)
     options = {"probs": torch.rand(200), "activation": activation}

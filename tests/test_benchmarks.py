@@ -181,14 +181,16 @@ def test_committed_plots_are_small() -> None:
     assert all(path.stat().st_size < 150_000 for path in plots)
 
 
-@pytest.mark.parametrize("name", ["frozen", "lora_model", "activations", "rollout"])
+LAYERS = {"frozen": 9, "lora_model": 6, "activations": 42, "activation_blocks": 5, "rollout": 14}
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_layer_scripts_run(name: str, tmp_path: Path) -> None:
     modes = ["--mode", "turned", "--mode", "kept", "--mode", "bf16, attention"]  # without peft
     more = modes if name == "lora_model" else []
     script(name, "--device", "cpu", "--quick", "--json", tmp_path / "record.json", *more)
     record = json.loads((tmp_path / "record.json").read_text())
-    rows = {"frozen": 9, "lora_model": 6, "activations": 42, "rollout": 14}
-    assert len(record["results"]) == rows[name]
+    assert len(record["results"]) == LAYERS[name]
     assert all(row["ms"] > 0 for row in record["results"])
 
 

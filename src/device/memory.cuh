@@ -78,6 +78,12 @@ __device__ __forceinline__ void copy_async_of_pair(void* shared, const void* glo
                "r"(bytes)
                : "memory");
 }
+// Of 8 bytes (or 0).
+__device__ __forceinline__ void copy_async_half(void* shared, const void* global, int bytes) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(bytes)
+               : "memory");
+}
 // Of 4 bytes (or 0).
 __device__ __forceinline__ void copy_async_word(void* shared, const void* global, int bytes) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

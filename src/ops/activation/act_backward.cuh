@@ -16,7 +16,7 @@ struct ActBackward {
   const uint16_t* z;                                  // [R, 2I] bf16
   const uint16_t* dh;                                 // [R, I] bf16
   const float* probs;                                 // [R] or nullptr: 1
-  int rows, intermediate, tiles;                      // tiles: I / 128
+  int rows, intermediate, tiles;                      // tiles: I / 128, the last one any part
   PlanView plan;
   RowsOut dz;     // [R, 2I]
   float* dprobs;  // [R] or nullptr
@@ -33,7 +33,7 @@ ActBackward<Act> backward_of(const ActQuantizeBackward& p, const Act& act) {
           .probs = p.probs.as<float>(),
           .rows = static_cast<int>(p.dh.shape[0]),
           .intermediate = static_cast<int>(p.dh.shape[1]),
-          .tiles = static_cast<int>(p.dh.shape[1] / kTile),
+          .tiles = static_cast<int>(cdiv(p.dh.shape[1], kTile)),
           .plan = view_of(p.plan),
           .dz = rows_out(p.dz),
           .dprobs = p.dprobs.as<float>(),
@@ -42,8 +42,9 @@ ActBackward<Act> backward_of(const ActQuantizeBackward& p, const Act& act) {
           .carry_ready = p.workspace.as<unsigned>()};
 }
 
-// backward_tiles, dz in format F: a source file each, which compile side by side.
-template <typename F>
+// backward_tiles, dz in format F, of a kind of act_rows.cuh: a source file each, which compile side
+// by side.
+template <typename F, bool kAny>
 void launch_tiles(const ActQuantizeBackward& p, cudaStream_t stream);
 
 }  // namespace fp8moe::cuda

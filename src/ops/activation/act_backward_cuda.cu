@@ -3,8 +3,9 @@
 // dz = Q([dgate | dup]), of z's shape, and dprob [R] of dh [R, I] and z [R, 2I], or [R, I] without
 // a gate; optional columns of dz [2I, Kcap] and of h [I, Kcap], h recomputed.
 //
-// bf16 operands, not interleaved, and I % 128 == 0 take one pass: backward_rows, or backward_tiles
-// (act_backward_tiles.cuh) where the caller wants columns. Else each output takes its own pass.
+// bf16 operands for which act_rows.cuh has a row kernel take one pass: backward_rows, or
+// backward_tiles (act_backward_tiles.cuh) where the caller wants columns. Else each output takes
+// its own pass.
 #include <type_traits>
 
 #include "common/backends.h"
@@ -38,15 +39,19 @@ struct BackwardRowsShared {
   uint4 vector[kStages][kVectors][256];
 };
 
-template <int kVectors>
+// left: columns of the row from this lane's first one on, of kAny.
+template <bool kAny, int kVectors>
 __device__ __forceinline__ void stage_row(const uint16_t* gate, const uint16_t* up,
-                                          const uint16_t* dh, int bytes,
+                                          const uint16_t* dh, int bytes, int left,
                                           uint4 (&vector)[kVectors][256]) {
+  constexpr int kStep = kAny && kVectors == 6 ? 128 : 64;  // of z
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    copy_async(&vector[half][threadIdx.x], gate + 64 * half, bytes);
-    if constexpr (kVectors == 6) copy_async(&vector[2 + half][threadIdx.x], up + 64 * half, bytes);
-    copy_async(&vector[kVectors - 2 + half][threadIdx.x], dh + 64 * half, bytes);
+    const int wanted = kAny && 64 * half >= left ? 0 : bytes;
+    copy_async(&vector[half][threadIdx.x], gate + kStep * half, wanted);
+    if constexpr (kVectors == 6)
+      copy_async(&vector[2 + half][threadIdx.x], up + kStep * half, wanted);
+    copy_async(&vector[kVectors - 2 + half][threadIdx.x], dh + 64 * half, wanted);
   }
 }
 
@@ -61,11 +66,26 @@ __device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, con
   if (Tile<8>::lane() == 0) *scale = token ? s.scale_inv : 0.0f;
 }
 
+// The same of a tile that may be a part, where a lane's halves lie kStep apart: 8 for pairs.
+template <typename F, int kStep>
+__device__ __forceinline__ void store_part(uint8_t* codes, float* scale, const float (&v)[16],
+                                           float prob, int left, bool written, bool token,
+                                           Pow2Scaling scaling) {
+  const TileScale s = scaling.of<F>(lanes_max<8>(weighted_amax(v, prob)));
+  if (!written) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (kStep * half < left)
+      store(codes + kStep * half, fp8_encode8<F>(v + 8 * half, s.scale * prob));
+  if (Tile<8>::lane() == 0 && left > 0) *scale = token ? s.scale_inv : 0.0f;
+}
+
 // rows_per_block rows per block, all their tiles: 32 / rows_per_block sets of lanes take the tiles
 // in turn, and their sums of dprob meet in shared memory, to be added in order.
-template <typename F, class Act>
-__global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> ? 3 : 2) void backward_rows(
+template <typename F, class Act, bool kAny>
+__global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> && !kAny ? 3 : 2) void backward_rows(
     const __grid_constant__ ActBackward<Act> p) {
+  constexpr bool kTurns = kAny && Act::kGated;
   using Shared = BackwardRowsShared<Act>;
   constexpr int kVectors = Shared::kVectors;
   extern __shared__ __align__(128) unsigned char bytes[];
@@ -79,20 +99,23 @@ __global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> ? 3 : 2) void back
   const int rounds = (p.tiles + step - 1) / step;  // the same for all lanes of a warp
   const int64_t readable = kind.token ? row : 0;
   const int64_t column = 128 * int64_t{mine} + Tile<8>::column(0);
-  const uint16_t* gates = p.z + p.kParts * readable * p.intermediate + column;
+  const uint16_t* gates =
+      p.z + p.kParts * readable * p.intermediate + (kTurns ? 2 * column : column);
   const uint16_t* grads = p.dh + readable * p.intermediate + column;
   const int bytes_read = kind.token ? 16 : 0;
   int staged = mine;  // the next tile to ask for
   const auto stage = [&](int at) {
     if (staged < p.tiles)
-      stage_row(gates, gates + p.intermediate, grads, bytes_read, shared.vector[at]);
+      stage_row<kAny>(gates, kTurns ? gates + 8 : gates + p.intermediate, grads, bytes_read,
+                      p.intermediate - (128 * staged + Tile<8>::column(0)), shared.vector[at]);
     copy_commit();
-    staged += step, gates += 128 * step, grads += 128 * step;
+    staged += step, gates += (kTurns ? 256 : 128) * step, grads += 128 * step;
   };
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead) stage(ahead);
-  uint8_t* codes = p.dz.data + row * p.dz.ld + column;
-  float* scale = p.dz.scale + row * p.dz.scale_row + mine * p.dz.scale_tile;
+  const int64_t dz_column = kTurns ? 2 * column : column;
+  uint8_t* codes = p.dz.data + row * p.dz.ld + dz_column;
+  float* scale = p.dz.scale + row * p.dz.scale_row + (kTurns ? 2 : 1) * mine * p.dz.scale_tile;
   float* const sums = tile_sums + mine * p.rows_per_block + r;
   int at = 0;
 #pragma unroll 1
@@ -103,16 +126,43 @@ __global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> ? 3 : 2) void back
     at = at == kStages - 1 ? 0 : at + 1;
     copy_wait<kStages - 1>();
     float gate[16], up[16], dh[16], dgate[16], dup[16], term[16];
-    unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
-    unpack16(vector[kVectors - 4][threadIdx.x], vector[kVectors - 3][threadIdx.x], up);
+    if constexpr (kTurns) {
+      uint4 gates[2], ups[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        split_pairs(vector[half][threadIdx.x], vector[2 + half][threadIdx.x], gates[half],
+                    ups[half]);
+      unpack16(gates[0], gates[1], gate);
+      unpack16(ups[0], ups[1], up);
+    } else {
+      unpack16(vector[0][threadIdx.x], vector[1][threadIdx.x], gate);
+      unpack16(vector[kVectors - 4][threadIdx.x], vector[kVectors - 3][threadIdx.x], up);
+    }
     unpack16(vector[kVectors - 2][threadIdx.x], vector[kVectors - 1][threadIdx.x], dh);
     gradient(p.act, gate, up, dh, dgate, dup, term);
     const bool written = kind.written && tile < p.tiles;
-    store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
-    if constexpr (Act::kGated)
-      store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob,
-                        written, kind.token, p.scaling);
-    codes += 128 * step, scale += step * p.dz.scale_tile;
+    if constexpr (kTurns) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // of the 128 pairs: a tile of dz each
+        float both[16];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          both[2 * i] = dgate[8 * half + i], both[2 * i + 1] = dup[8 * half + i];
+        const int left = 2 * (p.intermediate - (128 * tile + 64 * half + Tile<8>::column(0)));
+        store_part<F, 8>(codes + 128 * half, scale + half * p.dz.scale_tile, both, prob, left,
+                         written, kind.token, p.scaling);
+      }
+    } else if constexpr (kAny) {
+      store_part<F, 64>(codes, scale, dgate, prob,
+                        p.intermediate - (128 * tile + Tile<8>::column(0)), written, kind.token,
+                        p.scaling);
+    } else {
+      store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
+      if constexpr (Act::kGated)
+        store_gradient<F>(codes + p.intermediate, scale + p.tiles * p.dz.scale_tile, dup, prob,
+                          written, kind.token, p.scaling);
+    }
+    codes += (kTurns ? 256 : 128) * step, scale += (kTurns ? 2 : 1) * step * p.dz.scale_tile;
     if (p.dprobs != nullptr) {
       float (&low)[8] = *reinterpret_cast<float (*)[8]>(&term[0]);
       float (&high)[8] = *reinterpret_cast<float (*)[8]>(&term[8]);
@@ -191,13 +241,13 @@ int rows_per_block(int64_t tiles) {
   return best;
 }
 
-template <typename F, class Act>
+template <typename F, class Act, bool kAny>
 void launch_rows(ActBackward<Act> p, cudaStream_t stream) {
   p.rows_per_block = rows_per_block(p.tiles);
   const size_t shared = sizeof(BackwardRowsShared<Act>) +
                         static_cast<size_t>(p.rows_per_block * p.tiles) * sizeof(float);
-  launch(kBackward, backward_rows<F, Act>, static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)),
-         256, shared, stream, p);
+  launch(kBackward, backward_rows<F, Act, kAny>,
+         static_cast<unsigned>(cdiv(p.rows, p.rows_per_block)), 256, shared, stream, p);
 }
 
 }  // namespace
@@ -208,18 +258,23 @@ void run(const ActQuantizeBackward& p, Stream stream) {
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(p.dh.device);
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();
-  if (p.dh.dtype != DType::bf16 || !whole_tiles(p.z, p.activation, intermediate, p.rule)) {
+  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate, p.rule);
+  if (p.dh.dtype != DType::bf16 || kernel == RowKernel::none) {
     const GradSource source = {pairs_of(p.z, p.activation, intermediate), float_source(p.dh),
                                p.probs.as<float>()};
     return launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
                       stream_of(stream));
   }
   if (columns)
-    return dispatch_fp8(p.dz.data.dtype,
-                        [&]<typename F>() { launch_tiles<F>(p, stream_of(stream)); });
-  with_activation(p.activation, [&](auto act) {
-    dispatch_fp8(p.dz.data.dtype,
-                 [&]<typename F>() { launch_rows<F>(backward_of(p, act), stream_of(stream)); });
+    return dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
+      with_kind(kernel, [&]<bool kAny>() { launch_tiles<F, kAny>(p, stream_of(stream)); });
+    });
+  with_activation(p.activation, [&]<class Act>(Act act) {
+    dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {
+      with_kind(kernel, [&]<bool kAny>() {
+        launch_rows<F, Act, kAny>(backward_of(p, act), stream_of(stream));
+      });
+    });
   });
 }
 

@@ -3,6 +3,6 @@
 
 namespace fp8moe::cuda {
 
-template void launch_tiles<E5M2>(const ActQuantizeBackward& p, cudaStream_t stream);
+template void launch_tiles<E5M2, false>(const ActQuantizeBackward& p, cudaStream_t stream);
 
 }  // namespace fp8moe::cuda

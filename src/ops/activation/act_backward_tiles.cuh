@@ -1,5 +1,7 @@
-// act_quantize_backward with columns, in one pass: bf16 z and dh, I a multiple of 128,
-// power-of-two scales.
+// act_quantize_backward with columns, in one pass: bf16 z and dh, power-of-two scales, of both
+// kinds of act_rows.cuh. What is said of dgate and dup is, of an interleaved z, of the first and
+// the second tile of dz: a thread's eight values of h are then those of columns 4 l ... 4 l + 3 and
+// 64 more.
 //
 // One block an SM takes a range of the tiles, in which those of a block of 128 tokens follow one
 // another. A thread asks for a vector of the next tile as soon as it has read that of this one, so
@@ -98,8 +100,13 @@ __device__ __forceinline__ TileItem item_after(const ActBackward<Act>& p,
   return item_after(p.plan, p.tiles, item, count);
 }
 
+// The column of h, of an interleaved z, that stands in a tile's place.
+__device__ __forceinline__ int column_of_place(int place) {
+  return 4 * (place / 8) + place % 4 + place % 8 / 4 * 64;
+}
+
 // Asks for row j of this thread in an item. With row 0 come the probs of the warp's rows.
-template <class Act>
+template <bool kAny, class Act>
 __device__ __forceinline__ void load_row(const ActBackward<Act>& p, const TileItem& item, int j,
                                          BackwardTilesShared<Act>& shared) {
   using T = BackwardTile;
@@ -107,11 +114,24 @@ __device__ __forceinline__ void load_row(const ActBackward<Act>& p, const TileIt
   const int bytes = r < item.tokens ? 16 : 0;  // rows past the last token are not read
   const int64_t at = strides(item.first_row + r, p.intermediate);
   constexpr int kParts = ActBackward<Act>::kParts;
-  const uint16_t* gate = p.z + kParts * at + column;
-  copy_async(&shared.operand[j][0][threadIdx.x], gate, bytes);
-  if constexpr (Act::kGated)
-    copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, bytes);
-  copy_async(&shared.operand[j][kParts][threadIdx.x], p.dh + at + column, bytes);
+  if constexpr (kAny && Act::kGated) {
+    const int pair = 128 * item.tile + 4 * T::lane();  // of z, and 64 more
+    auto* dh = reinterpret_cast<uint2*>(&shared.operand[j][2][threadIdx.x]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool inside = pair + 64 * half < p.intermediate;
+      copy_async(&shared.operand[j][half][threadIdx.x], p.z + 2 * (at + pair + 64 * half),
+                 inside ? bytes : 0);
+      copy_async_half(dh + half, p.dh + at + pair + 64 * half, inside ? bytes / 2 : 0);
+    }
+  } else {
+    const int wanted = kAny && column >= p.intermediate ? 0 : bytes;
+    const uint16_t* gate = p.z + kParts * at + column;
+    copy_async(&shared.operand[j][0][threadIdx.x], gate, wanted);
+    if constexpr (Act::kGated)
+      copy_async(&shared.operand[j][1][threadIdx.x], gate + p.intermediate, wanted);
+    copy_async(&shared.operand[j][kParts][threadIdx.x], p.dh + at + column, wanted);
+  }
   if (j > 0 || p.probs == nullptr || threadIdx.x % 32 >= 8) return;
   const int of_prob = 8 * (threadIdx.x / 32) + threadIdx.x % 32;
   const bool token = of_prob < item.tokens;
@@ -120,54 +140,77 @@ __device__ __forceinline__ void load_row(const ActBackward<Act>& p, const TileIt
 }
 
 // dgate, dup, h of a thread's row without prob, which their scales take in (where each column has
-// its scale, kMultiplied, with it). Returns the sum of the terms of dprob.
-template <bool kMultiplied, class Act, int kOuts>
-__device__ __forceinline__ float row_gradient(const Act& act, const uint4 (&operand)[kOuts][512],
-                                              const SigmoidTable<Act>& sigmoids, float prob,
-                                              float (&v)[kOuts][4][8], int j) {
+// its scale, kMultiplied, with it). Returns the sum of the terms of dprob, of an interleaved z of
+// both fours.
+template <bool kAny, bool kMultiplied, class Act, int kOuts>
+__device__ __forceinline__ auto row_gradient(const Act& act, const uint4 (&operand)[kOuts][512],
+                                             const SigmoidTable<Act>& sigmoids, float prob,
+                                             float (&v)[kOuts][4][8], int j) {
   constexpr int kH = kOuts - 1;  // h, and dh
+  constexpr bool kTurns = kAny && Act::kGated;
   float gate[8], up[8], dh[8], of_gate[8], term[8];
-  const uint4 g = operand[0][threadIdx.x], u = operand[kH - 1][threadIdx.x],
-              d = operand[kH][threadIdx.x];
+  uint4 g = operand[0][threadIdx.x], u = operand[kH - 1][threadIdx.x];
+  const uint4 d = operand[kH][threadIdx.x];
+  if constexpr (kTurns) split_pairs(g, u, g, u);
   unpack<Bf16>(&g.x, gate), unpack<Bf16>(&u.x, up), unpack<Bf16>(&d.x, dh);
   sigmoids.eight(g, of_gate);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const ActivationGrad grad = act.grad(gate[i], up[i], of_gate[i], dh[i]);
-    v[0][j][i] = grad.dgate, term[i] = grad.dprob;
-    if (Act::kGated) v[1][j][i] = grad.dup;
+    term[i] = grad.dprob;
+    if constexpr (kTurns) {
+      v[i / 4][j][2 * i % 8] = grad.dgate, v[i / 4][j][2 * i % 8 + 1] = grad.dup;
+    } else {
+      v[0][j][i] = grad.dgate;
+      if (Act::kGated) v[1][j][i] = grad.dup;
+    }
     v[kH][j][i] = act.value(gate[i], up[i], of_gate[i]);
-    if (kMultiplied)
+    if (kMultiplied && !kTurns)
 #pragma unroll
       for (int o = 0; o < kOuts; ++o) v[o][j][i] *= prob;
   }
-  return tree_sum<8>(term);
+  if constexpr (kTurns) {
+    if (kMultiplied)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int o = 0; o < kOuts; ++o) v[o][j][i] *= prob;
+    return float2{tree_sum<4>(term), tree_sum<4>(term + 4)};
+  } else {
+    return tree_sum<8>(term);
+  }
 }
 
 // Scales of the rows of dz: lane l of a group finds that of row l / 2 % 4, of dgate where l < 8,
 // else of dup.
-template <typename F, class Act>
+template <typename F, bool kAny, class Act>
 __device__ __forceinline__ float store_row_scales(const ActBackward<Act>& p, const TileItem& item,
                                                   const float (&row_most)[8]) {
   using T = BackwardTile;
   const TileScale s = p.scaling.template of<F>(fmaxf(lanes_max_each<16>(row_most), 0.0f));
   const int r = T::row() + T::lane() / 2 % 4;
-  const int tile = T::lane() < 8 ? item.tile : p.tiles + item.tile;
-  if (T::lane() % 2 == 0 && r < item.rows && (Act::kGated || T::lane() < 8))
+  constexpr bool kTurns = kAny && Act::kGated;
+  const int second = kTurns ? 2 * item.tile + 1 : p.tiles + item.tile;
+  const int tile = T::lane() < 8 ? (kTurns ? 2 * item.tile : item.tile) : second;
+  const bool there = !kTurns || 64 * tile < p.intermediate;
+  if (T::lane() % 2 == 0 && r < item.rows && (Act::kGated || T::lane() < 8) && there)
     p.dz.scale[strides(item.first_row + r, p.dz.scale_row) + strides(tile, p.dz.scale_tile)] =
         r < item.tokens ? s.scale_inv : 0.0f;
   return s.scale;
 }
 
 // The rows of dgate (o = 0) or dup (o = 1).
-template <typename F, class Act>
+template <typename F, bool kAny, class Act>
 __device__ __forceinline__ void store_rows(const ActBackward<Act>& p, const TileItem& item, int o,
                                            const float (&v)[4][8], const float (&prob)[4],
                                            float scales) {
   using T = BackwardTile;
-  const int left = item.rows - T::row();
-  uint8_t* codes = p.dz.data + strides(item.first_row + T::row(), p.dz.ld) +
-                   (o * p.intermediate + 128 * item.tile + T::column(0));
+  constexpr bool kTurns = kAny && Act::kGated;
+  const int column = kTurns ? 128 * (2 * item.tile + o) + T::column(0)
+                            : o * p.intermediate + 128 * item.tile + T::column(0);
+  const bool inside = !kAny || column < p.kParts * p.intermediate;
+  const int left = inside ? item.rows - T::row() : 0;
+  uint8_t* codes = p.dz.data + strides(item.first_row + T::row(), p.dz.ld) + column;
 #pragma unroll
   for (int j = 0; j < 4; ++j, codes += p.dz.ld) {
     const float scale = __shfl_sync(kFullWarp, scales, 8 * o + 2 * j, 16);
@@ -224,13 +267,14 @@ __device__ __forceinline__ int add_sums(const ActBackward<Act>& p, const TileIte
   return 0;
 }
 
-template <typename F, ColumnKind kKind, class Act>
+template <typename F, ColumnKind kKind, class Act, bool kAny>
 __global__ __launch_bounds__(512,
                              1) void backward_tiles(const __grid_constant__ ActBackward<Act> p,
                                                     const __grid_constant__ ActBackwardColumns to) {
   using T = BackwardTile;
   using Shared = BackwardTilesShared<Act>;
   constexpr int kOuts = Shared::kOuts, kH = kOuts - 1;  // dgate, dup, h
+  constexpr bool kTurns = kAny && Act::kGated;
   extern __shared__ __align__(128) unsigned char bytes[];
   auto& shared = *reinterpret_cast<Shared*>(bytes);
   prefetch_plan(p.plan);
@@ -247,7 +291,7 @@ __global__ __launch_bounds__(512,
   if (items > 0) next = item_at(p.plan, p.tiles, range.last);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    if (items > 0) load_row(p, next, j, shared);
+    if (items > 0) load_row<kAny>(p, next, j, shared);
     copy_commit();
   }
   shared.sigmoids.fill(p.act);
@@ -257,13 +301,26 @@ __global__ __launch_bounds__(512,
   const int columns_of_dz = to.dz.data != nullptr ? p.kParts * p.intermediate : 0;
   const int columns_of_h = to.h.data != nullptr ? p.intermediate : 0;  // 0: not stored
   const int columns[3] = {columns_of_dz, kH == 1 ? columns_of_h : columns_of_dz, columns_of_h};
-  const auto tile_of = [&](int tile, int o) { return o == 1 && o < kH ? p.tiles + tile : tile; };
+  const auto tile_of = [&](int tile, int o) {
+    if (kTurns) return o < kH ? 2 * tile + o : tile;
+    return o == 1 && o < kH ? p.tiles + tile : tile;
+  };
   const auto maxima = [&](int o) {
     return T::Maxima{shared.maxima[0] + 128 * o, Shared::kMaxima, shared.most[o], shared.scale[o]};
   };
   const auto store_columns = [&](int o, int turn, int block, int tile) {
     if (o == 0) shared.codes_done.wait(turn);
-    T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
+    if (kTurns && o == kH) {
+      typename T::Words words;
+      T::columns_read(shared.codes[o], words);
+      int at = 128 * tile + column_of_place(threadIdx.x / 8);
+      uint8_t* to = outs[o].data + strides(at, outs[o].ld) + (128 * block + 16 * (threadIdx.x % 8));
+#pragma unroll
+      for (int i = 0; i < 2; ++i, at += 32, to += 32 * outs[o].ld)  // 64 places
+        store_if(at < columns[o], to, words[i]);
+    } else {
+      T::columns_store(outs[o], tile_of(tile, o), block, columns[o], shared.codes[o]);
+    }
   };
   const int quarter = of_warp(threadIdx.x / 128);  // of the block: an output's column scales each
   int held = 0;                                    // sums of dprob
@@ -274,6 +331,7 @@ __global__ __launch_bounds__(512,
     const bool more = n + 1 < items;
     if (more) next = item_after(p, shared.range, item);
     float v[kOuts][4][8], prob[4], row_most[8] = {}, sum[4], most[kOuts];
+    float sum_of_more[4] = {};  // of an interleaved z: of columns from 64 on
     copy_wait<3>();
     __syncwarp();
     const float4 probs = *reinterpret_cast<const float4*>(&shared.prob[T::row()]);
@@ -283,11 +341,16 @@ __global__ __launch_bounds__(512,
     for (int j = 0; j < 4; ++j) {
       constexpr bool kMultiplied = kKind == ColumnKind::column;
       if (j > 0) {
-        if (more) load_row(p, next, j - 1, shared);
+        if (more) load_row<kAny>(p, next, j - 1, shared);
         copy_commit();
         copy_wait<3>();
       }
-      sum[j] = row_gradient<kMultiplied>(p.act, shared.operand[j], shared.sigmoids, prob[j], v, j);
+      const auto terms =
+          row_gradient<kAny, kMultiplied>(p.act, shared.operand[j], shared.sigmoids, prob[j], v, j);
+      if constexpr (kTurns)
+        sum[j] = terms.x, sum_of_more[j] = terms.y;
+      else
+        sum[j] = terms;
       if (kMultiplied) prob[j] = 1.0f;
       row_most[j] = weighted_amax_or_nan(v[0][j], prob[j]);
       if constexpr (Act::kGated) row_most[4 + j] = weighted_amax_or_nan(v[1][j], prob[j]);
@@ -297,7 +360,8 @@ __global__ __launch_bounds__(512,
       for (int o = 0; o < kOuts; ++o)  // behind two rows, for a burst of stores holds up reads
         if (j == o / 2 && n > 0) store_columns(o, n - 1, last_block, last_tile);
     }
-    const float row_sum = lanes_tree_sum_each<16>(sum);
+    float row_sum = lanes_tree_sum_each<16>(sum);
+    if constexpr (kTurns) row_sum += lanes_tree_sum_each<16>(sum_of_more);
     if (T::lane() < 4) shared.sums[held][sum_row()] = row_sum;
 #pragma unroll
     for (int o = 0; o < kH; ++o)
@@ -308,10 +372,10 @@ __global__ __launch_bounds__(512,
     for (int o = 0; o < kOuts; ++o) T::columns_amax<kKind>(v[o], prob, most[o], maxima(o));
     shared.maxima_done.arrive();
 
-    if (more) load_row(p, next, 3, shared);
+    if (more) load_row<kAny>(p, next, 3, shared);
     copy_commit();
-    const float scales = store_row_scales<F>(p, item, row_most);
-    store_rows<F>(p, item, 0, v[0], prob, scales);
+    const float scales = store_row_scales<F, kAny>(p, item, row_most);
+    store_rows<F, kAny>(p, item, 0, v[0], prob, scales);
     shared.maxima_done.wait(n);
     if constexpr (kKind == ColumnKind::column) {
       const int place = threadIdx.x % 128;
@@ -322,11 +386,16 @@ __global__ __launch_bounds__(512,
         shared.scale[quarter][place] = s.scale;
       }
       shared.scales_done.arrive();
-      if (quarter < kOuts)  // nobody waits for these stores
+      if (kTurns && quarter == kH) {
+        const int at = 128 * item.tile + column_of_place(T::column_at(place));
+        if (at < columns_of_h)
+          to.h.scale[strides(item.tile, to.h.scale_tile) + strides(item.block, to.h.scale_block) +
+                     (at - 128 * item.tile)] = s.scale_inv;
+      } else if (quarter < kOuts)  // nobody waits for these stores
         T::column_scale_store(quarter < kH ? to.dz : to.h, tile_of(item.tile, quarter), item.block,
                               quarter < kH ? columns_of_dz : columns_of_h, place, s.scale_inv);
     }
-    if constexpr (Act::kGated) store_rows<F>(p, item, 1, v[1], prob, scales);
+    if constexpr (Act::kGated) store_rows<F, kAny>(p, item, 1, v[1], prob, scales);
     if constexpr (kKind == ColumnKind::column) shared.scales_done.wait(n);
     float scale_inv[kOuts];
 #pragma unroll
@@ -338,7 +407,8 @@ __global__ __launch_bounds__(512,
     if constexpr (kKind == ColumnKind::block) {  // a warp each, so that none falls behind
 #pragma unroll
       for (int o = 0; o < kOuts; ++o)
-        if (threadIdx.x == 32 * o && columns[o] > 0)
+        if (threadIdx.x == 32 * o &&
+            columns[o] > (kTurns && o < kH ? 128 * (2 * item.tile + o) : 0))
           T::block_scale_store(outs[o], tile_of(item.tile, o), item.block, scale_inv[o]);
     }
     if (p.dprobs != nullptr) held = add_sums(p, item, held + 1, shared);
@@ -354,9 +424,9 @@ inline int64_t fewest_tiles(int64_t tiles, bool dprobs) {
   return dprobs ? std::lround(std::sqrt(static_cast<double>(tiles))) : 1;
 }
 
-template <typename F>
+template <typename F, bool kAny>
 void launch_tiles(const ActQuantizeBackward& p, cudaStream_t stream) {
-  const int64_t tiles = p.dh.shape[1] / kTile, all = p.plan.columns() / kTile * tiles;
+  const int64_t tiles = cdiv(p.dh.shape[1], kTile), all = p.plan.columns() / kTile * tiles;
   if (all == 0) return;
   const ActBackwardColumns to = {columns_out(p.dz_columns), columns_out(p.h_columns)};
   const int64_t ranges =
@@ -365,7 +435,7 @@ void launch_tiles(const ActQuantizeBackward& p, cudaStream_t stream) {
   const ColumnKind kind = kind_of(p.dz_columns.defined() ? p.dz_columns : p.h_columns);
   with_activation(p.activation, [&]<class Act>(Act act) {
     const auto go = [&]<ColumnKind kKind>() {
-      launch(kBackward, backward_tiles<F, kKind, Act>, grid, BackwardTile::kThreads,
+      launch(kBackward, backward_tiles<F, kKind, Act, kAny>, grid, BackwardTile::kThreads,
              sizeof(BackwardTilesShared<Act>), stream, backward_of(p, act), to);
     };
     kind == ColumnKind::block ? go.template operator()<ColumnKind::block>()

@@ -3,8 +3,8 @@
 //
 // h = Q(act(z) * prob) of z = [gate | up] [R, 2I], or z [R, I] without a gate, and Q(z).
 //
-// bf16 z that is not interleaved, I % 128 == 0 and power-of-two scales have a kernel of their own:
-// quantize_rows. The rest, and Q(z), takes the general tile kernel.
+// bf16 z and power-of-two scales have a kernel of their own, quantize_rows, where act_rows.cuh has
+// one. The rest, and Q(z), takes the general tile kernel.
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "device/runtime.h"
@@ -38,18 +38,22 @@ __device__ __forceinline__ void hidden(const Act& act, const float (&gate)[N], c
 }
 
 // 16 rows x 4 tiles per block, the next tile loaded while one is computed.
-template <class Act>
+template <class Act, bool kAny>
 __global__ __launch_bounds__(8 * kRowsPerBlock,
                              8) void quantize_rows(const __grid_constant__ RowsParams<Act> p) {
   constexpr int kParts = Act::kGated ? 2 : 1;
+  constexpr bool kTurns = kAny && Act::kGated;  // gate and up take turns
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
   const int64_t row = int64_t{kRowsPerBlock} * (blockIdx.x / groups) + threadIdx.x / 8;
   const int first = blockIdx.x % groups * kTilesPerBlock;
   const RowKind kind = row_kind(p.plan, row, p.rows);
   const float prob = p.probs != nullptr && kind.token ? p.probs[row] : 1.0f;
   const int64_t column = 128 * int64_t{first} + Tile<8>::column(0);
-  const uint16_t* gates = p.z + kParts * row * p.intermediate + column;
-  const uint16_t* ups = gates + p.intermediate;
+  const uint16_t* gates = p.z + kParts * row * p.intermediate + (kTurns ? 2 * column : column);
+  const uint16_t* ups = kTurns ? gates + 8 : gates + p.intermediate;
+  const auto inside = [&](int tile, int half) {
+    return !kAny || column + 128 * tile + 64 * half < p.intermediate;
+  };
   uint8_t* codes = p.h.data + row * p.h.ld + column;
   float* scale = p.h.scale + row * p.h.scale_row + first * p.h.scale_tile;
 
@@ -59,10 +63,10 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
     for (int half = 0; half < 2; ++half) {
       packed[tile][half] = uint4{0, 0, 0, 0};
       if constexpr (Act::kGated) packed[tile][2 + half] = uint4{0, 0, 0, 0};
-      if (!kind.token || first + tile >= p.tiles) continue;
-      packed[tile][half] = load<uint4>(gates + 128 * tile + 64 * half, p.read_policy);
-      if constexpr (Act::kGated)
-        packed[tile][2 + half] = load<uint4>(ups + 128 * tile + 64 * half, p.read_policy);
+      if (!kind.token || first + tile >= p.tiles || !inside(tile, half)) continue;
+      const int at = (128 * tile + 64 * half) * (kTurns ? 2 : 1);
+      packed[tile][half] = load<uint4>(gates + at, p.read_policy);
+      if constexpr (Act::kGated) packed[tile][2 + half] = load<uint4>(ups + at, p.read_policy);
     }
   };
   bring(0);
@@ -71,21 +75,34 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
     if (first + tile >= p.tiles) break;
     if (tile + 1 < kTilesPerBlock) bring(tile + 1);
     float gate[16], up[16], h[16];
+    if constexpr (kTurns) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        split_pairs(packed[tile][half], packed[tile][2 + half], packed[tile][half],
+                    packed[tile][2 + half]);
+    }
     unpack16(packed[tile][0], packed[tile][1], gate);
     unpack16(packed[tile][2 * kParts - 2], packed[tile][2 * kParts - 1], up);
     hidden(p.act, gate, up, h);
     const TileScale s = p.scaling.template of<E4M3>(lanes_max<8>(weighted_amax(h, prob)));
     if (!kind.written) continue;
-    Tile<8>::store_codes<E4M3>(codes + 128 * tile, h, s.scale * prob);
+    if constexpr (kAny) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (inside(tile, half))
+          store(codes + 128 * tile + 64 * half, fp8_encode8<E4M3>(h + 8 * half, s.scale * prob));
+    } else {
+      Tile<8>::store_codes<E4M3>(codes + 128 * tile, h, s.scale * prob);
+    }
     if (Tile<8>::lane() == 0) scale[tile * p.h.scale_tile] = kind.token ? s.scale_inv : 0.0f;
   }
 }
 
-template <class Act>
+template <class Act, bool kAny>
 void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, const Act& act,
                  const Fp8Tensor& h, float eps, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
-                tiles = intermediate / kTile;
+                tiles = cdiv(intermediate, kTile);
   const RowsParams<Act> params = {.z = z.as<uint16_t>(),
                                   .probs = probs.as<float>(),
                                   .act = act,
@@ -97,8 +114,8 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                                   .read_policy = read_once_policy(h.data),
                                   .scaling = {eps}};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch("act_quantize", quantize_rows<Act>, static_cast<unsigned>(blocks), 8 * kRowsPerBlock, 0,
-         stream, params);
+  launch("act_quantize", quantize_rows<Act, kAny>, static_cast<unsigned>(blocks), 8 * kRowsPerBlock,
+         0, stream, params);
 }
 
 }  // namespace
@@ -110,9 +127,12 @@ void run(const ActQuantize& p, Stream stream) {
   const DeviceGuard guard(p.z.device);
   const HiddenSource source = {pairs_of(p.z, p.activation, intermediate), p.probs.as<float>(),
                                p.rounding};
-  if (whole_tiles(p.z, p.activation, intermediate, p.rule))
-    with_rounding(p.activation, p.rounding, [&](auto act) {
-      launch_bf16(p.z, p.plan, p.probs, act, p.h, p.rule.eps, stream_of(stream));
+  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate, p.rule);
+  if (kernel != RowKernel::none)
+    with_rounding(p.activation, p.rounding, [&]<class Act>(Act act) {
+      with_kind(kernel, [&]<bool kAny>() {
+        launch_bf16<Act, kAny>(p.z, p.plan, p.probs, act, p.h, p.rule.eps, stream_of(stream));
+      });
     });
   else
     quantize_rows_from<E4M3>("act_quantize", source, p.plan, rows, intermediate, p.h, p.rule,

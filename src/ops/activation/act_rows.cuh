@@ -1,6 +1,10 @@
-// What act_quantize and its gradient have in common. Their row kernels are for bf16 operands and I
-// a multiple of 128: a warp takes 4 rows of one tile, 8 lanes per row, 16 columns per lane (the
-// lanes of tile.cuh).
+// What act_quantize and its gradient have in common. Their row kernels are for bf16 operands and
+// power-of-two scales: a warp takes 4 rows of one tile of 128 columns of h, 8 lanes per row, 16
+// columns per lane (the lanes of tile.cuh).
+//
+// Of two kinds. kAny = false: I is a multiple of 128, and z is [gate | up] or has no gate. kAny =
+// true: any I, so that the last tile may be a part, and z is interleaved or has no gate. A tile of
+// h then has two tiles of dz, of 64 pairs each; the second one may be missing.
 #pragma once
 
 #include "device/activation.cuh"
@@ -29,11 +33,27 @@ inline PairSource pairs_of(const Tensor& z, const Activation& activation, int64_
   return {float_source(z), activation, activation.traits().gated, static_cast<int>(intermediate)};
 }
 
-// Whether rows of these operands have kernels of their own.
-inline bool whole_tiles(const Tensor& z, const Activation& activation, int64_t intermediate,
-                        ScaleRule rule) {
-  return z.dtype == DType::bf16 && !activation.interleaved && intermediate % kTile == 0 &&
-         rule.kind == ScaleKind::pow2;
+// Gates and ups of 8 bf16 pairs, packed as z [gate | up] has them.
+__device__ __forceinline__ void split_pairs(uint4 a, uint4 b, uint4& gates, uint4& ups) {
+  gates = {__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410),
+           __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.z, b.w, 0x5410)};
+  ups = {__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632),
+         __byte_perm(b.x, b.y, 0x7632), __byte_perm(b.z, b.w, 0x7632)};
+}
+
+// The kind of row kernel for these operands.
+enum class RowKernel { none, whole, any };
+inline RowKernel row_kernel_of(const Tensor& z, const Activation& activation, int64_t intermediate,
+                               ScaleRule rule) {
+  if (z.dtype != DType::bf16 || rule.kind != ScaleKind::pow2) return RowKernel::none;
+  if (!activation.interleaved && intermediate % kTile == 0) return RowKernel::whole;
+  return activation.interleaved || !activation.traits().gated ? RowKernel::any : RowKernel::none;
+}
+
+// body.operator()<kAny>() of a kernel that there is.
+template <typename Body>
+void with_kind(RowKernel kernel, Body&& body) {
+  kernel == RowKernel::any ? body.template operator()<true>() : body.template operator()<false>();
 }
 
 }  // namespace fp8moe::cuda

@@ -1,0 +1,8 @@
+// act_quantize_backward with columns, dz in E5M2, of any I.
+#include "ops/activation/act_backward_tiles.cuh"
+
+namespace fp8moe::cuda {
+
+template void launch_tiles<E5M2, true>(const ActQuantizeBackward& p, cudaStream_t stream);
+
+}  // namespace fp8moe::cuda
