@@ -8,7 +8,7 @@ optimizer's. One GPU; --ranks N shares FP8 experts by group=, and each rank has 
 in each backward, "kept" holds them (reuse_fp8_weights): a byte per parameter more. "bf16, PEFT":
 experts in bf16 by torch's grouped_mm, LoRA by PEFT's target_parameters. "bf16, attention": no LoRA
 on those experts. What does not fit runs with half the layers, and FP8 beside it once more; "layers"
-says how many ran. --layers N runs so many, or fails.
+says how many ran. --layers N runs so many, or fails. --compile compiles each layer.
 """
 
 from __future__ import annotations
@@ -213,13 +213,16 @@ def run_mode(mode: str, tokens: tuple[int, ...], given: Any, device: torch.devic
     torch.manual_seed(1 + rank())  # tokens of its own
     if mode == "bf16, PEFT":
         pefts_lora(model)
+    if given.compile:
+        for layer in model.layers:
+            layer.compile()
     rows: list[Record] = []
     for count in tokens:
         ids = torch.randint(sizes["vocabulary"], (1, count), device=device)
         ids = ids.view(-1, 64 if given.quick else LENGTH)
         result: Record = {"op": mode, "shape": {"T": count}, "variant": f"LoRA r {RANK}"}
         result |= {"ms": None, "limit_ms": None, "peers": {}, "bytes": 0, "flops": 0}
-        result |= {"layers": given.layers}
+        result |= {"layers": given.layers, "compiled": given.compile}
         result["trained"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
         try:
             with reuse_fp8_weights(model) if mode == "kept" else contextlib.nullcontext():
@@ -281,6 +284,7 @@ def main() -> None:
     arguments.add_argument("--mode", choices=MODES, action="append")
     arguments.add_argument("--model", choices=MODELS, default="qwen3-30b")
     arguments.add_argument("--tokens", type=int, nargs="+", default=[LENGTH, 2 * LENGTH])
+    arguments.add_argument("--compile", action="store_true", help="each layer by torch.compile")
     arguments.add_argument("--layers", type=int, help="so many, or fail")
     arguments.add_argument("--ranks", type=int, default=1, help="processes that share the experts")
     given = arguments.parse_args()

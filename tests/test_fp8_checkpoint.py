@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +234,24 @@ def test_compiled() -> None:
     assert same(step(p, run), want)
     with reuse_fp8_weights(layer):
         assert same(step(p, run), want)
+
+
+COMPILED_TWICE = """
+import torch
+from fp8moe_cutlass.nn import MoEExperts
+layer = MoEExperts(2, 128, 128, dtype=torch.float8_e4m3fn)
+run = torch.compile(layer, fullgraph=True, backend="eager")
+call = torch.randn(4, 128).bfloat16(), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+run(*call)
+with torch.compiler.set_stance("fail_on_recompile"):
+    run(*call)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_graph_is_the_last() -> None:
+    """In a process that has made no Fp8Tensor before it compiles."""
+    subprocess.run([sys.executable, "-c", COMPILED_TWICE], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
