@@ -55,7 +55,7 @@ class Bench:
 
         sizes = (None, None, self.length, self.length)  # of any batch and head
         self.mask = create_block_mask(lambda b, h, q, k: q >= k, *sizes, str(device))
-        self.positions = torch.arange(self.length, device=device).expand(self.batch, -1)
+        self.positions = torch.arange(self.length, device=device).repeat(self.batch, 1)
         self.count = torch.ones((), device=device)
         plain_attention()
         if self.compiled:  # as torchtitan's apply_compile
@@ -147,7 +147,7 @@ class Bench:
                 training=TrainingConfig(),
                 parallelism=how,
                 compile_config=CompileConfig(enable=self.compiled),
-                ac_config=None,  # type: ignore[arg-type]
+                ac_config=None,
                 dump_folder="",
             )
         model = model.bfloat16()
