@@ -511,7 +511,7 @@ def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
 
 
 def choices(group: Any) -> list[str]:
-    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="auto")
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1))
@@ -521,7 +521,7 @@ def choices(group: Any) -> list[str]:
 
 
 def test_auto_takes_torch_distributed_on_the_cpu() -> None:
-    """And says nothing there."""
+    """It is the default, and says nothing there."""
     pool = Pool(2, {2: [0, 1]})
     try:
         assert results(pool.run(2, choices)) == [["auto", "None"]] * 2
@@ -616,8 +616,9 @@ def test_a_batch_that_outgrows_the_memory(capacity: Any) -> None:
 
 
 def test_transport_is_of_a_group() -> None:
-    with pytest.raises(ValueError, match="transport needs group=; got 'peer' and group=None"):
-        MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, transport="peer")
+    for transport in ("nccl", "peer"):
+        with pytest.raises(ValueError, match=f"transport needs group=; got '{transport}' and gro"):
+            MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, transport=transport)
 
 
 def test_the_names_of_torch_that_are_used() -> None:

@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         nn.MoEExperts,
         MODULE
         | {"recipe": None, "preactivation": "save", "transposed_weights": "save"}
-        | {"delay_wgrad": False, "group": None, "rank_capacity": None, "transport": "nccl"}
+        | {"delay_wgrad": False, "group": None, "rank_capacity": None, "transport": "auto"}
         | {"dtype": torch.float32, "device": None},
     ),
     "SharedExpert": (

@@ -1,4 +1,4 @@
-"""Expert parallelism over NCCL: on one GPU a group of one, on several as many ranks."""
+"""Expert parallelism by both transports: on one GPU a group of one, on several as many ranks."""
 
 from __future__ import annotations
 
@@ -28,25 +28,34 @@ from test_distributed import (
 )
 
 FP8_AND_BF16 = pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["nccl", "auto"])
 
 
+@TRANSPORTS
 @FP8_AND_BF16
 @pytest.mark.parametrize("rank_capacity", [None, 300])
-def test_a_group_of_one(world: Any, recipe: Any, rank_capacity: Any, device: torch.device) -> None:
+def test_a_group_of_one(
+    world: Any, recipe: Any, rank_capacity: Any, transport: str, device: torch.device
+) -> None:
     p = moved(batch(300), device)
     want = p.run(layer_of(p, None, recipe=recipe))
-    layer = layer_of(p, world, recipe=recipe, rank_capacity=rank_capacity)
+    options = {"recipe": recipe, "rank_capacity": rank_capacity, "transport": transport}
+    layer = layer_of(p, world, **options)
     assert_same(p.run(layer), want)
     layer.check()
 
 
+@TRANSPORTS
 @FP8_AND_BF16
-def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.device) -> None:
+def test_with_a_capacity_nothing_waits(
+    world: Any, recipe: Any, transport: str, device: torch.device
+) -> None:
     torch.manual_seed(0)
     sizes = EXPERTS, HIDDEN, INTERMEDIATE
+    options: Any = {"group": world, "rank_capacity": 200, "transport": transport}
     layer = MoE(
         Router(HIDDEN, EXPERTS, SLOTS, group=world, device=device),
-        MoEExperts(*sizes, recipe=recipe, group=world, rank_capacity=200, device=device),
+        MoEExperts(*sizes, recipe=recipe, device=device, **options),
         SharedExpert(HIDDEN, 128, device=device),
     )
     x = torch.randn(200, HIDDEN, device=device).bfloat16().requires_grad_()
@@ -65,10 +74,14 @@ def test_with_a_capacity_nothing_waits(world: Any, recipe: Any, device: torch.de
     layer.experts.check()
 
 
+@TRANSPORTS
 @FP8_AND_BF16
-def test_one_graph_for_every_routing(world: Any, recipe: Any, device: torch.device) -> None:
+def test_one_graph_for_every_routing(
+    world: Any, recipe: Any, transport: str, device: torch.device
+) -> None:
     p = moved(batch(200), device)
-    layer = layer_of(p, world, recipe=recipe, rank_capacity=(200, 200 * SLOTS))
+    capacity = (200, 200 * SLOTS)
+    layer = layer_of(p, world, recipe=recipe, rank_capacity=capacity, transport=transport)
     x, probs, idx = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_(), p.topk_idx
     leaves = (x, probs, *layer.parameters())
 
@@ -121,13 +134,16 @@ def on_a_gpu(group: Any, p: Any, counts: list[int], options: dict[str, Any]) -> 
     return moved(found, "cpu"), dropped
 
 
+@TRANSPORTS
 @FP8_AND_BF16
 @pytest.mark.parametrize("rank_capacity", [None, 90], ids=["exact", "capacity"])
-def test_equals_one_gpu(pool: Pool, rank_capacity: Any, recipe: Any, device: torch.device) -> None:
+def test_equals_one_gpu(
+    pool: Pool, rank_capacity: Any, recipe: Any, transport: str, device: torch.device
+) -> None:
     (size,) = pool.members
     counts = [90, 0, 55, 17, 90, 1, 64, 33][:size]
     p = batch(sum(counts))
-    options = {"recipe": recipe, "rank_capacity": rank_capacity}
+    options = {"recipe": recipe, "rank_capacity": rank_capacity, "transport": transport}
     found = results(pool.run(size, on_a_gpu, p, counts, options))
     assert [dropped for _, dropped in found] == [[0, 0, 0]] * size
     got = joined([r for r, _ in found])

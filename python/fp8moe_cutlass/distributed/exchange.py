@@ -79,7 +79,7 @@ class Exchange:
         num_experts: int,
         rank_capacity: int | tuple[int, int] | None = None,
         device: torch.device | str | None = None,
-        transport: str = "nccl",
+        transport: str = "auto",
     ) -> None:
         check_group("MoEExperts", group)
         rank = dist.get_rank(group)

@@ -37,7 +37,7 @@ def from_pretrained(
     *,
     group: Any,
     rank_capacity: int | tuple[int, int] | None = None,
-    transport: str = "nccl",
+    transport: str = "auto",
     options: dict[str, Any] | None = None,
     **given: Any,
 ) -> Any:

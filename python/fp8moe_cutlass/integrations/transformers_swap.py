@@ -43,7 +43,7 @@ def swap(
     *,
     group: Any = None,
     rank_capacity: int | tuple[int, int] | None = None,
-    transport: str = "nccl",
+    transport: str = "auto",
     **options: Any,
 ) -> list[str]:
     """Replaces the experts modules of `model` by nn.MoEExperts over the same Parameters: nothing is

@@ -117,7 +117,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         bias: bool = False,
         group: dist.ProcessGroup | None = None,
         rank_capacity: int | tuple[int, int] | None = None,
-        transport: str = "nccl",
+        transport: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -401,7 +401,7 @@ def _move(
         raise ValueError(
             f"[MoEExperts] rank_capacity needs group=; got {rank_capacity!r} and group=None"
         )
-    if transport != "nccl":
+    if transport != "auto":
         raise ValueError(f"[MoEExperts] transport needs group=; got {transport!r} and group=None")
     return Local(num_experts)
 

@@ -24,7 +24,7 @@ def shard_experts(
     group: Any,
     *,
     rank_capacity: int | tuple[int, int] | None = None,
-    transport: str = "nccl",
+    transport: str = "auto",
 ) -> set[nn.Parameter]:
     """Turns every MoEExperts of `model` into this rank's share, in place; returns their parameters,
     which fully_shard must be told to ignore:
