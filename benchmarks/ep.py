@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,11 @@ class Group:
         variant = f"{kind}, {'exact' if rank_capacity is None else f'capacity {SPARE}'}"
         yield from self._exchanges(legs, variant)
         yield from self._layers(layers, inputs, legs[TRANSPORTS[0]], variant)
+        if self.asked.bf16 and variant == "random, exact":
+            # By itself: each step leaves the next one a colder host.
+            bf16 = {SAME_EXCHANGE: Contender(Bf16Layer(layers[TRANSPORTS[0]], None), inputs)}
+            beside = f"{variant}, beside bf16"
+            yield from self._layers(layers, inputs, legs[TRANSPORTS[0]], beside, bf16)
 
     def _layer(self, transport: str, rank_capacity: tuple[int, int] | None) -> MoEExperts:
         e, h, i = (self.shape[name] for name in "EHI")
@@ -118,13 +124,17 @@ class Group:
         yield from self._pair("combine", variant, bare, 2 * h, runs, True)
 
     def _layers(
-        self, layers: dict[str, MoEExperts], inputs: Inputs, legs: Legs, variant: str
+        self,
+        layers: dict[str, MoEExperts],
+        inputs: Inputs,
+        legs: Legs,
+        variant: str,
+        others: Mapping[str, Contender] = MappingProxyType({}),
     ) -> Iterator[Record]:
         layer = layers[TRANSPORTS[0]]
         contenders = {t: Contender(of, inputs, reuse=False) for t, of in layers.items()}
         contenders[ALONE] = Contender(*self._alone(layer), reuse=False)
-        if self.asked.bf16 and variant == "random, exact":
-            contenders[SAME_EXCHANGE] = Contender(Bf16Layer(layer, None), inputs)
+        contenders |= others
         h, s = self.mine["H"], self.mine["S"]
         there, gradient = packed_row_bytes(h, s), packed_row_bytes(h, 0)
         # A step's four exchanges, each alone: two of forward, two of backward.
@@ -141,7 +151,7 @@ class Group:
             ("forward", 1, {n: c.forward for n, c in contenders.items()}),
             ("forward+backward", 3, {n: c.step for n, c in contenders.items()}),
         ]
-        for way, parts, runs in kinds:
+        for way, parts, runs in kinds[1:] if others else kinds:
             width, exchange = there + 2 * h, sum(bare[:2])
             if parts == 3:
                 width, exchange = width + gradient + 2 * h + 4 * s, sum(bare)

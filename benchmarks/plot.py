@@ -70,6 +70,12 @@ def plot_ep(record: Record, path: Path) -> None:
     figure, axes = style.mosaic([["above"] * len(models), models], height=7.4)
     above, below = axes["above"], [axes[model] for model in models]
     worlds = sorted({r["shape"]["W"] for r in rows if r["shape"]["W"] > 1})
+    bf16 = {
+        (r["model"], r["shape"]["W"]): r["peers"][SAME_EXCHANGE]
+        for r in record["results"]
+        if r["op"] == STEP and r["variant"] in ("random, exact", "random, exact, beside bf16")
+        if SAME_EXCHANGE in r["peers"]
+    }
     for place, (model, color) in enumerate(zip(models, MODEL_COLORS, strict=False)):
         values = [
             r["peers"][ALL_TO_ALL] / r["ms"]
@@ -90,7 +96,7 @@ def plot_ep(record: Record, path: Path) -> None:
         for name, color, line, times in (
             ("FP8, exchange free", style.OURS_LIGHT, "--", [r["alone_ms"] for r in steps]),
             ("FP8", style.OURS, "-", [r["ms"] for r in steps]),
-            (SAME_EXCHANGE, style.BF16, "-", [r["peers"][SAME_EXCHANGE] for r in steps]),
+            (SAME_EXCHANGE, style.BF16, "-", [bf16[model, r["shape"]["W"]] for r in steps]),
         ):
             tokens = [r["shape"]["W"] * r["shape"]["T"] / 1e3 for r in steps]
             rate = [n / ms for n, ms in zip(tokens, times, strict=True)]

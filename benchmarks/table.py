@@ -62,8 +62,11 @@ def share(row: Record) -> str:
 def beside(row: Record) -> str:
     """Others' milliseconds and how many times ours they take; then what failed."""
     found = [f"{name} {ms_text(ms)} ({ms / row['ms']:.2f}x)" for name, ms in row["peers"].items()]
-    if "alone_ms" in row:
+    if row.get("alone_ms"):
         found.append(f"one rank alone {ms_text(row['alone_ms'])}")
+    if row.get("graph_ms"):
+        times = {"captured": row["graph_ms"], **row["graph_peers"]}
+        found.append(", ".join(f"{name} {ms_text(ms)}" for name, ms in times.items()))
     if row.get("dropped"):
         found.append(f"{row['dropped']} dropped")
     if "sustained_ms" in row:
