@@ -258,8 +258,8 @@ void run(const ActQuantizeBackward& p, Stream stream) {
   if (rows == 0 || intermediate == 0) return;
   const DeviceGuard guard(p.dh.device);
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();
-  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate, p.rule);
-  if (p.dh.dtype != DType::bf16 || kernel == RowKernel::none) {
+  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate);
+  if (p.dh.dtype != DType::bf16 || p.rule.kind != ScaleKind::pow2 || kernel == RowKernel::none) {
     const GradSource source = {pairs_of(p.z, p.activation, intermediate), float_source(p.dh),
                                p.probs.as<float>()};
     return launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,

@@ -3,8 +3,9 @@
 //
 // h = Q(act(z) * prob) of z = [gate | up] [R, 2I], or z [R, I] without a gate, and Q(z).
 //
-// bf16 z and power-of-two scales have a kernel of their own, quantize_rows, where act_rows.cuh has
-// one. The rest, and Q(z), takes the general tile kernel.
+// bf16 z has a kernel of its own, quantize_rows, where act_rows.cuh has one. It multiplies the
+// scale by prob, which is exact for a power of two, and where there is no prob. The rest, and Q(z),
+// takes the general tile kernel.
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "device/runtime.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr int kRowsPerBlock = 16;  // 32 take 0.3 to 1.9% longer
 constexpr int kTilesPerBlock = 4;
 
-template <class Act>
+template <class Act, class Rule>
 struct RowsParams {
   const uint16_t* z;   // [R, 2I] bf16, or [R, I]
   const float* probs;  // [R] or nullptr
@@ -26,7 +27,7 @@ struct RowsParams {
   PlanView plan;
   RowsOut h;
   uint64_t read_policy;
-  Pow2Scaling scaling;
+  Rule scaling;
 };
 
 // h without prob, which the scale of the codes takes in.
@@ -38,9 +39,9 @@ __device__ __forceinline__ void hidden(const Act& act, const float (&gate)[N], c
 }
 
 // 16 rows x 4 tiles per block, the next tile loaded while one is computed.
-template <class Act, bool kAny>
-__global__ __launch_bounds__(8 * kRowsPerBlock,
-                             8) void quantize_rows(const __grid_constant__ RowsParams<Act> p) {
+template <class Act, bool kAny, class Rule>
+__global__ __launch_bounds__(8 * kRowsPerBlock, 8) void quantize_rows(
+    const __grid_constant__ RowsParams<Act, Rule> p) {
   constexpr int kParts = Act::kGated ? 2 : 1;
   constexpr bool kTurns = kAny && Act::kGated;  // gate and up take turns
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
@@ -98,24 +99,24 @@ __global__ __launch_bounds__(8 * kRowsPerBlock,
   }
 }
 
-template <class Act, bool kAny>
+template <class Act, bool kAny, class Rule>
 void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, const Act& act,
-                 const Fp8Tensor& h, float eps, cudaStream_t stream) {
+                 const Fp8Tensor& h, Rule scaling, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
                 tiles = cdiv(intermediate, kTile);
-  const RowsParams<Act> params = {.z = z.as<uint16_t>(),
-                                  .probs = probs.as<float>(),
-                                  .act = act,
-                                  .rows = static_cast<int>(rows),
-                                  .intermediate = static_cast<int>(intermediate),
-                                  .tiles = static_cast<int>(tiles),
-                                  .plan = view_of(plan),
-                                  .h = rows_out(h),
-                                  .read_policy = read_once_policy(h.data),
-                                  .scaling = {eps}};
+  const RowsParams<Act, Rule> params = {.z = z.as<uint16_t>(),
+                                        .probs = probs.as<float>(),
+                                        .act = act,
+                                        .rows = static_cast<int>(rows),
+                                        .intermediate = static_cast<int>(intermediate),
+                                        .tiles = static_cast<int>(tiles),
+                                        .plan = view_of(plan),
+                                        .h = rows_out(h),
+                                        .read_policy = read_once_policy(h.data),
+                                        .scaling = scaling};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch("act_quantize", quantize_rows<Act, kAny>, static_cast<unsigned>(blocks), 8 * kRowsPerBlock,
-         0, stream, params);
+  launch("act_quantize", quantize_rows<Act, kAny, Rule>, static_cast<unsigned>(blocks),
+         8 * kRowsPerBlock, 0, stream, params);
 }
 
 }  // namespace
@@ -127,13 +128,18 @@ void run(const ActQuantize& p, Stream stream) {
   const DeviceGuard guard(p.z.device);
   const HiddenSource source = {pairs_of(p.z, p.activation, intermediate), p.probs.as<float>(),
                                p.rounding};
-  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate, p.rule);
-  if (kernel != RowKernel::none)
+  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate);
+  const ScaleKind kind = p.rule.kind;
+  const auto by_rows = [&]<bool kAny>(auto scaling) {
     with_rounding(p.activation, p.rounding, [&]<class Act>(Act act) {
-      with_kind(kernel, [&]<bool kAny>() {
-        launch_bf16<Act, kAny>(p.z, p.plan, p.probs, act, p.h, p.rule.eps, stream_of(stream));
-      });
+      launch_bf16<Act, kAny>(p.z, p.plan, p.probs, act, p.h, scaling, stream_of(stream));
     });
+  };
+  if (kind == ScaleKind::pow2 && kernel != RowKernel::none)
+    with_kind(kernel,
+              [&]<bool kAny>() { by_rows.template operator()<kAny>(Pow2Scaling{p.rule.eps}); });
+  else if (kind != ScaleKind::amax && kernel == RowKernel::whole && !p.probs.defined())
+    by_rows.template operator()<false>(Scaling{kind, p.rule.eps, kMaxFloat});
   else
     quantize_rows_from<E4M3>("act_quantize", source, p.plan, rows, intermediate, p.h, p.rule,
                              kMaxFloat, stream_of(stream));

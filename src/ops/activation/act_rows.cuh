@@ -43,9 +43,9 @@ __device__ __forceinline__ void split_pairs(uint4 a, uint4 b, uint4& gates, uint
 
 // The kind of row kernel for these operands.
 enum class RowKernel { none, whole, any };
-inline RowKernel row_kernel_of(const Tensor& z, const Activation& activation, int64_t intermediate,
-                               ScaleRule rule) {
-  if (z.dtype != DType::bf16 || rule.kind != ScaleKind::pow2) return RowKernel::none;
+inline RowKernel row_kernel_of(const Tensor& z, const Activation& activation,
+                               int64_t intermediate) {
+  if (z.dtype != DType::bf16) return RowKernel::none;
   if (!activation.interleaved && intermediate % kTile == 0) return RowKernel::whole;
   return activation.interleaved || !activation.traits().gated ? RowKernel::any : RowKernel::none;
 }
