@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ranks
 from fp8moe_cutlass import Fp8Recipe
@@ -108,3 +110,24 @@ def dense(group: Any, p: Any, recipe: Fp8Recipe | None) -> None:
     with Dense() as mode:
         step(layer, mine, layer)
     assert mode.seen == 2
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_selective_checkpoint(pool: Pool, save: bool) -> None:
+    """Where the operator's outputs are saved, tokens are sent once, otherwise again."""
+    results(pool.run(2, checkpointed, batch(60), save))
+
+
+def checkpointed(group: Any, p: Any, save: bool) -> None:
+    layer = layer_of(p, group)
+    mine = share(p, shares([35, 25])[rank_of(group)])
+    want, sent = step(layer, mine, layer), []
+    send = type(layer._move).send
+    saved = [torch.ops.fp8moe.group_experts.default] if save else []
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    again = functools.partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer._move), "send", lambda *a: sent.append(1) or send(*a))
+        got = step(again, mine, layer)
+    equal(got, want)
+    assert len(sent) == (1 if save else 2)
