@@ -42,10 +42,10 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
         for key, parameter in layer.named_parameters():
             setattr(plain, key, parameter)
         inputs = Inputs.random(shape, device)
-        ways = {name: layer, BF16: plain}
+        ways: Any = {name: layer, BF16: plain}
         if not bias:
             ways[AUTOGRAD] = TorchExperts(layer, shape["S"])
-        steps = {way: Contender(m, inputs, reuse=False).step for way, m in ways.items()}
+        steps: Any = {way: Contender(m, inputs, reuse=False).step for way, m in ways.items()}
         found = burst(steps, device)
         peers = {way: sample.ms for way, sample in found.items() if way != name}
         result = row("block", shape, name, found[name], peers=peers, limit_ms=None)

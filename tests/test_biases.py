@@ -252,6 +252,24 @@ def test_biases_of_other_shapes_are_refused() -> None:
     assert torch.equal(out, layer(x, idx, probs))
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "column", "e5m2", "bf16"])
+def test_weights_in_out(recipe: str, device: torch.device) -> None:
+    """Weights [E, in, out] passed as w.mT: the same bits, and gradients that lie as they do."""
+    layer = layer_of("gpt-oss interleaved", 176, recipe=RECIPES[recipe]).to(device)
+    given = inputs()
+    want = run(layer, *given)
+    lying = [w.detach().mT.contiguous().requires_grad_() for w in parameters(layer)[:2]]
+    x, idx, probs, dout = (t.to(device) for t in given)
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    of, turned = layer.local_biases(), (w.mT for w in lying)
+    out = autograd.experts(x, idx, probs, *turned, layer._options, biases=of)
+    out.backward(dout)
+    assert all(torch.equal(a, b) for a, b in zip((out, x.grad, probs.grad), want, strict=False))
+    for w, grad in zip(lying, want[3:5], strict=True):
+        assert w.grad.is_contiguous()
+        assert relative_error(w.grad.mT, grad) < 4e-3  # the operands have changed places
+
+
 # ---- several ranks ------------------------------------------------------------------------------
 
 

@@ -172,12 +172,16 @@ void launch_source(const char* op, const Source& source, const RoutingPlan& plan
   const int64_t tiles = cdiv(columns, kTile);
   const int64_t blocks = plan.defined() ? plan.columns() / kTile : cdiv(rows, kTile);
   if (blocks == 0 || tiles == 0) return;
-  dispatch_scaling(rule, overflow, [&]<typename Rule>(Rule scaling) {
+  const auto go = [&]<typename Rule>(Rule scaling) {
     launch(op, quantize_source<F, kKind, Source, Rule>, static_cast<unsigned>(blocks * tiles),
            Tile<8>::kThreads, 0, stream, source, view_of(plan), static_cast<int>(rows),
            static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
            columns_out(columns_to), scaling);
-  });
+  };
+  if constexpr (requires { Source::kPow2; })  // a source for power-of-two scales alone
+    go(Pow2Scaling{rule.eps});
+  else
+    dispatch_scaling(rule, overflow, go);
 }
 
 // Quantizes source [rows, columns] to rows, in format F. overflow: see dispatch_scaling.

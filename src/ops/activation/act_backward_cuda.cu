@@ -11,7 +11,7 @@
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "device/runtime.h"
-#include "ops/activation/act_backward.cuh"
+#include "ops/activation/act_backward_apart.cuh"
 
 namespace fp8moe::cuda {
 
@@ -182,52 +182,6 @@ __global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> && !kAny ? 3 : 2) 
   }
 }
 
-// dprob[row]: a warp per row, 16 lanes per tile of 128 terms; tiles in ascending order
-// (common/reduce.h).
-__global__ void __launch_bounds__(256)
-    sum_dprobs(const __grid_constant__ GradSource source, const __grid_constant__ PlanView plan,
-               int rows, float* dprobs) {
-  const int64_t row = int64_t{8} * blockIdx.x + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const RowKind kind = row_kind(plan, row, rows);
-  if (!kind.written) return;
-  float sum = 0.0f;
-  for (int first = 0; kind.token && first < source.pairs.intermediate; first += 256) {
-    const int column = first + 8 * lane;
-    float term[8] = {};
-    if (column < source.pairs.intermediate) source.terms(row, column, term);
-    const float tile_sum = lanes_tree_sum<16>(tree_sum<8>(term));
-    sum += __shfl_sync(kFullWarp, tile_sum, 0);
-    if (first + 128 < source.pairs.intermediate) sum += __shfl_sync(kFullWarp, tile_sum, 16);
-  }
-  if (lane == 0) dprobs[row] = sum;
-}
-
-void launch_dprobs(const GradSource& source, const RoutingPlan& plan, int64_t rows,
-                   const Tensor& dprobs, cudaStream_t stream) {
-  launch(kBackward, sum_dprobs, static_cast<unsigned>(cdiv(rows, 8)), 256, 0, stream, source,
-         view_of(plan), static_cast<int>(rows), dprobs.as<float>());
-}
-
-void launch_any(const GradSource& source, const RoutingPlan& plan, int64_t rows,
-                const Fp8Tensor& dz, const Tensor& dprobs, const Fp8Tensor& dz_columns,
-                const Fp8Tensor& h_columns, ScaleRule rule, cudaStream_t stream) {
-  const int64_t intermediate = source.pairs.intermediate, width = source.pairs.z.width;
-  dispatch_fp8(dz.data.dtype, [&]<typename F>() {
-    if (dz_columns.defined())
-      quantize_columns_from<F>(kBackward, source, plan, rows, width, dz, dz_columns, rule,
-                               kMaxFloat, stream);
-    else
-      quantize_rows_from<F>(kBackward, source, plan, rows, width, dz, rule, kMaxFloat, stream);
-  });
-  if (h_columns.defined()) {
-    const HiddenSource hidden = {source.pairs, source.probs};
-    quantize_columns_from<E4M3>(kBackward, hidden, plan, rows, intermediate, {}, h_columns, rule,
-                                kMaxFloat, stream);
-  }
-  if (dprobs.defined()) launch_dprobs(source, plan, rows, dprobs, stream);
-}
-
 // Rows that a block of backward_rows takes: 8 where its 4 sets of tile lanes find work, else 16 or
 // 32.
 int rows_per_block(int64_t tiles) {
@@ -260,10 +214,10 @@ void run(const ActQuantizeBackward& p, Stream stream) {
   const bool columns = p.dz_columns.defined() || p.h_columns.defined();
   const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate);
   if (p.dh.dtype != DType::bf16 || p.rule.kind != ScaleKind::pow2 || kernel == RowKernel::none) {
-    const GradSource source = {pairs_of(p.z, p.activation, intermediate), float_source(p.dh),
-                               p.probs.as<float>()};
-    return launch_any(source, p.plan, rows, p.dz, p.dprobs, p.dz_columns, p.h_columns, p.rule,
-                      stream_of(stream));
+    if (has_side_kernels(p)) return launch_side_by_side(p, stream_of(stream));
+    const PairSource pairs = pairs_of(p.z, p.activation, intermediate);
+    const GradSource source = {pairs, float_source(p.dh), p.probs.as<float>()};
+    return launch_apart(p, source, HiddenSource{pairs, source.probs}, stream_of(stream));
   }
   if (columns)
     return dispatch_fp8(p.dz.data.dtype, [&]<typename F>() {

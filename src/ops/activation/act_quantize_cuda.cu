@@ -3,9 +3,9 @@
 //
 // h = Q(act(z) * prob) of z = [gate | up] [R, 2I], or z [R, I] without a gate, and Q(z).
 //
-// bf16 z has a kernel of its own, quantize_rows, where act_rows.cuh has one. It multiplies the
-// scale by prob, which is exact for a power of two, and where there is no prob. The rest, and Q(z),
-// takes the general tile kernel.
+// bf16 z has a kernel of its own, quantize_rows. It multiplies the scale by prob, which is exact
+// for a power of two, and where there is no prob. The rest, and Q(z), takes the general tile
+// kernel.
 #include "common/backends.h"
 #include "common/dispatch.h"
 #include "device/runtime.h"
@@ -39,11 +39,10 @@ __device__ __forceinline__ void hidden(const Act& act, const float (&gate)[N], c
 }
 
 // 16 rows x 4 tiles per block, the next tile loaded while one is computed.
-template <class Act, bool kAny, class Rule>
+template <class Act, bool kAny, bool kTurns, class Rule>
 __global__ __launch_bounds__(8 * kRowsPerBlock, 8) void quantize_rows(
     const __grid_constant__ RowsParams<Act, Rule> p) {
   constexpr int kParts = Act::kGated ? 2 : 1;
-  constexpr bool kTurns = kAny && Act::kGated;  // gate and up take turns
   const int groups = (p.tiles + kTilesPerBlock - 1) / kTilesPerBlock;
   const int64_t row = int64_t{kRowsPerBlock} * (blockIdx.x / groups) + threadIdx.x / 8;
   const int first = blockIdx.x % groups * kTilesPerBlock;
@@ -99,7 +98,7 @@ __global__ __launch_bounds__(8 * kRowsPerBlock, 8) void quantize_rows(
   }
 }
 
-template <class Act, bool kAny, class Rule>
+template <class Act, bool kAny, bool kTurns, class Rule>
 void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, const Act& act,
                  const Fp8Tensor& h, Rule scaling, cudaStream_t stream) {
   const int64_t rows = h.data.shape[0], intermediate = h.data.shape[1],
@@ -115,7 +114,7 @@ void launch_bf16(const Tensor& z, const RoutingPlan& plan, const Tensor& probs, 
                                         .read_policy = read_once_policy(h.data),
                                         .scaling = scaling};
   const int64_t blocks = cdiv(rows, kRowsPerBlock) * cdiv(tiles, kTilesPerBlock);
-  launch("act_quantize", quantize_rows<Act, kAny, Rule>, static_cast<unsigned>(blocks),
+  launch("act_quantize", quantize_rows<Act, kAny, kTurns, Rule>, static_cast<unsigned>(blocks),
          8 * kRowsPerBlock, 0, stream, params);
 }
 
@@ -128,21 +127,27 @@ void run(const ActQuantize& p, Stream stream) {
   const DeviceGuard guard(p.z.device);
   const HiddenSource source = {pairs_of(p.z, p.activation, intermediate), p.probs.as<float>(),
                                p.rounding};
-  const RowKernel kernel = row_kernel_of(p.z, p.activation, intermediate);
   const ScaleKind kind = p.rule.kind;
-  const auto by_rows = [&]<bool kAny>(auto scaling) {
+  const bool whole = !p.activation.interleaved && intermediate % kTile == 0;
+  const auto by_rows = [&]<bool kAny, bool kTurns>(auto scaling) {
     with_rounding(p.activation, p.rounding, [&]<class Act>(Act act) {
-      launch_bf16<Act, kAny>(p.z, p.plan, p.probs, act, p.h, scaling, stream_of(stream));
+      launch_bf16<Act, kAny, kTurns && Act::kGated>(p.z, p.plan, p.probs, act, p.h, scaling,
+                                                    stream_of(stream));
     });
   };
-  if (kind == ScaleKind::pow2 && kernel != RowKernel::none)
-    with_kind(kernel,
-              [&]<bool kAny>() { by_rows.template operator()<kAny>(Pow2Scaling{p.rule.eps}); });
-  else if (kind != ScaleKind::amax && kernel == RowKernel::whole && !p.probs.defined())
-    by_rows.template operator()<false>(Scaling{kind, p.rule.eps, kMaxFloat});
-  else
+  if (p.z.dtype == DType::bf16 && kind == ScaleKind::pow2) {
+    const Pow2Scaling scaling = {p.rule.eps};
+    if (p.activation.interleaved)
+      by_rows.template operator()<true, true>(scaling);
+    else
+      whole ? by_rows.template operator()<false, false>(scaling)
+            : by_rows.template operator()<true, false>(scaling);
+  } else if (p.z.dtype == DType::bf16 && kind != ScaleKind::amax && whole && !p.probs.defined()) {
+    by_rows.template operator()<false, false>(Scaling{kind, p.rule.eps, kMaxFloat});
+  } else {
     quantize_rows_from<E4M3>("act_quantize", source, p.plan, rows, intermediate, p.h, p.rule,
                              kMaxFloat, stream_of(stream));
+  }
   if (!p.z_q.defined()) return;
   const float overflow = p.z.dtype == DType::f16    ? 65504.0f
                          : p.z.dtype == DType::bf16 ? 0x1.fep127f

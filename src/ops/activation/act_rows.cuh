@@ -4,7 +4,8 @@
 //
 // Of two kinds. kAny = false: I is a multiple of 128, and z is [gate | up] or has no gate. kAny =
 // true: any I, so that the last tile may be a part, and z is interleaved or has no gate. A tile of
-// h then has two tiles of dz, of 64 pairs each; the second one may be missing.
+// h then has two tiles of dz, of 64 pairs each; the second one may be missing. The forward has
+// [gate | up] of any I besides.
 #pragma once
 
 #include "device/activation.cuh"
