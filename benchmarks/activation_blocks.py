@@ -1,6 +1,6 @@
 """The expert block of models with other activations, and with biases, beside torch's bf16.
 
-Forward and backward, weights quantized in each step. The baselines share the layer's parameters:
+Forward and backward, weights quantized in each step, then reused. The baselines share the layer's parameters:
 "torch bf16" is the layer with recipe=None, whose activation and biases torch.compile fuses, and
 "torch bf16, autograd" is torch_experts.py, where there are no biases.
 """
@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[int, int, int, int, Activation, bool]] = {  # E, S, H, I
     "Gemma 4 26B": (128, 8, 2816, 704, Activation("gelu_tanh"), False),
     "DeepSeek-V4, 32 of 256 experts": (32, 6, 4096, 2048, Activation(limit=10.0), False),
 }
-BF16, AUTOGRAD = "torch bf16", "torch bf16, autograd"
+REUSED, BF16, AUTOGRAD = ", weights reused", "torch bf16", "torch bf16, autograd"
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
@@ -42,15 +42,18 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
         for key, parameter in layer.named_parameters():
             setattr(plain, key, parameter)
         inputs = Inputs.random(shape, device)
-        ways: Any = {name: layer, BF16: plain}
+        ways: Any = {name: layer, name + REUSED: layer, BF16: plain}
         if not bias:
             ways[AUTOGRAD] = TorchExperts(layer, shape["S"])
-        steps: Any = {way: Contender(m, inputs, reuse=False).step for way, m in ways.items()}
+        steps: Any = {
+            way: Contender(m, inputs, reuse=way.endswith(REUSED)).step for way, m in ways.items()
+        }
         found = burst(steps, device)
-        peers = {way: sample.ms for way, sample in found.items() if way != name}
-        result = row("block", shape, name, found[name], peers=peers, limit_ms=None)
-        record["results"].append(result)
-        on_result(result)
+        peers = {way: found[way].ms for way in (BF16, AUTOGRAD) if way in found}
+        for way in (name, name + REUSED):
+            result = row("block", shape, way, found[way], peers=peers, limit_ms=None)
+            record["results"].append(result)
+            on_result(result)
         write(record, given.json)
         del layer, plain, ways, steps, inputs
     return record

@@ -185,7 +185,7 @@ def test_committed_plots_are_small() -> None:
     assert all(path.stat().st_size < 150_000 for path in plots)
 
 
-LAYERS = {"frozen": 9, "lora_model": 6, "activations": 42, "activation_blocks": 5, "rollout": 14}
+LAYERS = {"frozen": 9, "lora_model": 6, "activations": 42, "activation_blocks": 10, "rollout": 14}
 
 
 @pytest.mark.parametrize("name", LAYERS)
