@@ -1,7 +1,7 @@
 """The expert block of models with other activations, and with biases, beside torch's bf16.
 
-Forward and backward, weights quantized in each step, then reused. The baselines share the layer's parameters:
-"torch bf16" is the layer with recipe=None, whose activation and biases torch.compile fuses, and
+Forward and backward, weights quantized in each step, then reused. The baselines share the layer's
+parameters: "torch bf16" is the layer with recipe=None, whose activation and biases torch.compile fuses, and
 "torch bf16, autograd" is torch_experts.py, where there are no biases.
 """
 
