@@ -1,8 +1,8 @@
 """The expert block of models with other activations, and with biases, beside torch's bf16.
 
 Forward and backward, weights quantized in each step, then reused. The baselines share the layer's
-parameters: "torch bf16" is the layer with recipe=None, whose activation and biases torch.compile fuses, and
-"torch bf16, autograd" is torch_experts.py, where there are no biases.
+parameters: "torch bf16" is the layer with recipe=None, whose activation and biases torch.compile
+fuses, and "torch bf16, autograd" is torch_experts.py, where there are no biases.
 """
 
 from __future__ import annotations
