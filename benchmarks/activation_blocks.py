@@ -22,10 +22,10 @@ from torch_experts import TorchExperts
 GPT_OSS = Activation(alpha=1.702, offset=1.0, limit=7.0, interleaved=True)
 MODELS: dict[str, tuple[int, int, int, int, Activation, bool]] = {  # E, S, H, I, biases
     "GPT-OSS-20B": (32, 4, 2880, 2880, GPT_OSS, True),
-    "GPT-OSS-20B, no biases": (32, 4, 2880, 2880, GPT_OSS, False),
     "Nemotron Nano": (128, 6, 2688, 1856, Activation("relu2"), False),
     "Gemma 4 26B": (128, 8, 2816, 704, Activation("gelu_tanh"), False),
     "DeepSeek-V4, 32 of 256 experts": (32, 6, 4096, 2048, Activation(limit=10.0), False),
+    "GPT-OSS-20B, no biases": (32, 4, 2880, 2880, GPT_OSS, False),
 }
 REUSED, BF16, AUTOGRAD = ", weights reused", "torch bf16", "torch bf16, autograd"
 
