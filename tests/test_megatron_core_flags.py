@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
 import megatron_cpu as mc
 import ranks
 from fp8moe_cutlass.integrations import megatron
@@ -37,8 +39,7 @@ class _Graph(enum.Enum):
 EXPERTS: dict[str, dict[str, Any]] = {
     "gated_linear_unit": {"gated_linear_unit": False},
     "activation_func=gelu": {"activation_func": F.gelu},
-    "activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
-    "glu_linear_offset": {"glu_linear_offset": 1.0},
+    "activation_func_clamp_value=7.0 without quick_gelu": {"activation_func_clamp_value": 7.0},
     "add_bias_linear": {"add_bias_linear": True},
     "moe_mlp_glu_interleave_size": {"moe_mlp_glu_interleave_size": 32},
     "use_te_activation_func": {"use_te_activation_func": True},
@@ -190,6 +191,50 @@ def _probs_on_input() -> float:
 def test_probs_on_input(pool: ranks.Pool) -> None:
     """moe_apply_probs_on_input: the experts scale rows."""
     assert max(mc.on_two(pool, _probs_on_input)) < 0.01
+
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "glu_linear_offset": {"glu_linear_offset": 0.5},
+    "quick_gelu": {"activation_func": quick_gelu},
+    "GPT-OSS": {
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 0.5,
+    },
+}
+
+
+def _activation(name: str) -> float:
+    """The largest relative error beside Megatron's own experts."""
+    config = mc.config(**ACTIVATIONS[name])
+    torch.manual_seed(1)
+    experts = _moe("experts", config, recipe=None).experts
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        for p in linear.parameters():
+            p.data.normal_(std=0.1)
+    rows, probs = torch.randn(12, 128, requires_grad=True), torch.rand(12, requires_grad=True)
+    counts = torch.tensor([3, 0, 4, 5])
+    theirs = _moe("sequential", config).experts
+    theirs.load_state_dict(
+        {
+            f"local_experts.{e}.linear_fc{n}.weight": weight[e]
+            for n, weight in ((1, experts.gate_up_proj), (2, experts.down_proj))
+            for e in range(4)
+        },
+        strict=False,
+    )
+    made = []
+    for module in (experts, theirs):
+        rows.grad = probs.grad = None
+        out = module(rows, counts, probs)[0]
+        out.square().sum().backward()
+        made.append((out.detach(), rows.grad, probs.grad))
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(pool: ranks.Pool, name: str) -> None:
+    assert max(mc.on_two(pool, _activation, name)) < 0.07
 
 
 def _parameters() -> Any:

@@ -80,6 +80,7 @@ class Experts(MoEExperts):
             num_local_experts * (1 if group is None else ranks),
             config.moe_latent_size or config.hidden_size,
             config.moe_ffn_hidden_size,
+            activation=flags.activation_of(config),
             recipe=recipe,
             preactivation=preactivation,
             transposed_weights=transposed_weights,

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.utils import get_pg_size
+
+from fp8moe_cutlass.activation import Activation
 
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _CAPTURED = {"moe", "moe_router", "moe_preprocess"}
@@ -32,12 +35,12 @@ def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
     offloaded = c.fine_grained_activation_offloading and {*(c.offload_modules or ())} & _OFFLOADED
     return {
         "gated_linear_unit=False": not c.gated_linear_unit,
-        f"activation_func={_named(c.activation_func)}, other than silu": c.activation_func
-        is not F.silu,
-        f"activation_func_clamp_value={c.activation_func_clamp_value}": _given(
-            c.activation_func_clamp_value
+        f"activation_func={_named(c.activation_func)}, other than silu and quick_gelu": (
+            c.activation_func not in (F.silu, quick_gelu)
         ),
-        f"glu_linear_offset={c.glu_linear_offset}": c.glu_linear_offset != 0,
+        f"activation_func_clamp_value={c.activation_func_clamp_value} without quick_gelu": (
+            _given(c.activation_func_clamp_value) and c.activation_func is not quick_gelu
+        ),
         f"moe_mlp_glu_interleave_size={c.moe_mlp_glu_interleave_size}": _given(
             c.moe_mlp_glu_interleave_size
         ),
@@ -62,6 +65,14 @@ def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
         "moe_ncclep_zero_copy": c.moe_ncclep_zero_copy,
         'transformer_impl="inference_optimized"': c.transformer_impl == "inference_optimized",
     }
+
+
+def activation_of(c: Any) -> Activation:
+    """The activation of a TransformerConfig that check has passed. Megatron clamps quick_gelu's
+    gate and up alone, as its fused kernels do."""
+    limit = c.activation_func_clamp_value
+    alpha = 1.702 if c.activation_func is quick_gelu else 1.0
+    return Activation(alpha=alpha, offset=c.glu_linear_offset, limit=limit)
 
 
 def _of_layer(c: Any) -> dict[str, bool]:
