@@ -22,7 +22,7 @@ from fp8moe_cutlass.autograd.body import Biases, Lora, Need, Options
 from fp8moe_cutlass.autograd.low_rank import LORA_TENSORS, LoraSaved
 from fp8moe_cutlass.autograd.torch_op import Owner, owners
 from fp8moe_cutlass.autograd.weight_grad import Destination, WeightGrads, averaged
-from fp8moe_cutlass.autograd.weights import Fp8Weights
+from fp8moe_cutlass.autograd.weights import Fp8Weights, is_turned
 from fp8moe_cutlass.ops._torch import compiling
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan, buffer_words
@@ -285,7 +285,8 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     _, kind, *words = how.split()
     options, owner = _options_of(words), owners.get(key)
     asked = Need(*need[:_NEED])
-    tensors = [None if t.ndim == len(_ABSENT) else t.contiguous() for t in saved]
+    there = [None if t.ndim == len(_ABSENT) else t for t in saved]
+    tensors = [t if t is None or is_turned(t) else t.contiguous() for t in there]
     body, route = block.body_of(options.recipe), None
     count = body.SAVED_TENSORS + (LORA_TENSORS if scaling else 0)
     if kind == "group":
@@ -311,7 +312,7 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
         Destination(weight, dtype, shape, average, returned=not in_place)
         for weight, dtype, shape, in_place in zip(own, of, shapes, need[_NEED:], strict=True)
     ]
-    del tensors
+    del there, tensors
     into = WeightGrads(to[0], to[1], None, up)
     dx, dprobs, weights = block.backward(
         dout, read, route, options, move, into, counters, asked, scaling
