@@ -14,6 +14,8 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.activations import squared_relu
+
 import megatron_cpu as mc
 import megatron_train as mt
 import ranks
@@ -85,13 +87,13 @@ def test_model(
         assert all(torch.equal(found[k], wanted[k]) for k in wanted)
 
 
-def _keys(kind: str, metadata: dict[str, Any]) -> set[tuple[Any, ...]]:
+def _keys(kind: str, metadata: dict[str, Any], options: Any = {}) -> set[tuple[Any, ...]]:  # noqa: B006
     """What a model's checkpoint holds: keys, shapes of all ranks, and this rank's part."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 
     mc.parallel(2)
-    state = mc.gpt(kind, mc.config()).sharded_state_dict(metadata=metadata)
+    state = mc.gpt(kind, mc.config(**options)).sharded_state_dict(metadata=metadata)
     apply_factories(state)
     return {
         (s.key, s.global_shape, s.global_offset, s.replica_id)
@@ -109,6 +111,14 @@ def test_keys(pool: ranks.Pool, kind: str, single: bool) -> None:
     if single:
         keys = {key for key, *_ in mc.on_two(pool, _keys, kind, metadata)[1]}
         assert "decoder.layers.1.mlp.experts.experts.7.linear_fc1.weight_v" in keys
+
+
+def test_keys_without_a_gate(pool: ranks.Pool) -> None:
+    options = {"activation_func": squared_relu, "gated_linear_unit": False}
+    for single in (False, True):
+        given = {"singleton_local_shards": single}, options
+        wanted = mc.on_two(pool, _keys, "sequential", *given)
+        assert mc.on_two(pool, _keys, "experts", *given) == wanted
 
 
 def _state_dicts() -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 import megatron_cpu as mc
@@ -37,8 +38,9 @@ class _Graph(enum.Enum):
 
 
 EXPERTS: dict[str, dict[str, Any]] = {
-    "gated_linear_unit": {"gated_linear_unit": False},
-    "activation_func=gelu": {"activation_func": F.gelu},
+    "activation_func=silu with gated_linear_unit=False": {"gated_linear_unit": False},
+    "activation_func=gelu with gated_linear_unit=True": {"activation_func": F.gelu},
+    "activation_func=squared_relu with gated_linear_unit=True": {"activation_func": squared_relu},
     "activation_func_clamp_value=7.0 without quick_gelu": {"activation_func_clamp_value": 7.0},
     "add_bias_linear": {"add_bias_linear": True},
     "moe_mlp_glu_interleave_size": {"moe_mlp_glu_interleave_size": 32},
@@ -201,6 +203,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": 0.5,
     },
+    "squared_relu": {"activation_func": squared_relu, "gated_linear_unit": False},
 }
 
 

@@ -38,7 +38,12 @@ def sharded_state_dict(
             at = place.rank * local + e
             shard = _Shard(at, place.ranks * local, single, tuple(sharded_offsets))
             found[f"{prefix}{linear}.weight{e}"] = _factory(
-                f"{prefix}experts.{linear}.weight", weight, shard, linear, place.replica
+                f"{prefix}experts.{linear}.weight",
+                weight,
+                shard,
+                linear,
+                place.replica,
+                linear == "linear_fc1" and experts.activation.gated,
             )
             # Theirs have one per linear, of nothing without FP8; strict loads look for it.
             found[f"{prefix}{linear}._extra_state{e}"] = make_sharded_object_for_checkpoint(
@@ -84,11 +89,10 @@ class _Shard(NamedTuple):
 
 
 def _factory(
-    key: str, weight: Tensor, shard: _Shard, linear: str, replica: int
+    key: str, weight: Tensor, shard: _Shard, linear: str, replica: int, halves: bool
 ) -> ShardedTensorFactory:
-    """Makes the factory of one expert's weight [N, K]; of linear_fc1 [gate | up] along N, which
-    Megatron saves apart. weight is the Parameter itself: the optimizer finds its states by it."""
-    halves = linear == "linear_fc1"
+    """Makes the factory of one expert's weight [N, K]; halves: [gate | up] along N, which Megatron
+    saves apart. weight is the Parameter itself: the optimizer finds its states by it."""
 
     @torch.no_grad()
     def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:

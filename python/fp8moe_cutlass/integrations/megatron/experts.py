@@ -97,7 +97,8 @@ class Experts(MoEExperts):
         own_groups = ranks > 1 or get_pg_size(pg_collection.tp) != get_pg_size(
             pg_collection.expt_tp
         )
-        for of, linear, dim in (("gate_up_proj", "linear_fc1", 0), ("down_proj", "linear_fc2", 1)):
+        first, second = self.weight_names
+        for of, linear, dim in ((first, "linear_fc1", 0), (second, "linear_fc2", 1)):
             weight: Any = self._parameters.pop(of)
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
             weight.allreduce, weight.skip_backward_post_hook = not own_groups, delay

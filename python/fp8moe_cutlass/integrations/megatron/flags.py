@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.utils import get_pg_size
@@ -32,11 +33,11 @@ def check(config: Any, pg_collection: Any, name: str | None, *, layer: bool) -> 
 
 
 def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
+    gated = c.gated_linear_unit
     offloaded = c.fine_grained_activation_offloading and {*(c.offload_modules or ())} & _OFFLOADED
     return {
-        "gated_linear_unit=False": not c.gated_linear_unit,
-        f"activation_func={_named(c.activation_func)}, other than silu and quick_gelu": (
-            c.activation_func not in (F.silu, quick_gelu)
+        f"activation_func={_named(c.activation_func)} with gated_linear_unit={bool(gated)}": (
+            c.activation_func not in ((F.silu, quick_gelu) if gated else (squared_relu,))
         ),
         f"activation_func_clamp_value={c.activation_func_clamp_value} without quick_gelu": (
             _given(c.activation_func_clamp_value) and c.activation_func is not quick_gelu
@@ -70,6 +71,8 @@ def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
 def activation_of(c: Any) -> Activation:
     """The activation of a TransformerConfig that check has passed. Megatron clamps quick_gelu's
     gate and up alone, as its fused kernels do."""
+    if not c.gated_linear_unit:
+        return Activation("relu2")
     limit = c.activation_func_clamp_value
     alpha = 1.702 if c.activation_func is quick_gelu else 1.0
     return Activation(alpha=alpha, offset=c.glu_linear_offset, limit=limit)
