@@ -502,10 +502,7 @@ def test_several_gpus_tables_equal_their_records(record: str) -> None:
     rows: dict[tuple[str, int], dict[str, dict]] = {}
     for r in results(record):
         rows.setdefault((r["model"], r["shape"]["T"]), {})[r["variant"]] = r
-    first, *of_fp8 = "bf16, fully_shard", "FP8, fully_shard", "FP8, group", "FP8, group, capacity"
-    ways = (first, *of_fp8, "bf16, group")
-    if record == "several-gpus-h100.json":  # it gathered FP8 experts in bf16
-        ways = tuple(way for way in ways if way != "FP8, fully_shard")
+    ways = "bf16, fully_shard", "FP8, fully_shard", "FP8, group"
     want = []
     for (model, tokens), of in rows.items():
         of_ways = [of[way] for way in ways if way in of]
