@@ -48,7 +48,7 @@ def layer(**options: Any) -> nn.MoE:
 
 
 def test_one_process_with_a_balancing_loss() -> None:
-    assert calls(layer(coefficients=nn.LossCoefficients(balancing=0.01))) <= 120
+    assert calls(layer(coefficients=nn.LossCoefficients(balancing=0.01))) <= 121
 
 
 def on_a_rank(group: Any) -> int:
@@ -59,4 +59,4 @@ def on_a_rank(group: Any) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_with_exact_sizes(pool: Pool) -> None:
-    assert max(results(pool.run(2, on_a_rank))) <= 175
+    assert max(results(pool.run(2, on_a_rank))) <= 179

@@ -204,7 +204,10 @@ class _Experts(torch.autograd.Function):
         # Dense, wherever a saved-tensor hook has put them, but for rows that came with a gap.
         tensors = [
             t
-            if t is None or is_turned(t) or (n in body.ROWS_APART and t.stride(-1) == 1)
+            if t is None
+            or t.is_contiguous()
+            or (n in body.ROWS_APART and t.stride(-1) == 1)
+            or is_turned(t)
             else t.contiguous()
             for n, t in enumerate(ctx.saved_tensors)
         ]

@@ -193,7 +193,7 @@ def weight_grads(
     to = []
     for weight, own in zip(weights, held, strict=True):
         named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
-        dtype, turned = named or weight.dtype, is_turned(own)
+        dtype, turned = named or weight.dtype, not own.is_contiguous() and is_turned(own)
         to.append(Destination(weight, dtype, own.shape, average, turned=turned))
     return WeightGrads(to[0], to[1], pending, up)
 

@@ -171,7 +171,7 @@ def _quantize(
     of 128x128 turn onto themselves: of weights [E, in, out] both results are there in the other's
     place."""
     how: Any = {"scale": recipe.scale, "eps": recipe.eps}
-    if below is not None or not is_turned(w):
+    if below is not None or w.is_contiguous() or not is_turned(w):
         below = None if below is None else below.detach().contiguous()
         w = w.detach().contiguous()
         return ops.quantize_weight(w, below=below, transposed=transposed, out=out, **how)
