@@ -658,3 +658,12 @@ def test_rollout_losses_equal_their_record() -> None:
         span = f"{min(apart):+.3f} to {max(apart):+.3f}" if r["variant"] != "bf16" else ""
         want.append([*cells, span])
     assert table(ROLLOUT, "rollout-losses-h100.json") == want
+
+
+def test_activation_blocks_table_equals_its_record() -> None:
+    want = []
+    for r in results("activation-blocks-h100.json"):
+        best = min(r["peers"].values())
+        times = r["ms"], best, best / r["ms"]
+        want.append([r["variant"], *(f"{t:.2f}" for t in times)])
+    assert table("docs/notes/activation.md", "activation-blocks-h100.json") == want
