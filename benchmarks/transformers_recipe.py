@@ -155,20 +155,15 @@ class Recipe(steps.Bench):
         self.turns([name_of(e, p) for p in self.variants(self.case) for e in (BF16, OURS)])
 
     def turns(self, names: list[str]) -> None:
+        """A row per variant, of four rounds after one to warm up. An interrupt ends them early."""
         times: dict[str, list[float]] = {name: [] for name in names}
         more: dict[str, dict[str, Any]] = {}
-        for turn in range(5):
-            for name in list(times):
-                self.choose(name)
-                self.use(self.wants)
-                try:
-                    if not turn:
-                        more[name] = self.first()
-                    times[name].append(self.timed())
-                except Exception as failed:
-                    print(f"failed: {name}: {failed!r}"[:2000], flush=True)
-                    del times[name]
-                self.clear()
+        try:
+            for turn in range(5):
+                self.round(turn, times, more)
+        except KeyboardInterrupt:
+            if turn < 2:
+                raise
         for of in times.values():
             del of[0]  # warms up
         for name, taken in times.items():
@@ -180,6 +175,22 @@ class Recipe(steps.Bench):
                 "tokens_per_s": self.ids.numel() / ms * 1e3, "peers": {},
                 "repeat": {"min": min(taken), "max": max(taken)}, **more[name],
             })  # fmt: skip
+
+    def round(
+        self, turn: int, times: dict[str, list[float]], more: dict[str, dict[str, Any]]
+    ) -> None:
+        """Each variant once; what fails is left out from then on."""
+        for name in list(times):
+            self.choose(name)
+            self.use(self.wants)
+            try:
+                if not turn:
+                    more[name] = self.first()
+                times[name].append(self.timed())
+            except Exception as failed:
+                print(f"failed: {name}: {failed!r}"[:2000], flush=True)
+                del times[name]
+            self.clear()
 
     def first(self) -> dict[str, Any]:
         """What a first step takes, the peak of memory, and where the time goes."""
