@@ -44,14 +44,25 @@ template <bool kAny, int kVectors>
 __device__ __forceinline__ void stage_row(const uint16_t* gate, const uint16_t* up,
                                           const uint16_t* dh, int bytes, int left,
                                           uint4 (&vector)[kVectors][256]) {
-  constexpr int kStep = kAny && kVectors == 6 ? 128 : 64;  // of z
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int wanted = kAny && 64 * half >= left ? 0 : bytes;
-    copy_async(&vector[half][threadIdx.x], gate + kStep * half, wanted);
-    if constexpr (kVectors == 6)
-      copy_async(&vector[2 + half][threadIdx.x], up + kStep * half, wanted);
+    copy_async(&vector[half][threadIdx.x], gate + 64 * half, wanted);
+    if constexpr (kVectors == 6) copy_async(&vector[2 + half][threadIdx.x], up + 64 * half, wanted);
     copy_async(&vector[kVectors - 2 + half][threadIdx.x], dh + 64 * half, wanted);
+  }
+}
+
+// The same of pairs: of each 64 a lane l takes pairs 4 l ... 4 l + 3 and 32 more, so that lanes
+// read and write neighbours. left: pairs from this lane's first one on.
+__device__ __forceinline__ void stage_pairs(const uint16_t* z, const uint16_t* dh, int bytes,
+                                            int left, uint4 (&vector)[6][256]) {
+#pragma unroll
+  for (int four = 0; four < 4; ++four) {  // 32 pairs further each
+    const int half = four / 2, wanted = 32 * four < left ? bytes : 0;
+    copy_async(&vector[2 * (four % 2) + half][threadIdx.x], z + 64 * four, wanted);
+    auto* grads = reinterpret_cast<uint2*>(&vector[4 + half][threadIdx.x]);
+    copy_async_half(grads + four % 2, dh + 32 * four, wanted / 2);
   }
 }
 
@@ -66,8 +77,8 @@ __device__ __forceinline__ void store_gradient(uint8_t* codes, float* scale, con
   if (Tile<8>::lane() == 0) *scale = token ? s.scale_inv : 0.0f;
 }
 
-// The same of a tile that may be a part, where a lane's halves lie kStep apart: 8 for pairs.
-template <typename F, int kStep>
+// The same of a tile that may be a part. left: columns from this lane's first one on.
+template <typename F>
 __device__ __forceinline__ void store_part(uint8_t* codes, float* scale, const float (&v)[16],
                                            float prob, int left, bool written, bool token,
                                            Pow2Scaling scaling) {
@@ -75,8 +86,7 @@ __device__ __forceinline__ void store_part(uint8_t* codes, float* scale, const f
   if (!written) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    if (kStep * half < left)
-      store(codes + kStep * half, fp8_encode8<F>(v + 8 * half, s.scale * prob));
+    if (64 * half < left) store(codes + 64 * half, fp8_encode8<F>(v + 8 * half, s.scale * prob));
   if (Tile<8>::lane() == 0 && left > 0) *scale = token ? s.scale_inv : 0.0f;
 }
 
@@ -99,22 +109,28 @@ __global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> && !kAny ? 3 : 2) 
   const int rounds = (p.tiles + step - 1) / step;  // the same for all lanes of a warp
   const int64_t readable = kind.token ? row : 0;
   const int64_t column = 128 * int64_t{mine} + Tile<8>::column(0);
-  const uint16_t* gates =
-      p.z + p.kParts * readable * p.intermediate + (kTurns ? 2 * column : column);
-  const uint16_t* grads = p.dh + readable * p.intermediate + column;
+  const int first_pair = 4 * Tile<8>::lane();  // of each 32
+  const int64_t z_column = kTurns ? 256 * int64_t{mine} + 2 * first_pair : column;
+  const uint16_t* gates = p.z + p.kParts * readable * p.intermediate + z_column;
+  const uint16_t* grads =
+      p.dh + readable * p.intermediate + (kTurns ? 128 * int64_t{mine} + first_pair : column);
   const int bytes_read = kind.token ? 16 : 0;
   int staged = mine;  // the next tile to ask for
   const auto stage = [&](int at) {
-    if (staged < p.tiles)
-      stage_row<kAny>(gates, kTurns ? gates + 8 : gates + p.intermediate, grads, bytes_read,
-                      p.intermediate - (128 * staged + Tile<8>::column(0)), shared.vector[at]);
+    if (staged < p.tiles) {
+      if constexpr (kTurns)
+        stage_pairs(gates, grads, bytes_read, p.intermediate - (128 * staged + first_pair),
+                    shared.vector[at]);
+      else
+        stage_row<kAny>(gates, gates + p.intermediate, grads, bytes_read,
+                        p.intermediate - (128 * staged + Tile<8>::column(0)), shared.vector[at]);
+    }
     copy_commit();
     staged += step, gates += (kTurns ? 256 : 128) * step, grads += 128 * step;
   };
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead) stage(ahead);
-  const int64_t dz_column = kTurns ? 2 * column : column;
-  uint8_t* codes = p.dz.data + row * p.dz.ld + dz_column;
+  uint8_t* codes = p.dz.data + row * p.dz.ld + z_column;
   float* scale = p.dz.scale + row * p.dz.scale_row + (kTurns ? 2 : 1) * mine * p.dz.scale_tile;
   float* const sums = tile_sums + mine * p.rows_per_block + r;
   int at = 0;
@@ -148,14 +164,13 @@ __global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> && !kAny ? 3 : 2) 
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           both[2 * i] = dgate[8 * half + i], both[2 * i + 1] = dup[8 * half + i];
-        const int left = 2 * (p.intermediate - (128 * tile + 64 * half + Tile<8>::column(0)));
-        store_part<F, 8>(codes + 128 * half, scale + half * p.dz.scale_tile, both, prob, left,
-                         written, kind.token, p.scaling);
+        const int left = 2 * (p.intermediate - (128 * tile + 64 * half + first_pair));
+        store_part<F>(codes + 128 * half, scale + half * p.dz.scale_tile, both, prob, left, written,
+                      kind.token, p.scaling);
       }
     } else if constexpr (kAny) {
-      store_part<F, 64>(codes, scale, dgate, prob,
-                        p.intermediate - (128 * tile + Tile<8>::column(0)), written, kind.token,
-                        p.scaling);
+      store_part<F>(codes, scale, dgate, prob, p.intermediate - (128 * tile + Tile<8>::column(0)),
+                    written, kind.token, p.scaling);
     } else {
       store_gradient<F>(codes, scale, dgate, prob, written, kind.token, p.scaling);
       if constexpr (Act::kGated)
@@ -166,7 +181,11 @@ __global__ __launch_bounds__(256, std::is_same_v<Act, Swiglu> && !kAny ? 3 : 2) 
     if (p.dprobs != nullptr) {
       float (&low)[8] = *reinterpret_cast<float (*)[8]>(&term[0]);
       float (&high)[8] = *reinterpret_cast<float (*)[8]>(&term[8]);
-      const float sum = lanes_tree_sum<8>(tree_sum<8>(low)) + lanes_tree_sum<8>(tree_sum<8>(high));
+      const auto of_64 = [](const float (&terms)[8]) {
+        if constexpr (!kTurns) return lanes_tree_sum<8>(tree_sum<8>(terms));
+        return lanes_tree_sum<8>(tree_sum<4>(terms)) + lanes_tree_sum<8>(tree_sum<4>(terms + 4));
+      };
+      const float sum = of_64(low) + of_64(high);
       if (tile < p.tiles && Tile<8>::lane() == 0) sums[32 * round] = sum;
     }
   }
