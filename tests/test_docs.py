@@ -638,6 +638,11 @@ def test_jax_table_equals_its_record() -> None:
         want.append([r["model"], *(f"{t:.2f}" for t in ms), f"{ms[0] / ms[1]:.3f}"])
         assert all(r["bit_equal"].values())
     assert table(JAX, "jax-h100.json") == want
+    want = []
+    for r in results("jax-512-h100.json"):
+        ragged, ours = r["peers"]["ragged_dot"], r["beside_ragged_dot_ms"]
+        want.append([r["model"], f"{ours:.2f}", f"{ragged:.1f}", f"{ragged / ours:.0f}"])
+    assert table(JAX, "jax-512-h100.json") == want
 
 
 def test_activations_table_equals_its_record() -> None:
@@ -672,3 +677,13 @@ def test_activation_blocks_table_equals_its_record() -> None:
         times = r["ms"], best, best / r["ms"]
         want.append([r["variant"], *(f"{t:.2f}" for t in times)])
     assert table("docs/notes/activation.md", "activation-blocks-h100.json") == want
+
+
+def test_rollout_times_equal_their_record() -> None:
+    rows: dict[str, list[str]] = {}
+    for r in results("rollout-h100.json"):
+        own, base = r["ms"], r["peers"].get("default")
+        rows.setdefault(r["op"], []).append(f"{own:.3f}" if base is None else f"{own / base:.3f}")
+    names = {"default": "default, ms", "default, again": "default, again"}
+    want = [[names.get(op, f"`{op}`"), *cells] for op, cells in rows.items()]
+    assert table(ROLLOUT, "rollout-h100.json") == want
