@@ -9,7 +9,7 @@ travels lies there between two meetings of the ranks (ops.share_words), and no l
     sums        where the body writes what goes back: of two places the one that is not read now
     ready       the ranks meet: all sums are there
     sum         each rank reads its own at each peer, or
-    fetch       copies them here first, to where it said `expect`, beside what was queued since
+    fetch       copies them here first, beside other work
     done        what reads them is queued
 
 A rank's sums of exchange u are read by its peers until they come to the meeting that begins
@@ -235,19 +235,12 @@ class Peers:
         summed: Tensor = ops.unpermute_unpad(part, plan, peers=peers, first=first)
         return summed
 
-    def expect(self, part: Tensor, rows: int) -> Returning:
-        """Where this rank's rows of `part`, which is of `sums`, are to come: [rows, .]."""
-        ready = None
-        if self._beside is not None:
-            ready = torch.cuda.current_stream(self.device).record_event()
-        return Returning(part.new_empty(rows, part.shape[1]), ready, part)
-
-    def fetch(self, expected: Returning, counts: list[int], first: list[int]) -> Returning:
-        """Copies the rows that are expected: counts[r] of rank r, where they begin at row first[r],
-        one rank's behind another's. That runs beside what was queued since `expect`: queued behind
-        it, for the host takes long over copies."""
-        got, ready, part = expected.rows, expected.work, expected.source
+    def fetch(self, part: Tensor, rows: int, counts: list[int], first: list[int]) -> Returning:
+        """Begins to copy this rank's rows of `part`, which is of `sums`: counts[r] of rank r, where
+        they begin at row first[r]. They come one rank's behind another's, in [rows, .], while what
+        is queued from now on runs."""
         area, columns = self._back(part.dtype), part.shape[1]
+        got = part.new_empty(rows, columns)
         # Each rank begins behind itself: no rank is read by all at once.
         turns = [(self.rank + n) % self.ranks for n in range(1, self.ranks + 1)]
         *into, total = accumulate(counts, initial=0)
@@ -256,8 +249,8 @@ class Peers:
         )
         if self._beside is None:
             ops.copy_rows(got[:total], places)
-            return expected
-        self._beside.wait_event(ready)
+            return Returning(got, None, part)
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._beside):  # copies between GPUs, which take no SMs
             ops.copy_rows(got[:total], places)
         return Returning(got, self._beside.record_event(), part)

@@ -112,9 +112,7 @@ class ThroughPeers:
         if not beside:
             return ready
         return [
-            self.peers.expect(r.rows, plan.rows)
-            if r is not None and r.rows.dtype == torch.bfloat16
-            else r
+            self._fetch(r, plan, sizes) if r is not None and r.rows.dtype == torch.bfloat16 else r
             for r in ready
         ]
 
@@ -126,14 +124,14 @@ class ThroughPeers:
             there[:, :columns].copy_(part)  # the rest is added up for nobody
         return Returning(there, None, part, here=False)
 
-    def _fetch(self, expected: Returning, sizes: Sizes) -> Returning:
+    def _fetch(self, ready: Returning, plan: RoutingPlan, sizes: Sizes) -> Returning:
         assert sizes.begins is not None
-        return self.peers.fetch(expected, sizes.sent or self._counts, sizes.begins)
+        counts = sizes.sent or self._counts
+        return self.peers.fetch(ready.rows, plan.rows, counts, sizes.begins)
 
     def finish_sums(
         self, returning: list[Returning | None], plan: RoutingPlan, sizes: Sizes
     ) -> list[Tensor | None]:
-        returning = [self._fetch(r, sizes) if r is not None and r.here else r for r in returning]
         sums: list[Tensor | None] = []
         for r in returning:
             if r is None:
