@@ -181,16 +181,20 @@ def test_lora_is_refused_by_name() -> None:
         fp8moe.get_peft_model(model, config)
 
 
-def test_main_grad_is_refused_by_name() -> None:
-    from torch.distributed.tensor import Shard  # noqa: F401  (DTensor is there)
-
-    from fp8moe_cutlass.autograd.weight_grad import Destination
-
-    weight = nn.Parameter(torch.zeros(2, 16, 16))
-    weight.main_grad = torch.zeros(2, 16, 16)
-    to = Destination(weight, torch.float32, weight.shape, turned=True)
-    with pytest.raises(ValueError, match=r"\[main_grad\] weights \[E, in, out\] must have their"):
-        assert to.main_grad
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "delay_wgrad"])
+def test_gradients_elsewhere_are_refused_by_name(name: str, compiled: bool) -> None:
+    """Square weights, whose gradient would fit the other way round, too."""
+    holder = nn.ModuleDict({"layer": experts("GptOssExperts", hidden=128, inner=128)})
+    fp8moe.swap(holder, delay_wgrad=name == "delay_wgrad")
+    layer: Any = holder["layer"]
+    if name != "delay_wgrad":
+        weight = getattr(layer, name)
+        weight.main_grad = torch.zeros(weight.shape)
+    if compiled:
+        layer.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"\[MoEExperts\] weights \[E, in, out\] must have their"):
+        run(layer)
 
 
 # ---- several ranks ------------------------------------------------------------------------------

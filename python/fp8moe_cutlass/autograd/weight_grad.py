@@ -81,10 +81,6 @@ class Destination:
         main_grad: Tensor | None = getattr(self.weight, "main_grad", None)
         if main_grad is None or self.returned:
             return None
-        if self.turned:
-            raise ValueError(
-                "[main_grad] weights [E, in, out] must have their gradient in .grad; got main_grad"
-            )
         if main_grad.shape != self.shape or not main_grad.is_contiguous():
             raise ValueError(
                 f"[main_grad] must be contiguous, of the weight's shape {tuple(self.shape)};"

@@ -168,6 +168,8 @@ class ExpertBlock(Owner):
         """autograd.experts over these parameters, by any `move`. held: what local_weights() has
         given; None: it is called."""
         gate_up, down = held or self.local_weights()
+        if self._turned:
+            self._check_turned()
         weights = self._prepare(gate_up, down, weights)
         lora = None if self._lora is None else factors_of(self)
         how = (self._options, move, weights, need, self, lora, self.local_biases())
@@ -249,6 +251,15 @@ class ExpertBlock(Owner):
                 )
             delayed[0].run()
             del delayed[0]  # and what it has saved
+
+    def _check_turned(self) -> None:
+        """What multiplies are views of the parameters, which have neither."""
+        own = self.gate_up_proj, self.down_proj
+        if self.delay_wgrad or any(getattr(w, "main_grad", None) is not None for w in own):
+            raise ValueError(
+                "[MoEExperts] weights [E, in, out] must have their gradient in .grad, at once;"
+                f" got {'delay_wgrad=True' if self.delay_wgrad else 'main_grad'}"
+            )
 
     def _check_delay(self, gate_up: Tensor, down: Tensor) -> None:
         if not (gate_up.is_leaf and down.is_leaf):
