@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import math
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import quality_text
 from common import commit, processor
 from fp8moe_cutlass import telemetry
+from fp8moe_cutlass.tools.doctor import driver
 from quality_model import ARMS, MODELS, Config, Decoder, groups, learning_rate, loss_of, made
 
 CHOICES = 4  # sequences
@@ -256,8 +258,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": processor(),
-        "torch": torch.__version__,
+        "driver": driver() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

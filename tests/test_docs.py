@@ -670,6 +670,41 @@ def test_rollout_losses_equal_their_record() -> None:
     assert table(ROLLOUT, "rollout-losses-h100.json") == want
 
 
+def test_quality_tables_equal_their_record() -> None:
+    record, page = recorded("quality-h100.json"), "docs/explanation/does-fp8-train-as-well.md"
+    want = []
+    for r in record["results"]:
+        g = r.get("gap")
+        gap = f"{g['mean']:+.4f} ({g['low']:+.4f} to {g['high']:+.4f})" if g else ""
+        cells = f"{r['heldout']:.4f}", f"{r['between_seeds']:.3f}", gap, f"{r['tokens_per_s']:,.0f}"
+        last = f"{r['seconds']:.1f}", f"{r['peak_gib']:.1f}"
+        want.append([r["about"], str(r["seeds"]), *cells, *last])
+    assert table(page, "quality-h100.json") == want
+    runs = {(r["arm"], r["seed"]): r["heldout"] for r in record["runs"]}
+    want, apart = [], []
+    for seed in range(5):
+        bf16, fp8 = runs["bf16", seed], runs["fp8", seed]
+        (_, base, base_s), (_, own, _) = bf16[-1], fp8[-1]
+        apart.append([a[1] - b[1] for a, b in zip(fp8, bf16, strict=True)])
+        reached = next((k for k, (_, loss, _) in enumerate(fp8) if loss <= base), None)
+        time = "not reached"
+        if reached is not None:  # straight between evaluations
+            (_, a, then), (_, b, now) = fp8[reached - 1 : reached + 1]
+            time = f"{then + (a - base) / (a - b) * (now - then):.1f}"
+        cells = f"{base:.4f}", f"{own:.4f}", f"{own - base:+.4f}", f"{base_s:.1f}", time
+        want.append([str(seed), *cells])
+    assert table(page, "quality-h100.json, seeds") == want
+    assert not record["results"][1]["bar"]["kept"]
+    means = [statistics.fmean(gaps) for gaps in zip(*apart, strict=True)]
+    halves = [2.776 * statistics.stdev(gaps) / 5**0.5 for gaps in zip(*apart, strict=True)]
+    assert len(means) == 42
+    assert min(means) > 0
+    steps = [step for step, *_ in runs["bf16", 0]]
+    clear = [n for n, mean, half in zip(steps, means, halves, strict=True) if mean > half]
+    assert len(clear) == 8
+    assert clear[-1] == 330
+
+
 def test_activation_blocks_table_equals_its_record() -> None:
     want = []
     for r in results("activation-blocks-h100.json"):
