@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8moe_cutlass import Fp8Recipe, __version__, autograd, ops, telemetry
+from fp8moe_cutlass import Activation, Fp8Recipe, __version__, autograd, ops, telemetry
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, problem
 
@@ -388,3 +388,14 @@ def test_opcheck_of_gate_and_up() -> None:
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         torch.ops.fp8moe.experts(*given[:-1], [])
     assert counted.get_total_flops() == 2 * 66 * 3 * 256 * 128
+
+
+def test_layers_whose_numbers_differ_compile_in_one_process() -> None:
+    """torch.compile takes a number that differs from layer to layer for a symbol."""
+    call = torch.randn(4, 128).bfloat16(), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+    for number in (7.0, 10.0, 12.0):
+        recipe = Fp8Recipe(eps=1e-4 / number, activation_eps=1e-3 / number)
+        how: dict[str, Any] = {"activation": Activation(limit=number), "recipe": recipe}
+        layer = MoEExperts(2, 128, 128, **how)
+        run = torch.compile(layer, fullgraph=True, backend="eager")
+        assert torch.equal(run(*call), layer(*call))

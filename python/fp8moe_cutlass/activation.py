@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -32,6 +32,9 @@ class Activation:
     offset: float = 0.0
     limit: float | None = None
     interleaved: bool = False
+    # As one word without spaces, which of_word reads again. Made here: where two activations differ
+    # in a number, torch.compile takes it for a symbol, which no graph can write into a string.
+    word: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
@@ -71,6 +74,8 @@ class Activation:
                 f"[Activation] interleaved must be False of {self.kind!r}, which has no gate; "
                 "got True"
             )
+        word = f"{self.kind},{self.alpha},{self.offset},{self.limit},{self.interleaved}"
+        object.__setattr__(self, "word", word)
 
     @property
     def gated(self) -> bool:
@@ -81,11 +86,6 @@ class Activation:
     def parts(self) -> int:
         """Columns of z over those of h: 2, or 1 without a gate."""
         return 2 if self.gated else 1
-
-    @property
-    def word(self) -> str:
-        """The activation as one word without spaces; of_word reads it again."""
-        return f"{self.kind},{self.alpha},{self.offset},{self.limit},{self.interleaved}"
 
     @staticmethod
     def of_word(word: str) -> Activation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any
 
@@ -44,6 +44,7 @@ class Fp8Recipe:
     weighting: Weighting = "activation"
     activation_eps: float | None = None
     rounding: Rounding = "none"
+    word: str = field(init=False, repr=False, compare=False)  # as Activation has one
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
@@ -67,6 +68,8 @@ class Fp8Recipe:
                 f"[Fp8Recipe] weighting must be 'output' with rounding {self.rounding!r}; "
                 f"got {self.weighting!r}"
             )
+        word = ",".join(str(getattr(self, name)) for name in _FIELDS)
+        object.__setattr__(self, "word", word)
 
     @staticmethod
     def rollout(engine: Engine) -> Fp8Recipe:
@@ -82,21 +85,16 @@ class Fp8Recipe:
             )
         raise ValueError(f"[rollout] engine must be 'sglang' or 'vllm'; got {engine!r}")
 
-    @property
-    def word(self) -> str:
-        """The recipe as one word without spaces; of_word reads it again."""
-        return ",".join(str(getattr(self, name)) for name in _FIELDS)
-
     @staticmethod
     def of_word(word: str) -> Fp8Recipe:
-        """The Fp8Recipe of a `word`."""
+        """The Fp8Recipe of a `word`, which has no spaces."""
         said: dict[str, Any] = dict(zip(_FIELDS, word.split(","), strict=True))
         of_h = said["activation_eps"]
         floors = {"eps": float(said["eps"]), "activation_eps": _number(of_h)}
         return Fp8Recipe(**{**said, **floors})
 
 
-_FIELDS = tuple(field.name for field in fields(Fp8Recipe))
+_FIELDS = tuple(each.name for each in fields(Fp8Recipe) if each.init)
 
 
 def _number(word: str) -> float | None:
