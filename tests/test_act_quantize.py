@@ -7,7 +7,7 @@ float64 reference's, and a scale off by a factor of two where the tile's largest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -188,7 +188,7 @@ def test_columns_of_every_activation(name: str, columns: str) -> None:
 def test_gradients_at_a_limit(name: str) -> None:
     """A value at its limit passes its gradient, as torch.clamp's; what is beyond has none; and an
     infinity is the limit."""
-    activation = Activation(**{**vars(ACTIVATIONS[name]), "interleaved": False, "limit": 2.0})
+    activation = replace(ACTIVATIONS[name], interleaved=False, limit=2.0)
     beyond = float(torch.nextafter(torch.tensor(2.0), torch.tensor(3.0)))
     ups = [2.0, -2.0, beyond, -beyond, torch.inf, -torch.inf]
     z = torch.full((6, 32), 1.0)
@@ -214,8 +214,8 @@ def test_gradients_at_a_limit(name: str) -> None:
 @pytest.mark.parametrize("name", GATED)
 def test_interleaved_is_concatenated_taken_apart(name: str) -> None:
     """The same h, dprobs, and values of dz, whose tiles are others."""
-    side_by_side = Activation(**{**vars(ACTIVATIONS[name]), "interleaved": False})
-    in_turns = Activation(**{**vars(ACTIVATIONS[name]), "interleaved": True})
+    side_by_side = replace(ACTIVATIONS[name], interleaved=False)
+    in_turns = replace(ACTIVATIONS[name], interleaved=True)
     z, dh, probs = awkward(40, 352), awkward(40, 176), torch.rand(40)
     turns = z.view(40, 2, 176).mT.reshape(40, 352)
     h = ops.act_quantize(z, probs=probs, activation=side_by_side)

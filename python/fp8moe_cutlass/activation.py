@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -32,9 +33,6 @@ class Activation:
     offset: float = 0.0
     limit: float | None = None
     interleaved: bool = False
-    # As one word without spaces, which of_word reads again. Made here: where two activations differ
-    # in a number, torch.compile takes it for a symbol, which no graph can write into a string.
-    word: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
@@ -74,8 +72,9 @@ class Activation:
                 f"[Activation] interleaved must be False of {self.kind!r}, which has no gate; "
                 "got True"
             )
-        word = f"{self.kind},{self.alpha},{self.offset},{self.limit},{self.interleaved}"
-        object.__setattr__(self, "word", word)
+        # Before a graph asks: where two activations differ in a number, torch.compile takes it for
+        # a symbol, which it cannot write into a string.
+        _ = self.word
 
     @property
     def gated(self) -> bool:
@@ -86,6 +85,11 @@ class Activation:
     def parts(self) -> int:
         """Columns of z over those of h: 2, or 1 without a gate."""
         return 2 if self.gated else 1
+
+    @cached_property
+    def word(self) -> str:
+        """The activation as one word without spaces; of_word reads it again."""
+        return f"{self.kind},{self.alpha},{self.offset},{self.limit},{self.interleaved}"
 
     @staticmethod
     def of_word(word: str) -> Activation:

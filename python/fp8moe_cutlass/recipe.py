@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -44,7 +45,6 @@ class Fp8Recipe:
     weighting: Weighting = "activation"
     activation_eps: float | None = None
     rounding: Rounding = "none"
-    word: str = field(init=False, repr=False, compare=False)  # as Activation has one
 
     def __post_init__(self) -> None:
         for name, words in WORDS.items():
@@ -68,8 +68,7 @@ class Fp8Recipe:
                 f"[Fp8Recipe] weighting must be 'output' with rounding {self.rounding!r}; "
                 f"got {self.weighting!r}"
             )
-        word = ",".join(str(getattr(self, name)) for name in _FIELDS)
-        object.__setattr__(self, "word", word)
+        _ = self.word  # before a graph asks, as Activation says
 
     @staticmethod
     def rollout(engine: Engine) -> Fp8Recipe:
@@ -85,16 +84,21 @@ class Fp8Recipe:
             )
         raise ValueError(f"[rollout] engine must be 'sglang' or 'vllm'; got {engine!r}")
 
+    @cached_property
+    def word(self) -> str:
+        """The recipe as one word without spaces; of_word reads it again."""
+        return ",".join(str(getattr(self, name)) for name in _FIELDS)
+
     @staticmethod
     def of_word(word: str) -> Fp8Recipe:
-        """The Fp8Recipe of a `word`, which has no spaces."""
+        """The Fp8Recipe of a `word`."""
         said: dict[str, Any] = dict(zip(_FIELDS, word.split(","), strict=True))
         of_h = said["activation_eps"]
         floors = {"eps": float(said["eps"]), "activation_eps": _number(of_h)}
         return Fp8Recipe(**{**said, **floors})
 
 
-_FIELDS = tuple(each.name for each in fields(Fp8Recipe) if each.init)
+_FIELDS = tuple(field.name for field in fields(Fp8Recipe))
 
 
 def _number(word: str) -> float | None:
