@@ -320,6 +320,19 @@ class Bench:
             print(text, flush=True)
 
 
+def join(name: str) -> torch.device:
+    """This rank's device, "cuda" or "cpu", once all ranks are one group: of one host, without
+    NVLink multicast, whatever the machine has."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    cuda = name == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return device
+
+
 def main() -> None:
     models = {"blocks": EightBlocks, "qwen3": Qwen3}
     parser = common.parser(__doc__)
@@ -327,14 +340,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--profile", action="store_true", help="where the time goes, to the log")
     given = parser.parse_args()
-    # One host without NVLink multicast, whatever the machine has.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    cuda = given.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device = join(given.device)
     try:
         run(given, device, [models[n] for n in models if given.model in (None, n)])
     finally:

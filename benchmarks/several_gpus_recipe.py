@@ -10,7 +10,6 @@ compiled, with fused AdamW and with a compiled one. One after the other, from th
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import torch
@@ -65,13 +64,7 @@ class Bench(steps.Bench):
 
 def main() -> None:
     given = common.parser(__doc__).parse_args()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    cuda = given.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    device = steps.join(given.device)
     limits = Limits(device)
     limits.wake()
     record: dict[str, Any] = {"environment": environment(limits), "results": [], "losses": {}}

@@ -163,6 +163,20 @@ def test_honoured(
     assert mc.on_two(pool, _options, changed, swapped) == [wanted, wanted]
 
 
+def _sequential(config: Any, experts: Any) -> Any:
+    """Megatron's own experts, with the weights of ours."""
+    theirs = _moe("sequential", config).experts
+    theirs.load_state_dict(
+        {
+            f"local_experts.{e}.linear_fc{n}.weight": weight[e]
+            for n, weight in ((1, experts.gate_up_proj), (2, experts.down_proj))
+            for e in range(4)
+        },
+        strict=False,
+    )
+    return theirs
+
+
 def _probs_on_input() -> float:
     config = mc.config(
         moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True
@@ -173,15 +187,7 @@ def _probs_on_input() -> float:
     out, bias = experts(rows, counts, probs)
     assert bias is None
     out.sum().backward()
-    theirs = _moe("sequential", config).experts
-    theirs.load_state_dict(
-        {
-            f"local_experts.{e}.linear_fc{n}.weight": weight[e]
-            for n, weight in ((1, experts.gate_up_proj), (2, experts.down_proj))
-            for e in range(4)
-        },
-        strict=False,
-    )
+    theirs = _sequential(config, experts)
     again = probs.detach().requires_grad_()
     wanted = theirs(rows, counts, again)[0]
     wanted.sum().backward()
@@ -217,15 +223,7 @@ def _activation(name: str) -> float:
             p.data.normal_(std=0.1)
     rows, probs = torch.randn(12, 128, requires_grad=True), torch.rand(12, requires_grad=True)
     counts = torch.tensor([3, 0, 4, 5])
-    theirs = _moe("sequential", config).experts
-    theirs.load_state_dict(
-        {
-            f"local_experts.{e}.linear_fc{n}.weight": weight[e]
-            for n, weight in ((1, experts.gate_up_proj), (2, experts.down_proj))
-            for e in range(4)
-        },
-        strict=False,
-    )
+    theirs = _sequential(config, experts)
     made = []
     for module in (experts, theirs):
         rows.grad = probs.grad = None

@@ -333,7 +333,8 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = _Backward(*arguments)
     dout, need, slots, (experts, hidden, width) = given.dout, given.need, given.slots, given.widths
     tokens, (of, up) = dout.shape[0], _dtypes(given.dtypes)
-    parts = 1 if up is not None else _options_of(given.how.split()[2:]).activation.parts
+    options = _options_of(given.how.split()[2:])
+    parts = 1 if up is not None else options.activation.parts
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
         ((tokens, slots) if slots else (tokens,), torch.float32),
@@ -348,7 +349,7 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
         dout.new_empty(shape, dtype=dtype) if wanted else dout.new_empty(_ABSENT)
         for (shape, dtype), wanted in zip(shapes, returned, strict=True)
     ]
-    body = bf16 if _options_of(given.how.split()[2:]).recipe is None else fp8
+    body = block.body_of(options.recipe)
     biases = given.saved[body.SAVED_TENSORS - 2 : body.SAVED_TENSORS]
     made += [
         dout.new_empty(t.shape, dtype=t.dtype) if need[5] else dout.new_empty(_ABSENT)

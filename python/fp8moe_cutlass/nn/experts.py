@@ -280,10 +280,9 @@ class MoEExperts(ExpertBlock, nn.Module):
         return "gate_up_proj" if self.activation.gated else "up_proj", "down_proj"
 
     @property
-    def bias_names(self) -> tuple[str, str]:
-        """The names of the two biases in the state_dict of a layer with bias=True."""
-        first, second = self.weight_names
-        return f"{first}_bias", f"{second}_bias"
+    def bias_names(self) -> tuple[str, ...]:
+        """The names of the two biases in the state_dict, if the layer has any."""
+        return tuple(f"{name}_bias" for name in self.weight_names) if self.has_bias else ()
 
     def local_biases(self) -> Biases | None:
         """The biases of both projections as this rank holds them; None: there are none."""
@@ -345,7 +344,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             errors += bad
             return
         if self._average is not None:
-            for name in self.weight_names + (self.bias_names if self.has_bias else ()):
+            for name in self.weight_names + self.bias_names:
                 take_share(state_dict, prefix + name, getattr(self, name), self.local_experts)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

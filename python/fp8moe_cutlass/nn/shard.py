@@ -163,8 +163,7 @@ def _shard(
         return
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     layer._average = average
-    names = layer.weight_names + (layer.bias_names if layer.has_bias else ())
-    for w in (getattr(layer, name) for name in names):
+    for w in (getattr(layer, name) for name in layer.weight_names + layer.bias_names):
         if w in made:
             continue
         part = w.detach()
