@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,14 @@ from quality_model import ARMS, MODELS, Config, Decoder, groups, learning_rate, 
 
 CHOICES = 4  # sequences
 WATCHED = 8  # sequences of a step that telemetry looks at
+
+
+class Sequences(Protocol):
+    """What a Trainer takes of a text."""
+
+    mix: dict[str, Any]
+
+    def held_out(self) -> list[Tensor]: ...
 
 
 class Text:
@@ -71,7 +79,14 @@ class Trainer:
     """A model in training: steps, evaluations and what is looked at."""
 
     def __init__(
-        self, arm: str, seed: int, c: Config, text: Text, steps: int, device: torch.device
+        self,
+        arm: str,
+        seed: int,
+        c: Config,
+        text: Sequences,
+        steps: int,
+        device: torch.device,
+        compiled: bool = True,
     ) -> None:
         self.arm, self.c, self.steps, self.device = ARMS[arm], c, steps, device
         self.model: Decoder = made(c, self.arm, text.mix["vocabulary"], seed, device)
@@ -83,13 +98,17 @@ class Trainer:
             groups(self.model, c), betas=(0.9, 0.95), eps=1e-8, fused=True
         )
         self.loss_of = loss_of
-        if device.type == "cuda":
-            for block in self.model.blocks:
-                block.compile()
-            self.loss_of = torch.compile(loss_of)
+        if compiled and device.type == "cuda":
+            self.compile()
         self.held_out = text.held_out()
         self.losses = torch.zeros(steps, device=device)
         self.norms = torch.zeros(steps, device=device)
+
+    def compile(self) -> None:
+        """Each layer, and the loss."""
+        for block in self.model.blocks:
+            block.compile()
+        self.loss_of = torch.compile(loss_of)
 
     def loss(self, windows: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         with torch.autocast(self.device.type, torch.bfloat16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 import plot
 import quality
+import quality_step
 import quality_text
 import quality_train
 import table
+from common import ignore
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoEExperts
 from quality_experts import OtherWgrad
@@ -180,3 +183,14 @@ def test_other_weight_gradients(wgrad: Any, recipe: Fp8Recipe, near: float) -> N
     for a, b, exact in zip(got[3:], want[3:], bf16[3:], strict=True):
         assert 0 < (a - b).norm() / b.norm() < near
         assert 0.02 < (a - exact).norm() / exact.norm() < 0.09
+
+
+def test_steps_take_turns() -> None:
+    record = quality_step.run(CPU, Namespace(quick=True), ignore)
+    (row,) = record["results"]
+    tokens, multiplied = TINY.batch * TINY.context, 3 * TINY.hidden * TINY.intermediate
+    assert row["flops"] == 6 * tokens * TINY.top_k * multiplied * TINY.layers
+    assert row["ms"] > 0
+    assert row["peers"]["bf16"] > 0
+    [[_, cells]] = table.tables_of(record)
+    assert cells[:2] == ("tiny, step", "eager")
