@@ -2,10 +2,11 @@
 
     python benchmarks/layer.py path/to/config.json [--tokens 8192] [--experts 32]
     python benchmarks/layer.py --sizes 128 2048 768 8
-    python benchmarks/layer.py --json layer.json
+    python benchmarks/layer.py --json layer.json [--steps] [--model NAME]
 
-The first two print times and memory of one layer in FP8 and bf16. The last writes the full record:
-with CUDA graphs, other routings, memory, few tokens, main_grad, and the kernels of a step.
+The first two print times and memory of one layer in FP8 and bf16. The last writes a record of five
+models. With --steps it has what pages quote: whole steps, their memory and kernels. The full one
+also has CUDA graphs, other routings, few tokens and main_grad.
 
 A step is forward and backward. The first figure quantizes the weights in every forward, as training
 does that does not accumulate gradients. The second reuses FP8 weights, as the later microbatches of
@@ -51,6 +52,7 @@ OURS = "fp8moe"
 QUANTIZING = "forward+backward, quantizing weights"
 REUSING = "forward+backward"
 FEW_TOKENS = (1, 16, 64, 512)
+STACK = f"{QUANTIZING}, four layers"  # what they hold between steps, and their peak
 # What saves memory: the variant, preactivation, what is kept of z.
 MEMORY = (
     (f"{REUSING}, FP8 pre-activation", "save_fp8", "fp8"),
@@ -143,9 +145,16 @@ class LayerBench:
             **lasting,
         )
 
-    def rows(self) -> Iterator[Record]:
+    def rows(self, steps: bool = False) -> Iterator[Record]:
         yield self.steps(QUANTIZING, OURS, TORCH, reuse=False)
         yield self.reused_step()
+        yield from self.other_memory()
+        if self.device.type == "cuda":
+            yield self.stack()
+        if not steps:
+            yield from self.other_rows()
+
+    def other_rows(self) -> Iterator[Record]:
         everyone = {n: Contender(m, self.inputs) for n, m in self.modules.items()}
         yield self.row("forward", {n: c.forward for n, c in everyone.items()}, 1)
         if self.device.type == "cuda":
@@ -155,7 +164,6 @@ class LayerBench:
             used = int(torch.unique(pair[OURS].inputs.topk_idx).numel())
             steps: Runs = {n: c.step for n, c in pair.items()}
             yield self.row(f"{REUSING}, {kind} routing", steps, experts_used=used)
-        yield from self.other_memory()
         yield from self.few_tokens()
         yield self.main_grad()
 
@@ -223,6 +231,12 @@ class LayerBench:
                 )
             yield row
 
+    def stack(self) -> Record:
+        """The memory of four layers by the ways to hold transposed codes, and in bf16."""
+        place = {"op": "layer", "shape": self.shape, "model": self.model, "variant": STACK}
+        held = self.attempt(STACK, lambda: layer_memory.stack(self.shape))
+        return place | {"memory": held or {}}
+
     def few_tokens(self) -> Iterator[Record]:
         # The largest first: torch.compile then has its general kernel when the small ones come.
         for tokens in sorted((t for t in FEW_TOKENS if t <= self.shape["T"]), reverse=True):
@@ -278,14 +292,23 @@ def graph(c: Contender, run: Run) -> Run:
     return captured.replay
 
 
-def run_layer(device: torch.device, quick: bool = False, on_result: OnResult = ignore) -> Record:
-    """The record of every shape. quick: one tiny shape."""
+def run_layer(
+    device: torch.device,
+    quick: bool = False,
+    on_result: OnResult = ignore,
+    *,
+    steps: bool = False,
+    models: list[str] | None = None,
+) -> Record:
+    """The record of `models` (default: all). quick: one tiny shape."""
     torch.manual_seed(0)
     limits = Limits(device)
     results: list[Record] = []
     for model, shape in SHAPES["quick" if quick else device.type].items():
+        if models and model not in models:
+            continue
         torch._dynamo.reset()
-        for found in LayerBench(model, shape, device, limits).rows():
+        for found in LayerBench(model, shape, device, limits).rows(steps):
             results.append(found)
             on_result(found)
         gc.collect()
@@ -295,11 +318,13 @@ def run_layer(device: torch.device, quick: bool = False, on_result: OnResult = i
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
-    return run_layer(device, given.quick, on_result)
+    return run_layer(device, given.quick, on_result, steps=given.steps, models=given.model)
 
 
 if __name__ == "__main__":
     made = model_layer.with_arguments(parser(__doc__, json_required=False))
+    made.add_argument("--steps", action="store_true", help="with --json: what pages quote")
+    made.add_argument("--model", action="append", choices=SHAPES["cuda"], help="may be repeated")
     given = made.parse_args()
     if sum(way is not None for way in (given.config, given.sizes, given.json)) != 1:
         made.error("give one of a config.json, --sizes and --json")

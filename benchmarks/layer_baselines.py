@@ -62,9 +62,10 @@ class IndexingTorchExperts(TorchExperts):
 
 
 class TransformerEngineExperts(nn.Module):
-    """TransformerEngine's permutation and GroupedLinear, FP8 with block scaling or bf16. The group
-    sizes are lists on the host: it waits for the device (its grouped product without wants cuBLAS
-    13.4 on Hopper, 13.6 with FP8 blocks, newer than what torch brings)."""
+    """TransformerEngine's permutation and GroupedLinear, FP8 with block scaling or bf16. On Hopper
+    its grouped product, whose group sizes stay on the device, wants cuBLAS 13.6, newer than what
+    torch brings, and at most 64 experts. Otherwise TransformerEngine multiplies expert by expert,
+    with sizes that the host waits for."""
 
     def __init__(self, layer: MoEExperts, fp8: bool = True, reuse: bool = True) -> None:
         super().__init__()
@@ -72,14 +73,10 @@ class TransformerEngineExperts(nn.Module):
         self.te: Any = importlib.import_module("transformer_engine.pytorch")
         recipes = importlib.import_module("transformer_engine.common.recipe")
         self.fp8, recipe = fp8, recipes.Float8BlockScaling() if fp8 else None
-        # Renamed in 2.17; the old name is deprecated.
-        if hasattr(self.te, "autocast"):
-            self.autocast = functools.partial(self.te.autocast, enabled=fp8, recipe=recipe)
-        else:
-            self.autocast = functools.partial(self.te.fp8_autocast, enabled=fp8, fp8_recipe=recipe)
+        self.autocast = functools.partial(self.te.autocast, enabled=fp8, recipe=recipe)
         self.experts = layer.num_experts
         h, i = layer.hidden_size, layer.intermediate_size
-        options = {"bias": False, "params_dtype": torch.bfloat16}
+        options = {"bias": False, "params_dtype": torch.bfloat16, "use_grouped_tensor": True}
         self.fc1 = self.te.GroupedLinear(self.experts, h, 2 * i, **options)
         self.fc2 = self.te.GroupedLinear(self.experts, i, h, **options)
         self.weights_ready = False
@@ -88,14 +85,13 @@ class TransformerEngineExperts(nn.Module):
         shape = (len(x), self.experts)
         mask = torch.zeros(shape, dtype=torch.int32, device=x.device).scatter_(1, topk_idx, 1)
         dense = torch.zeros(shape, device=x.device).scatter(1, topk_idx, probs)
-        counts, offsets = mask.sum(dim=0), None
-        if self.fp8:  # groups of 16 rows
-            rows, p, row_map, offsets, counts = self.te.moe_permute_and_pad_with_probs(
-                x, dense, mask, counts, 16
+        splits, offsets = mask.sum(dim=0), None
+        if self.fp8:  # groups of 128 rows
+            rows, p, row_map, offsets, splits = self.te.moe_permute_and_pad_with_probs(
+                x, dense, mask, splits, 128
             )
         else:
             rows, p, row_map = self.te.moe_permute_with_probs(x, dense, mask, topk_idx.numel())
-        splits = counts.tolist()
         first = not self.weights_ready if self.reuse else None
         with self.autocast():
             z = self.fc1(rows, splits, is_first_microbatch=first)

@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 
+from fp8moe_cutlass import nn
 from fp8moe_cutlass.routing import RoutingPlan
 
 TILE = 128
+LAYERS = 4
+STACKS: dict[str, dict[str, Any]] = {
+    "save": {"transposed_weights": "save"},
+    "recompute": {"transposed_weights": "recompute"},
+    "recipe=None": {"recipe": None},
+}
 
 
 def fp8_bytes(rows: int, columns: int) -> int:
@@ -58,3 +65,30 @@ def measure(
     peak = torch.cuda.max_memory_allocated() - resident
     clear()
     return {"saved": saved, "peak": peak}
+
+
+def stack(shape: dict[str, int]) -> dict[str, dict[str, int]]:
+    """Of four layers, one after the other, by STACKS: the bytes that they hold between steps, and
+    the peak of a forward and backward."""
+    t, s, e, h, i = (shape[name] for name in "TSEHI")
+    found = {}
+    for name, options in STACKS.items():
+        before = torch.cuda.memory_allocated()
+        layers = [nn.MoEExperts(e, h, i, device="cuda", **options) for _ in range(LAYERS)]
+        x = torch.randn(t, h, device="cuda", dtype=torch.bfloat16)
+        ids = torch.rand(t, e, device="cuda").topk(s).indices
+        probs = torch.rand(t, s, device="cuda")
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            out = x
+            for layer in layers:
+                out = out + layer(out, ids, probs)
+            out.float().square().mean().backward()  # type: ignore[no-untyped-call]
+            del out
+            for layer in layers:
+                layer.zero_grad()
+        held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        found[name] = {"held": held - before, "peak": peak - before}
+        del layers, layer, x, ids, probs
+        torch.cuda.empty_cache()
+    return found

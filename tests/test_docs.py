@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import fp8moe_cutlass
+import pages
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -189,10 +190,10 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_index_lists_every_page() -> None:
     listed = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs/index.md").read_text())
     kinds = ("tutorial", "how-to", "reference", "explanation")
-    pages = {
+    there = {
         p.relative_to(ROOT / "docs").as_posix() for k in kinds for p in ROOT.glob(f"docs/{k}/*.md")
     }
-    assert pages == {p for p in listed if p.startswith(kinds)}
+    assert there == {p for p in listed if p.startswith(kinds)}
 
 
 def messages() -> list[str]:
@@ -295,28 +296,16 @@ def results(name: str) -> list[dict]:
     return recorded(name)["results"]
 
 
-def test_layer_table_equals_its_record() -> None:
-    rows: dict[str, dict[str, dict]] = {}
-    for r in results("layer-peers-h200.json"):
-        rows.setdefault(r["model"], {})[r["variant"]] = r
-    want = []
-    for model, of in rows.items():
-        quantizing, reusing = of["forward+backward, quantizing weights"], of["forward+backward"]
-        bf16 = min(r["peers"]["torch bf16"] for r in (quantizing, reusing))  # it ran beside both
-        peers = ("SonicMoE bf16", "torch bf16, index_select and index_add")
-        ms = [quantizing["ms"], reusing["ms"], reusing["sustained_ms"], bf16]
-        ms += [reusing["peers"][name] for name in peers]
-        want.append([model, *(f"{figure:.2f}" for figure in ms)])
-    assert table("docs/reference/performance.md", "layer-peers-h200.json") == want
-    short = [[*row[:3], row[4]] for row in want]
-    short = [short[0], short[2], short[4]]
-    assert table("README.md", "layer-peers-h200.json") == short
-    ms = [[float(cell) for cell in cells] for _, *cells in short]
-    text = " ".join((ROOT / "README.md").read_text().split())
-    times = sorted(bf16 / quantizing for quantizing, _, bf16 in ms)
-    assert f"{times[0]:.1f} to {times[-1]:.1f} times as fast as torch's bf16" in text
-    share = sorted(100 * (1 - reusing / quantizing) for quantizing, reusing, _ in ms)
-    assert f"quantizes its weights, {share[0]:.0f} to {share[-1]:.0f}% of a step here" in text
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_as_its_records(page: str) -> None:
+    """Tables, phrases and commits that benchmarks/pages.py writes."""
+    assert pages.page(page) == (ROOT / page).read_text()
+
+
+def test_every_record_and_plot_is_used_by_a_page() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    here = {p.name for p in ROOT.glob("docs/benchmarks/*")}
+    assert {name for name in here if name not in text} == set()
 
 
 def by_pieces(record: str) -> dict[tuple[str, str], list[dict]]:
@@ -355,21 +344,6 @@ def test_readme_says_what_transposed_codes_cost() -> None:
     assert (round(min(below)), round(max(below))) == (1, 4)
     text = " ".join((ROOT / "README.md").read_text().split())
     assert "takes 2 to 3% longer, and its peaks are 1 to 4 GiB below bf16's" in text
-
-
-def test_sweep_table_equals_its_record() -> None:
-    ratios = {}
-    for r in results("sweep-h200.json"):
-        s, bf16 = r["shape"], r["graph_peers"]["torch bf16"]
-        steps = (r["graph_ms"] + r["weights_ms"], r["graph_ms"])
-        per_expert = s["T"] * s["S"] // s["E"]
-        ratios[s["E"], s["I"], per_expert] = ", ".join(f"{bf16 / ms:.2f}" for ms in steps)
-    want = [
-        [f"{e}, {i}", *(ratios.get((e, i, n), "") for n in (8, 128, 512, 2048, 8192))]
-        for e in (8, 32, 128)
-        for i in (512, 1024, 2048)
-    ]
-    assert table("docs/explanation/when-fp8-helps.md", "sweep-h200.json") == want
 
 
 @pytest.mark.parametrize("record", ["transformers-h100.json", "transformers-v3-sizes-h100.json"])
@@ -478,21 +452,6 @@ def test_losses_equal_their_record() -> None:
         want.append([f"{experts[name]}, {pieces}", *cells])
     assert table(NOTES, f"{LIMITS}, losses") == want
     assert furthest[2] < furthest[1] < furthest[3]
-
-
-def test_router_table_equals_its_record() -> None:
-    rows: dict[tuple[str, int], dict[str, dict]] = {}
-    for r in results("router-h100.json"):
-        rows.setdefault((r["model"], r["shape"]["T"]), {})[r["op"]] = r
-    want = []
-    for (model, tokens), of in rows.items():
-        names = ("router", "router, compiled", "router, captured", "gate, captured")
-        *us, experts = (1e3 * of[name]["ms"] for name in (*names, "experts, captured"))
-        share = f"{100 * us[2] / (us[2] + experts):.1f}%"
-        times = [f"{figure:,.0f}" for figure in us]
-        launches = str(of["router"]["launches"])
-        want.append([f"{model}, {tokens:,}", *times, launches, f"{experts:,.0f}", share])
-    assert table("docs/reference/routers.md", "router-h100.json") == want
 
 
 @pytest.mark.parametrize(
