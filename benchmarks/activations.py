@@ -1,8 +1,7 @@
 """act_quantize and its gradient with each activation, beside SwiGLU and a copy of the same bytes.
 
 "rows" is the forward, "dz" the backward, "dz and columns" the backward with the operands of the
-weight gradients. Where I is no multiple of 128, the backward of [gate | up] side by side takes a
-pass per output.
+weight gradients.
 """
 
 from __future__ import annotations

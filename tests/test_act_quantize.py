@@ -493,25 +493,28 @@ def test_every_bf16_sigmoid():
 @LARGE
 @pytest.mark.parametrize("name", [n for n in ACTIVATIONS if "interleaved" not in n])
 @pytest.mark.parametrize("columns", [None, "block", "column"])
-def test_every_gate_of_whole_tiles(columns, name):
-    """All 65,536 bf16 gates through the kernels of I % 128 == 0, which may look sigmoids up."""
-    plan = ops.plan_from_counts(torch.tensor([300, 0, 212], dtype=torch.int32), capacity=512)
+@pytest.mark.parametrize("intermediate", [128, 64])
+def test_every_gate(columns, name, intermediate):
+    """All 65,536 bf16 gates through the fast kernels, which may look sigmoids up."""
+    rows = 65536 // intermediate
+    counts = torch.tensor([rows - 212, 0, 212], dtype=torch.int32)
+    plan = ops.plan_from_counts(counts, capacity=rows)
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    activation, z = ACTIVATIONS[name], every.view(512, 128)
-    dh = torch.ones(512, 128, dtype=torch.bfloat16)
+    activation, z = ACTIVATIONS[name], every.view(rows, intermediate)
+    dh = torch.ones(rows, intermediate, dtype=torch.bfloat16)
     if activation.gated:
         z = torch.cat([z, dh], dim=1)
     backends.check("act_quantize", z, plan=plan, activation=activation)
     options = {"plan": plan, "activation": activation, "columns": columns}
-    backends.check("act_quantize_backward", dh, z, probs=torch.rand(512), **options)
+    backends.check("act_quantize_backward", dh, z, probs=torch.rand(rows), **options)
 
 
 @LARGE
 @pytest.mark.parametrize("columns", ["block", "column"])
-@pytest.mark.parametrize("intermediate", [128, 1152])
+@pytest.mark.parametrize("intermediate", [128, 1088, 1152])
 def test_many_tiles(intermediate, columns):
-    """More tiles than teams of blocks, across experts. Backward, I 1152: SMs with a few tiles of
-    blocks of tokens of nine, whose sums of dprob go on to the next."""
+    """More tiles than teams of blocks, across experts. Backward, I 1088 and 1152: SMs with a few
+    tiles of blocks of tokens of nine, whose sums of dprob go on to the next."""
     counts = torch.tensor([2500, 0, 3100, 1, 1903], dtype=torch.int32)
     plan = ops.plan_from_counts(counts, capacity=7600, align=16)
     z, dh, probs = inputs(plan, intermediate)
@@ -534,6 +537,9 @@ def test_activations_beside_the_cpu(name, columns):
         (704, "e5m2"),
         (16, "e4m3"),
         (2880, "e5m2"),
+        (80, "e5m2"),  # [gate | up]: less than a tile, and a tile of dup alone
+        (208, "e5m2"),  # more of dup waits for the next tile
+        (240, "e4m3"),  # more than a kernel has place for
     )
     for intermediate, fp8_dtype in sizes:
         z = backends.awkward(plan.rows, activation.parts * intermediate)
@@ -546,18 +552,19 @@ def test_activations_beside_the_cpu(name, columns):
 
 @LARGE
 @pytest.mark.parametrize("columns", ["block", "column"])
-def test_shares_of_several_blocks_of_tokens(columns):
+@pytest.mark.parametrize("intermediate", [896, 960])
+def test_shares_of_several_blocks_of_tokens(intermediate, columns):
     """Backward: an SM's tiles are the end of a block of tokens, whole ones and the start of one."""
     counts = torch.tensor([4100, 0, 13000, 77, 15000], dtype=torch.int32)
     plan = ops.plan_from_counts(counts, capacity=32300, align=16)
-    z, dh, probs = inputs(plan, 896)
+    z, dh, probs = inputs(plan, intermediate)
     backends.check("act_quantize_backward", dh, z, probs=probs, columns=columns, plan=plan)
 
 
 @LARGE
 @pytest.mark.parametrize("limit", [None, 1.3])
 @pytest.mark.parametrize("columns", ["block", "column"])
-@pytest.mark.parametrize("intermediate", [6144, 48256])
+@pytest.mark.parametrize("intermediate", [6144, 6208, 48256])
 def test_large_intermediate(intermediate, columns, limit):
     """Backward: sums of dprob apart, and sums that go through many SMs."""
     counts = torch.tensor([3, 0, 17], dtype=torch.int32)

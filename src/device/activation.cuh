@@ -178,10 +178,7 @@ void launch_source(const char* op, const Source& source, const RoutingPlan& plan
            static_cast<int>(columns), static_cast<int>(tiles), rows_out(rows_to),
            columns_out(columns_to), scaling);
   };
-  if constexpr (requires { Source::kPow2; })  // a source for power-of-two scales alone
-    go(Pow2Scaling{rule.eps});
-  else
-    dispatch_scaling(rule, overflow, go);
+  dispatch_scaling(rule, overflow, go);
 }
 
 // Quantizes source [rows, columns] to rows, in format F. overflow: see dispatch_scaling.

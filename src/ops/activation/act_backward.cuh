@@ -16,7 +16,7 @@ struct ActBackward {
   const uint16_t* z;                                  // [R, 2I] bf16
   const uint16_t* dh;                                 // [R, I] bf16
   const float* probs;                                 // [R] or nullptr: 1
-  int rows, intermediate, tiles;                      // tiles: I / 128, the last one any part
+  int rows, intermediate, tiles;  // tiles of h, the last one any part, or SideBySide's items
   PlanView plan;
   RowsOut dz;     // [R, 2I]
   float* dprobs;  // [R] or nullptr
@@ -27,13 +27,13 @@ struct ActBackward {
 };
 
 template <class Act>
-ActBackward<Act> backward_of(const ActQuantizeBackward& p, const Act& act) {
+ActBackward<Act> backward_of(const ActQuantizeBackward& p, int64_t tiles, const Act& act) {
   return {.z = p.z.as<uint16_t>(),
           .dh = p.dh.as<uint16_t>(),
           .probs = p.probs.as<float>(),
           .rows = static_cast<int>(p.dh.shape[0]),
           .intermediate = static_cast<int>(p.dh.shape[1]),
-          .tiles = static_cast<int>(cdiv(p.dh.shape[1], kTile)),
+          .tiles = static_cast<int>(tiles),
           .plan = view_of(p.plan),
           .dz = rows_out(p.dz),
           .dprobs = p.dprobs.as<float>(),
@@ -42,9 +42,17 @@ ActBackward<Act> backward_of(const ActQuantizeBackward& p, const Act& act) {
           .carry_ready = p.workspace.as<unsigned>()};
 }
 
+template <RowKernel kKernel>
+int64_t items_of(int64_t inner) {
+  return kKernel == RowKernel::side ? side_items(inner) : cdiv(inner, kTile);
+}
+
+// Columns of SideBySide whose dup may wait in backward_tiles.
+constexpr int kMostWaiting = 80;
+
 // backward_tiles, dz in format F, of a kind of act_rows.cuh: a source file each, which compile side
 // by side.
-template <typename F, bool kAny>
+template <typename F, RowKernel kKernel>
 void launch_tiles(const ActQuantizeBackward& p, cudaStream_t stream);
 
 }  // namespace fp8moe::cuda
