@@ -82,6 +82,28 @@ def test_conversions(pool: ranks.Pool) -> None:
     mc.on_two(pool, _converted)
 
 
+def _unread() -> None:
+    """What a hook of Megatron finds in .grad beside main_grad."""
+    experts = experts_of(params_dtype=torch.bfloat16, bf16=True)
+    weights = list(experts.parameters())
+    for w in weights:
+        w.main_grad, w.grad_added_to_main_grad = torch.zeros(w.shape), False
+    rows = torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)
+    counts = torch.full((8,), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPathWarning)  # these main_grads lie apart
+        experts(rows, counts, torch.ones(32))[0].float().sum().backward()
+    assert all(w.main_grad.abs().sum() > 0 and w.grad_added_to_main_grad for w in weights)
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        assert {w.grad.untyped_storage().nbytes() for w in linear.weights} == {
+            linear.weight0.nbytes
+        }
+
+
+def test_gradients_that_nobody_reads_take_the_memory_of_one_expert(pool: ranks.Pool) -> None:
+    mc.on_two(pool, _unread)
+
+
 PADDED = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe_cutlass.autograd.weight_grad import Destination, placeholder
 from fp8moe_cutlass.slow_path import slow_path
 
 _REMEDY = "call integrations.megatron.keep_together() before the model is wrapped"
@@ -46,7 +47,9 @@ class ExpertLinear(nn.Module):
     def whole(self) -> Tensor:
         """[E, N, K] without a gradient; a copy, with a SlowPathWarning, where Megatron has put
         something between the parameters."""
-        weights = self.weights
+        return self._whole(self.weights)
+
+    def _whole(self, weights: list[Any]) -> Tensor:
         found = _one_tensor(weights)
         if found is None:
             if not weights[0].is_meta:
@@ -62,7 +65,7 @@ class ExpertLinear(nn.Module):
         """[E, N, K]. later: a leaf, whose gradients come outside of a backward; `hand_out` gives
         them to the parameters. Called as a module for the hooks that wait for gathered weights."""
         weights = self.weights
-        whole = self.whole()
+        whole = self._whole(weights)
         if later:
             if self._later is None or self._later.data_ptr() != whole.data_ptr():
                 self._later = whole.requires_grad_()
@@ -77,18 +80,13 @@ class ExpertLinear(nn.Module):
 
     def hand_out(self) -> None:
         """Gives the gradient of the leaf of `later` to the parameters."""
-        leaf = self._later
-        if leaf is None or leaf.grad is None:
-            return
-        added = getattr(leaf, "grad_added_to_main_grad", False)
-        for w, grad in zip(self.weights, leaf.grad.unbind(0), strict=True):
-            if added:
-                w.grad_added_to_main_grad = True
-            if w.grad is None:
-                w.grad = grad
-            elif not added:
-                w.grad.add_(grad)
-        leaf.grad = None
+        leaf, weights = self._later, self.weights
+        if getattr(leaf, "main_grad", None) is not None:
+            _added(weights)
+        elif leaf is not None and leaf.grad is not None:
+            for w, grad in zip(weights, leaf.grad.unbind(0), strict=True):
+                w.grad = grad if w.grad is None else w.grad.add_(grad)
+            leaf.grad = None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -130,34 +128,44 @@ def _one_tensor(parts: list[Any]) -> Tensor | None:
 
 
 def _give_main_grad(made: Any, weights: list[Any], scratch: list[Tensor] | None) -> None:
-    """Gives `made` the main_grads of the weights, if they have some, and Megatron's flag. Where
-    they lie apart it gets a tensor of its own, which `scratch` gets, too."""
-    first = weights[0]
-    if getattr(first, "main_grad", None) is None:
+    """Gives `made` the main_grads of the weights, if they have some. Where they lie apart it gets a
+    tensor of its own, which `scratch` gets, too."""
+    if getattr(weights[0], "main_grad", None) is None:
         return
     grads = [w.main_grad for w in weights]
     made.main_grad = _one_tensor(grads)
-    if made.main_grad is None:
-        if scratch is None:
-            raise RuntimeError(
-                "[Experts] main_grads of delayed weight gradients must lie behind one another; "
-                f"{_REMEDY}"
-            )
-        slow_path(
-            "main_grads apart",
-            "[Experts] main_grads that do not lie behind one another are added to in a second pass;"
-            f" {_REMEDY}",
+    if made.main_grad is not None:
+        return
+    if scratch is None:
+        raise RuntimeError(
+            "[Experts] main_grads of delayed weight gradients must lie behind one another; "
+            f"{_REMEDY}"
         )
-        made.main_grad = torch.zeros(made.shape, dtype=grads[0].dtype, device=made.device)
-        scratch.append(made.main_grad)
-    if hasattr(first, "grad_added_to_main_grad"):
-        made.grad_added_to_main_grad = False
-        made.zero_out_wgrad = getattr(first, "zero_out_wgrad", False)
+    slow_path(
+        "main_grads apart",
+        "[Experts] main_grads that do not lie behind one another are added to in a second pass;"
+        f" {_REMEDY}",
+    )
+    made.main_grad = torch.zeros(made.shape, dtype=grads[0].dtype, device=made.device)
+    scratch.append(made.main_grad)
+
+
+def _added(weights: list[Any]) -> None:
+    """Megatron's flag, where it asks for one: main_grads have the gradients. Its hooks also want
+    each parameter to have a .grad, which nobody reads: one tensor is that of all."""
+    first = weights[0]
+    if not hasattr(first, "grad_added_to_main_grad"):
+        return
+    unread = placeholder(Destination(first, first.dtype, first.shape))
+    for w in weights:
+        w.grad_added_to_main_grad = True
+        if w.grad is None:
+            w.grad = unread
 
 
 class _Stacked(torch.autograd.Function):
     """The weights as one tensor. With main_grad, that has the gradient already, or `scratch` has
-    it; each weight then gets Megatron's flag, and a placeholder for hooks to see."""
+    it, and autograd has none."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, scratch: list[Tensor], *weights: Tensor) -> Tensor:
@@ -168,12 +176,11 @@ class _Stacked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         weights: Any = ctx.weights
-        if getattr(weights[0], "main_grad", None) is not None:
-            for part in ctx.scratch:
-                for w, mine in zip(weights, part, strict=True):
-                    w.main_grad.add_(mine)
-            ctx.scratch.clear()
-            if hasattr(weights[0], "grad_added_to_main_grad"):
-                for w in weights:
-                    w.grad_added_to_main_grad = True
-        return None, None, *((None,) * len(weights) if grad is None else grad.unbind(0))
+        if grad is not None:
+            return None, None, *grad.unbind(0)
+        for part in ctx.scratch:
+            for w, mine in zip(weights, part, strict=True):
+                w.main_grad.add_(mine)
+        ctx.scratch.clear()
+        _added(weights)
+        return (None,) * (2 + len(weights))
