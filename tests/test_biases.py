@@ -192,6 +192,46 @@ def test_frozen(recipe: str, trained: str) -> None:
         assert (a is None) if n - 3 not in (-3, -2, -1, *kept) else torch.equal(a, b), NAMES[n]
 
 
+def rounds(t: Tensor) -> bool:
+    return not torch.equal(t, t.bfloat16().float())
+
+
+@pytest.mark.parametrize("into", ["grad_dtype", "main_grad", "Megatron's main_grad"])
+def test_float32_gradients_do_not_pass_bf16(into: str, device: torch.device) -> None:
+    """By grad_dtype, and added to main_grad, which a bias that is frozen or asked for leaves."""
+    layer, given = layer_of("gpt-oss", 176, dtype=torch.bfloat16).to(device), inputs()
+    plain = run(layer, *given)[5:]
+    biases_of = layer.local_biases()
+    if into == "grad_dtype":
+        for bias in biases_of:
+            bias.grad = None
+            bias.grad_dtype = torch.float32
+        found = run(layer, *given)[5:]
+    else:
+        for bias in biases_of:
+            bias.main_grad = torch.ones(bias.shape, dtype=torch.float32, device=device)
+            if into != "main_grad":
+                bias.grad_added_to_main_grad = False
+        unread = run(layer, *given)[5:]
+        if into == "main_grad":
+            assert unread == [None, None]
+        else:
+            assert all(bias.grad_added_to_main_grad for bias in biases_of)
+            assert not any(grad.any() for grad in unread)
+        run(layer, *given)
+        kept = [bias.main_grad.clone() for bias in biases_of]
+        found = [(m - 1) / 2 for m in kept]
+        biases_of.down.requires_grad_(False)
+        x, idx, probs, dout = (t.to(device) for t in given)
+        [asked] = torch.autograd.grad(layer(x, idx, probs), [biases_of.gate_up], dout)
+        assert torch.equal(asked, plain[0])
+        assert all(torch.equal(bias.main_grad, m) for bias, m in zip(biases_of, kept, strict=True))
+    for got, want in zip(found, plain, strict=True):
+        assert got.dtype == torch.float32
+        assert rounds(got)
+        assert relative_error(got, want) < 2**-8
+
+
 def test_parameters_and_names() -> None:
     layer = layer_of("gpt-oss", 176)
     names = ["gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"]

@@ -276,10 +276,10 @@ def _dots(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
 
 
 def _sums(rows: Tensor, weights: Tensor, plan: Plan, bias: Tensor) -> Tensor:
-    """The gradient of bias [E, N]: the sum of weights[row] * rows[row] of each expert, in one
-    order."""
+    """The gradient of bias [E, N] in bf16: the sum of weights[row] * rows[row] of each expert, in
+    one order."""
     u = weights.bfloat16()[:, None].repeat(1, 8)  # what torch multiplies at least
-    return grouped_mm(u.t(), rows, plan.offsets)[:, 0].to(bias.dtype)
+    return grouped_mm(u.t(), rows, plan.offsets)[:, 0].contiguous()
 
 
 def _row_probs(probs: Tensor | None, z: Tensor, plan: Plan) -> Tensor:

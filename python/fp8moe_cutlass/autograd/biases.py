@@ -52,12 +52,12 @@ def dots(bias: Tensor, rows: Fp8Tensor, plan: RoutingPlan) -> Tensor:
 
 
 def sums(bias: Tensor, rows: Fp8Tensor, plan: RoutingPlan, weights: Tensor | None = None) -> Tensor:
-    """The gradient of bias [E, N], in its dtype: the sum of weights[row] * rows[row] of each
-    expert, in one order; rows as of lora_project, weights [R] f32, None: 1."""
+    """The gradient of bias [E, N], in float32: the sum of weights[row] * rows[row] of each expert,
+    in one order; rows as of lora_project, weights [R] f32, None: 1."""
     shape = plan.rows, _RANK
     if weights is None:
         u = torch.ones(shape, dtype=torch.bfloat16, device=bias.device)
     else:
         u = weights.to(torch.bfloat16)[:, None].repeat(1, _RANK)
     made: Any = ops.lora_wgrad(u, rows, plan, out_dtype="float32")
-    return made[:, 0].to(bias.dtype)  # type: ignore[no-any-return]
+    return made[:, 0].contiguous()  # type: ignore[no-any-return]

@@ -193,8 +193,7 @@ def backward(
     beside = grads.pending is None and not (made.gate_up is None and made.down is None)
     returning = move.return_grads(made.dx, made.dprobs, route, beside)
     # While both are on their way:
-    weights = grads.accept(made.gate_up, made.down, made.workspace)
-    weights += made.biases
+    weights = grads.accept(made.gate_up, made.down, made.workspace, made.biases)
     if scaling:
         weights += made.lora or [None] * 4
     dx, dprobs = move.receive_grads(returning, route)

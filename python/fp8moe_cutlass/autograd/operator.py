@@ -312,12 +312,18 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
         Destination(weight, dtype, shape, average, returned=not in_place)
         for weight, dtype, shape, in_place in zip(own, of, shapes, need[_NEED:], strict=True)
     ]
+    low_rank = None if owner is None else owner._lora_average
+    to += [
+        Destination(None, t.dtype, t.shape, low_rank, returned=True)
+        for t in tensors[body.SAVED_TENSORS - 2 : body.SAVED_TENSORS]
+        if t is not None
+    ]
     del there, tensors
-    into = WeightGrads(to[0], to[1], None, up)
+    into = WeightGrads(to[0], to[1], None, up, to[2:])
     dx, dprobs, weights = block.backward(
         dout, read, route, options, move, into, counters, asked, scaling
     )
-    weights[3:] = averaged(weights[3:], None if owner is None else owner._lora_average)
+    weights[5:] = averaged(weights[5:], low_rank)
     made = (dx, dprobs, *weights)  # dprobs of a group is a part of longer rows
     return [dout.new_empty(_ABSENT) if t is None else t.contiguous() for t in made]
 

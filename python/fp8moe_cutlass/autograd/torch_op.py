@@ -138,7 +138,8 @@ def run(
             of = owner.gate_up_proj, owner.down_proj
         counters, of_low_rank = owner._counters, owner._lora_average
     scaling = 0.0 if lora is None else lora.scaling
-    grads = weight_grads(of, held, pending, average, None if up is None else up.dtype)
+    of_up = None if up is None else up.dtype
+    grads = weight_grads(of, held, pending, average, of_up, biases or (), of_low_rank)
     how = How(options, move, grads, counters, need, scaling, of_low_rank)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up, down, up, topk_idx, weights, how, *more
@@ -181,7 +182,6 @@ class _Experts(torch.autograd.Function):
             biases,
             up,
         )
-        ctx.biased = biases is not None
         ctx.save_for_backward(*saved.tensors())
         ctx.how, ctx.sizes = how, saved.sizes
         ctx.at = 1 if probs is None else 2  # of gate_up among the tensors, which have edges
@@ -197,8 +197,9 @@ class _Experts(torch.autograd.Function):
         down, asked_down = runs(edges[ctx.at + 1][0])
         if grads.up is not None:
             gate_up = gate_up or runs(edges[ctx.at + 2][0])[0]
-        if asked_gate_up or asked_down:
-            grads = grads.returning(asked_gate_up, asked_down)
+        of_biases = [runs(edge[0]) for edge in edges[len(edges) - len(grads.biases) :]]
+        if asked_gate_up or asked_down or of_biases:
+            grads = grads.returning(asked_gate_up, asked_down, of_biases)
         x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]
         body = block.body_of(options.recipe)
         # Dense, wherever a saved-tensor hook has put them, but for rows that came with a gap.
@@ -219,8 +220,8 @@ class _Experts(torch.autograd.Function):
             scaling,
         )
         of_lora = averaged(dweights[5:], low_rank) if scaling else ()
-        of_biases = averaged(dweights[3:5], low_rank) if ctx.biased else ()
-        return dx, dprobs, *dweights[:3], None, None, None, *of_biases, *of_lora
+        biases = dweights[3:5] if of_biases else ()
+        return dx, dprobs, *dweights[:3], None, None, None, *biases, *of_lora
 
 
 # ---- as an operator -----------------------------------------------------------------------------

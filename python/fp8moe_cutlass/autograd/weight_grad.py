@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +91,19 @@ class Destination:
         return main_grad
 
 
+class Made(NamedTuple):
+    """A gradient that is there, as Destination.deliver runs those that are not."""
+
+    grad: Tensor
+
+    def scaled(self, by: float) -> Made:
+        return Made(self.grad * by)
+
+    def run(self, out: Tensor | None, *_: Any, **__: Any) -> Tensor:
+        """It, added to `out`."""
+        return self.grad if out is None else out.add_(self.grad)
+
+
 @dataclass(frozen=True)
 class Pending:
     """A weight gradient whose backward has run but whose GEMM has not."""
@@ -117,19 +130,25 @@ class Pending:
 
 @dataclass(frozen=True)
 class WeightGrads:
-    """The places where one forward's gradients of both weights go."""
+    """The places where one forward's gradients of both weights, and of biases, go."""
 
     gate_up: Destination
     down: Destination
-    pending: list[Pending] | None  # not None: they wait here
+    pending: list[Pending] | None  # not None: those of the weights wait here
     up: torch.dtype | None = None  # of its gradient; not None: gate_up is the gate alone
+    biases: Sequence[Destination | None] = ()  # None: nobody wants it
 
-    def returning(self, gate_up: bool, down: bool) -> WeightGrads:
-        """The same, but for those gradients that autograd.grad returns."""
+    def returning(self, gate_up: bool, down: bool, biases: Sequence[Any] = ()) -> WeightGrads:
+        """The same, but for those gradients that autograd.grad returns. biases: whether each is
+        wanted, and whether so."""
         return replace(
             self,
             gate_up=replace(self.gate_up, returned=gate_up),
             down=replace(self.down, returned=down),
+            biases=[
+                replace(to, returned=asked) if wanted and to is not None else None
+                for to, (wanted, asked) in zip(self.biases, biases, strict=True)
+            ],
         )
 
     def accept(
@@ -137,23 +156,27 @@ class WeightGrads:
         gate_up: Any,
         down: Any,
         workspace: Tensor | None = None,
+        biases: Sequence[Tensor | None] = (None, None),
     ) -> list[Tensor | None]:
-        """Run or defer both wgrads; what the backward returns for gate_up, down and up.
+        """Run or defer both wgrads; what the backward returns for gate_up, down and up, and for the
+        two biases, whose gradients these are.
 
         As Megatron expects, a weight that has the attribute `grad_added_to_main_grad` gets it set
         and returns a placeholder, so that hooks on the gradient run; else .grad stays None.
         """
-        returned: list[Tensor | None] = [None, None, None]
+        returned: list[Tensor | None] = [None, None, None, None, None]
         in_place = False
         if self.up is not None and gate_up is not None:
             exact = "bfloat16" if self.gate_up.dtype == torch.bfloat16 else "float32"
             gate, up = gate_up.halves(exact, workspace)
             returned[0], returned[2] = gate.to(self.gate_up.dtype), up.to(self.up)
             gate_up = None
-        for n, (to, wgrad) in enumerate(((self.gate_up, gate_up), (self.down, down))):
-            if wgrad is None:
+        made = [None if grad is None else Made(grad) for grad in biases]
+        of_biases = zip((3, 4), self.biases, made, strict=False)
+        for n, to, wgrad in ((0, self.gate_up, gate_up), (1, self.down, down), *of_biases):
+            if wgrad is None or to is None:
                 continue
-            if self.pending is not None and not to.returned:
+            if self.pending is not None and not to.returned and n < 2:
                 operands = written(to.weight.device)
                 self.pending.append(Pending(to, wgrad, operands))
                 continue
@@ -183,15 +206,20 @@ def weight_grads(
     pending: list[Pending] | None = None,
     average: Average | None = None,
     up: torch.dtype | None = None,
+    biases: Sequence[Tensor] = (),
+    of_biases: Average | None = None,
 ) -> WeightGrads:
     """The places where the gradients of a forward over gate_up and down go. held: what of them this
-    rank holds. up: the dtype of a third gradient, where gate_up is the gate alone."""
+    rank holds. up: the dtype of a third gradient, where gate_up is the gate alone. biases: both, or
+    none, with an average of their own."""
     to = []
-    for weight, own in zip(weights, held, strict=True):
+    averages = (average, average, of_biases, of_biases)
+    both = zip((*weights, *biases), (*held, *biases), averages, strict=False)
+    for weight, own, by in both:
         named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
         dtype, turned = named or weight.dtype, not own.is_contiguous() and is_turned(own)
-        to.append(Destination(weight, dtype, own.shape, average, turned=turned))
-    return WeightGrads(to[0], to[1], pending, up)
+        to.append(Destination(weight, dtype, own.shape, by, turned=turned))
+    return WeightGrads(to[0], to[1], pending, up, to[2:])
 
 
 _placeholders: dict[Any, Tensor] = {}
