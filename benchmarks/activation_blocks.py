@@ -2,7 +2,7 @@
 
 Forward and backward, weights quantized in each step, then reused. The baselines share the layer's
 parameters: "torch bf16" is the layer with recipe=None, whose activation and biases torch.compile
-fuses, and "torch bf16, autograd" is torch_experts.py, where there are no biases.
+fuses, and "torch bf16, autograd" is torch_experts.py.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
             setattr(plain, key, parameter)
         inputs = Inputs.random(shape, device)
         ways: Any = {name: layer, name + REUSED: layer, BF16: plain}
-        if not bias:
-            ways[AUTOGRAD] = TorchExperts(layer, shape["S"])
+        ways[AUTOGRAD] = TorchExperts(layer, shape["S"])
         steps: Any = {
             way: Contender(m, inputs, reuse=way.endswith(REUSED)).step for way, m in ways.items()
         }
         found = burst(steps, device)
-        peers = {way: found[way].ms for way in (BF16, AUTOGRAD) if way in found}
+        peers = {way: found[way].ms for way in (BF16, AUTOGRAD)}
         for way in (name, name + REUSED):
             result = row("block", shape, way, found[way], peers=peers, limit_ms=None)
             record["results"].append(result)

@@ -15,12 +15,13 @@ from fp8moe_cutlass.nn import MoEExperts
 
 
 class TorchExperts(nn.Module):
-    """grouped_mm, a compiled activation, gathers in both directions: no atomics, no host sync. It
-    shares the layer's parameters, and has no biases. On the CPU nothing is compiled."""
+    """grouped_mm, a compiled activation, gathers in both directions: no host sync, and no atomics
+    but of biases. It shares the layer's parameters. On the CPU nothing is compiled."""
 
     def __init__(self, layer: MoEExperts, slots: int) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = layer.gate_up_proj, layer.down_proj
+        self.biases = nn.ParameterList(layer.local_biases() or ())
         plain = layer.activation == Activation()
         self.hidden = swiglu if plain else forward_of(layer.activation)
 
@@ -32,8 +33,12 @@ class TorchExperts(nn.Module):
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
         x_rows, p = self.to_rows(x, probs, order, row_of)
         z = F.grouped_mm(x_rows, self.gate_up_proj.transpose(1, 2), offs=ends)
+        if self.biases:
+            z = plus(z, self.biases[0], expert)
         h = self.hidden(z, p)
         y = F.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
+        if self.biases:
+            y = plus(y, self.biases[1], expert, p)
         return self.to_tokens(y, order, row_of)
 
     def to_rows(self, x: Tensor, probs: Tensor, order: Tensor, row_of: Tensor) -> Any:
@@ -48,6 +53,12 @@ class TorchExperts(nn.Module):
 def swiglu(z: Tensor, p: Tensor) -> Tensor:
     gate, up = z.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up * p[:, None]).to(z.dtype)
+
+
+@compiled
+def plus(rows: Tensor, bias: Tensor, expert: Tensor, p: Tensor | None = None) -> Tensor:
+    of_rows = bias[expert].float()
+    return (rows.float() + (of_rows if p is None else of_rows * p[:, None])).to(rows.dtype)
 
 
 @compiled

@@ -21,6 +21,7 @@ import sweep
 import timing
 from cases import transposed
 from fp8moe_cutlass import ops
+from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import Kernel, kernels_of
 from layer import OURS, QUANTIZING, REUSING, SHAPES
 from layer_baselines import TORCH, IndexingTorchExperts
@@ -138,6 +139,21 @@ def test_the_torch_peers_compute_the_block(peer: type[TorchExperts]) -> None:
     got, want = p.run(peer(layer, 3)), p.truth()
     for name in vars(want):
         assert relative_error(getattr(got, name), getattr(want, name)) < 0.006, name
+
+
+def test_the_torch_peer_has_the_biases() -> None:
+    """Output and the biases' gradients are those of the layer in bf16."""
+    torch.manual_seed(0)
+    layer = MoEExperts(5, 64, 80, bias=True, recipe=None)
+    p, x = problem(200, 3, 5), torch.randn(200, 64).bfloat16()
+    made = []
+    for module in (layer, TorchExperts(layer, 3)):
+        layer.zero_grad()
+        out = module(x, p.topk_idx, p.probs)
+        out.backward(torch.ones_like(out))
+        made.append([out.detach(), *(bias.grad for bias in layer.local_biases())])
+    for got, want in zip(*made, strict=True):
+        assert relative_error(got, want) < 0.02  # torch adds up gradients of biases in bf16
 
 
 def test_kernels_belong_to_the_operator_that_launched_them() -> None:
