@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import ep
 import ep_soak
 import ep_team
 import ep_trace
+import plot
 import ranks
+import table
 from contender import Inputs
 from fp8moe_cutlass.nn import MoEExperts
 from ranks import Pool, results
@@ -78,7 +81,7 @@ def kernel(name: str, stream: int, ts: float, dur: float) -> dict[str, Any]:
     return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}}
 
 
-def test_lanes_and_overlap_of_a_gpu_trace() -> None:
+def test_lanes_and_overlap_of_a_gpu_trace(tmp_path: Path) -> None:
     events = [
         kernel("fp8moe::cuda::quantize_pack", 7, 1000.0, 1000.0),
         kernel("ncclDevKernel_SendRecv", 20, 1500.0, 2000.0),
@@ -92,6 +95,10 @@ def test_lanes_and_overlap_of_a_gpu_trace() -> None:
         ("stream 23", "torch", (1.5, 2.0)),
     ]
     assert ep_trace.overlapped(boxes) == pytest.approx((0.5 + 0.5) / 2.0)
+    plot.draw({"traceEvents": events}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"plot\.py"):
+        list(table.tables_of({"traceEvents": events}))
 
 
 # ---- the soak -----------------------------------------------------------------------------------
