@@ -15,6 +15,7 @@ from activations import ACTIVATIONS, formula
 from fp8moe_cutlass import Fp8Recipe, autograd
 from fp8moe_cutlass.autograd import biases
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
+from fp8moe_cutlass.nn.lora import factors
 from ranks import Pool, results
 from reference import relative_error
 
@@ -177,6 +178,18 @@ def test_what_traces_has_the_same_bits() -> None:
             assert torch.equal(a, b), what
 
 
+def test_lora_has_the_same_bits_traced() -> None:
+    layer, given = layer_of("gpt-oss interleaved", 176), inputs()
+    layer.add_lora(8, alpha=8.0)
+    for b in factors(layer)[1::2]:
+        torch.nn.init.normal_(b, std=0.05)
+    want = run(layer, *given)[:3] + [f.grad for f in factors(layer)]
+    torch._dynamo.reset()
+    layer.compile(backend="aot_eager", fullgraph=True)
+    got = run(layer, *given)[:3] + [f.grad for f in factors(layer)]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("trained", ["weights", "biases", "one bias"])
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
 def test_frozen(recipe: str, trained: str) -> None:
@@ -190,6 +203,36 @@ def test_frozen(recipe: str, trained: str) -> None:
     got = run(layer, *given)
     for n, (a, b) in enumerate(zip(got, want, strict=True)):
         assert (a is None) if n - 3 not in (-3, -2, -1, *kept) else torch.equal(a, b), NAMES[n]
+
+
+@pytest.mark.parametrize("preactivation", ["save", "recompute"])
+@pytest.mark.parametrize("recipe", ["fp8", "output"])
+def test_lora(recipe: str, preactivation: str, device: torch.device) -> None:
+    """Against float64 of the weights with their low-rank terms; merged; the biases are frozen."""
+    options = {"recipe": RECIPES[recipe], "preactivation": preactivation}
+    layer, given = layer_of("gpt-oss interleaved", 176, **options), inputs()
+    merged = copy.deepcopy(layer)
+    layer.add_lora(8, alpha=8.0, dtype=torch.float32)
+    assert not any(p.requires_grad for p in parameters(layer))
+    with torch.no_grad():
+        for b in factors(layer)[1::2]:
+            b.normal_(std=0.05)
+        for w, a, b in zip(
+            parameters(merged), *(factors(layer)[n::2] for n in (0, 1)), strict=False
+        ):
+            w.add_(b @ a)
+    want = truth(merged, *given)
+    of_weights = want[3:5]
+    for n, dw in enumerate(of_weights):
+        a, b = (f.detach().double() for f in factors(layer)[2 * n : 2 * n + 2])
+        want[3 + 2 * n : 3 + 2 * n] = [b.mT @ dw, dw @ a.mT]
+    layer = layer.to(device)
+    got = run(layer, *given)[:3] + [f.grad for f in factors(layer)]
+    for n, (a, b) in enumerate(zip(got, want, strict=False)):
+        assert relative_error(a.cpu(), b) < BOUND[recipe], n
+    layer.merge_lora()
+    for w, its in zip(parameters(layer), parameters(merged), strict=True):
+        torch.testing.assert_close(w.cpu(), its)
 
 
 def rounds(t: Tensor) -> bool:
@@ -266,10 +309,12 @@ def test_the_columns_of_a_bias_hold_it(dtype: torch.dtype, device: torch.device)
 
 
 REFUSED = {
-    r"\[add_lora\] the layer must have no biases": lambda m: m.add_lora(8, alpha=8.0),
     r"\[fp8_tensors\] the layer must have no biases": lambda m: list(m.fp8_tensors()),
     r"\[MoEExperts\] FP8 weights have no biases": lambda m: MoEExperts(
         E, H, 128, bias=True, dtype=torch.float8_e4m3fn
+    ),
+    r"\[MoEExperts\] FP8 weights have no biases; got bias=True": lambda m: MoEExperts.from_fp8(
+        dict(MoEExperts(E, H, 128).fp8_tensors(fused=True)), num_experts=E, bias=True
     ),
     r"\[MoEExperts\] bias must be True or False; got 1": lambda m: MoEExperts(E, H, 128, bias=1),
 }

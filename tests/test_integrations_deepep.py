@@ -17,7 +17,7 @@ from fp8moe_cutlass.autograd.body import COUNTED
 from fp8moe_cutlass.integrations import deepep
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, problem
-from reference import Result
+from reference import Result, relative_error
 
 E = 8
 
@@ -134,6 +134,37 @@ def test_one_rank_gets_all() -> None:
     p.topk_idx = p.topk_idx % 2  # experts 0 and 1, of rank 0
     p.topk_idx[:, 1] = 1 - p.topk_idx[:, 0]
     check(p, run_ranks(p, [24, 24]), ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["Buffer", "ElasticBuffer"])
+def test_biases(kind: str) -> None:
+    """Output, and gradients of tokens, weights' and biases', are those of one process."""
+    p, world, tokens = problem(tokens=96, slots=2, experts=E), World(2), [40, 56]
+    biases = [torch.randn(shape).bfloat16() for shape in (p.gate_up.shape[:2], p.down.shape[:2])]
+    xs, ids, probs, douts = (t.split(tokens) for t in (p.x, p.topk_idx, p.probs, p.dout))
+
+    def run(mine: slice, x: Tensor, idx: Tensor, prob: Tensor, dout: Tensor, by: Any) -> list[Any]:
+        gate_up, down = p.gate_up[mine], p.down[mine]
+        layer = MoEExperts(len(down), down.shape[1], down.shape[2], bias=True, dtype=down.dtype)
+        of = layer.gate_up_proj, layer.down_proj, *layer.local_biases()
+        with torch.no_grad():
+            for a, b in zip(of, (gate_up, down, *(bias[mine] for bias in biases)), strict=True):
+                a.copy_(b)
+        x, prob = x.clone().requires_grad_(), prob.clone().requires_grad_()
+        out = by(layer, x, idx, prob)
+        out.backward(dout.to(out.dtype))
+        return [out.detach(), x.grad, prob.grad, *(w.grad for w in of)]
+
+    def job(rank: int) -> list[Any]:
+        buffer = buffer_of(kind, world, rank, max(tokens))
+        given = xs[rank], ids[rank], probs[rank], douts[rank]
+        mine = slice(rank * E // 2, (rank + 1) * E // 2)
+        call = deepep.experts
+        return run(mine, *given, lambda m, *of: call(m, buffer, *of, num_experts=E))
+
+    want = run(slice(E), p.x, p.topk_idx, p.probs, p.dout, lambda m, *of: m(*of))
+    for n, (got, its) in enumerate(zip(zip(*world.run(job), strict=True), want, strict=True)):
+        assert relative_error(torch.cat(got), its) < 5e-3, n
 
 
 @pytest.mark.parametrize("options", [{"preactivation": "recompute"}, {"delay_wgrad": True}])

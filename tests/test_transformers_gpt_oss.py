@@ -171,14 +171,35 @@ def test_a_model_trains_by_trainer_and_is_saved(tmp_path: Path) -> None:
     assert torch.equal(again(**given).loss, last)
 
 
-def test_lora_is_refused_by_name() -> None:
+def test_lora() -> None:
+    """By PEFT's configuration, beside PEFT's own over "eager": loss, gradients, and merged."""
     peft = pytest.importorskip("peft")
-    model = model_of("GptOss", layer_types=["full_attention"] * 2)
+    ids, how = tokens(), {"layer_types": ["full_attention"] * 2}
+    eager, model = model_of("GptOss", **how), model_of("GptOss", **how)
     fp8moe.swap(model)
     targets = ["experts.gate_up_proj", "experts.down_proj"]
-    config = peft.LoraConfig(r=8, lora_alpha=8, target_modules=[], target_parameters=targets)
-    with pytest.raises(NotImplementedError, match=r"\[add_lora\] the layer must have no biases"):
-        fp8moe.get_peft_model(model, config)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=[], target_parameters=targets)
+    theirs, ours = peft.get_peft_model(eager, config), fp8moe.get_peft_model(model, config)
+    adapters = peft.get_peft_model_state_dict(theirs)
+    assert {k: v.shape for k, v in adapters.items()} == {
+        k: v.shape for k, v in peft.get_peft_model_state_dict(ours).items()
+    }
+    torch.manual_seed(2)
+    adapters = {k: 0.05 * torch.randn_like(v) for k, v in adapters.items()}
+    losses, grads = [], []
+    for adapted in (theirs, ours):
+        peft.set_peft_model_state_dict(adapted, adapters)
+        loss = adapted(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        trained = {n: p.grad for n, p in adapted.named_parameters() if p.requires_grad}
+        assert len(trained) == 8
+        grads.append(torch.stack([g.norm() for _, g in sorted(trained.items())]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.01, atol=0)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.15, atol=0)
+    merged = [adapted.merge_and_unload() for adapted in (theirs, ours)]
+    for name, want in merged[0].state_dict().items():
+        torch.testing.assert_close(merged[1].state_dict()[name], want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -208,7 +208,7 @@ def forward(
     row_probs = _row_probs(probs, z, plan)
     y = grouped_mm(forward_of(options.activation)(z, row_probs), down.mT, plan.offsets)
     if biases is not None:
-        y = _plus_weighted(y, biases.down, plan.expert_of(y), row_probs)
+        y = plus_weighted(y, biases.down, plan.expert_of(y), row_probs)
     out = plan.sums_of(y)
     if need is None:
         return out, None
@@ -257,16 +257,16 @@ def backward(
 def _preactivation(x: Tensor, gate_up: Tensor, plan: Plan, bias: Tensor | None) -> Tensor:
     """z [R, 2I] bf16."""
     z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
-    return z if bias is None else _plus(z, bias, plan.expert_of(z))
+    return z if bias is None else plus(z, bias, plan.expert_of(z))
 
 
 @compiled
-def _plus(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+def plus(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
     return (rows.float() + bias[expert].float()).to(rows.dtype)
 
 
 @compiled
-def _plus_weighted(rows: Tensor, bias: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+def plus_weighted(rows: Tensor, bias: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
     return (rows.float() + bias[expert].float() * weights[:, None]).to(rows.dtype)
 
 

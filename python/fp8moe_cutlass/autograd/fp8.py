@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import biases as bias_terms
 from fp8moe_cutlass.autograd.arguments import as_counts
+from fp8moe_cutlass.autograd.bf16 import plus, plus_weighted
 from fp8moe_cutlass.autograd.body import (
     COUNTED,
     Biases,
@@ -253,7 +254,8 @@ def forward(
 
     x [T, H] and probs [T, S] f32 -> out [T, H] bf16; grouped: x [R, H] and probs [R] f32 or None
     -> out [R, H]. And what `backward` reads, if there is a `need`. into: where to write out, unless
-    grouped. lora, biases: what both projections have beside their weights, one of the two.
+    grouped. lora, biases: what both projections have beside their weights. A GEMM has place for
+    one of them: beside a LoRA, biases are added to what it has rounded.
     """
     recipe, multiplied = options.recipe, weights.multiplied
     grouped = x.scale_layout == "gemm"  # rows [R, H] by expert; else a row per token
@@ -261,16 +263,21 @@ def forward(
     last = recipe.weighting == "output"
     terms = None if lora is None else Terms(lora, recipe)
     u1, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
-    if biases is not None:
+    inside = biases is not None and terms is None
+    if biases is not None and inside:
         pair = bias_terms.pair(biases.gate_up, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
+    if biases is not None and not inside:
+        z = _plus(z, biases.gate_up, plan)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made = _hidden(z, plan, row_probs, options, save_z)
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
-    if biases is not None:
+    if biases is not None and inside:
         pair = bias_terms.pair(biases.down, plan, None if last else row_probs)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
+    if biases is not None and not inside:
+        y = _plus(y, biases.down, plan, None if last else row_probs)
     if not grouped:
         out = ops.unpermute_unpad(y, plan, probs if last else None, out=into)
     else:
@@ -323,10 +330,12 @@ def backward(
         if isinstance(gate_up, Tensor):
             gate_up, gate_up_t = quantize_weight(gate_up, recipe, transposed=need.x)
         _, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
-        if biases is not None:
+        if biases is not None and terms is None:
             pair = bias_terms.pair(biases.gate_up, plan)
         rows = x if grouped else ops.permute_pad(x, plan)[0]
         z = ops.grouped_gemm(rows, gate_up, plan, **pair)
+        if biases is not None and terms is not None:
+            z = _plus(z, biases.gate_up, plan)
         if need.lora:
             h = _hidden(z, plan, row_probs, options)
         del rows
@@ -390,6 +399,13 @@ def backward(
         if biases is not None and need.biases
         else (None, None),
     )
+
+
+def _plus(y: Any, bias: Tensor, plan: RoutingPlan, weights: Tensor | None = None) -> Any:
+    """y [R, N] + weights[row] * bias[e] of bias [E, N]; weights [R], None: 1."""
+    at = torch.arange(y.shape[0], dtype=torch.int32, device=y.device)
+    expert = torch.searchsorted(plan.row_offsets[1:], at, right=True).clamp_(max=len(bias) - 1)
+    return plus(y, bias, expert) if weights is None else plus_weighted(y, bias, expert, weights)
 
 
 def _hidden(

@@ -105,16 +105,15 @@ def run(
     up: Tensor | None = None,
 ) -> Tensor:
     """`experts`, for a caller that has checked its arguments. owner: says where the gradients of
-    the two weights go, and what counts. lora: low-rank terms, for a recipe in FP8, and without
-    biases. up [E, I, H]: gate_up is the gate alone, [E, I, H] with I a multiple of 128; for a
-    recipe in FP8 with transposed_weights="save", without weights, lora, main_grad and DTensors. The
-    gradients of the two are tensors of their own."""
+    the two weights go, and what counts. lora: low-rank terms, for a recipe in FP8. up [E, I, H]:
+    gate_up is the gate alone, [E, I, H] with I a multiple of 128; for a recipe in FP8 with
+    transposed_weights="save", without weights, lora, main_grad and DTensors. The gradients of the
+    two are tensors of their own."""
     factors: tuple[Tensor, ...] = () if lora is None else lora.factors
-    more = factors if biases is None else biases
+    more = (*(biases or ()), *factors)
     refuse_transforms("experts", x, probs, gate_up, down, *more)
     of_probs = probs is not None and probs.requires_grad
-    of_more = any(t.requires_grad for t in more) if more else False
-    of_which = (of_more, False) if biases is None else (False, of_more)
+    of_which = [any(t.requires_grad for t in of) if of else False for of in (factors, biases)]
     of_gate_up = gate_up.requires_grad or (up is not None and up.requires_grad)
     required = Need(x.requires_grad, of_probs, of_gate_up, down.requires_grad, *of_which)
     if not (torch.is_grad_enabled() and any(required)):
@@ -173,9 +172,10 @@ class _Experts(torch.autograd.Function):
         how: How,
         *more: Tensor,
     ) -> Tensor:
-        options, move, _, counters, need, scaling, _ = how
-        lora = Lora(more, scaling) if scaling else None
-        biases = Biases(*more) if more and lora is None else None
+        options, move, grads, counters, need, scaling, _ = how
+        beside = len(grads.biases)
+        lora = Lora(more[beside:], scaling) if scaling else None
+        biases = Biases(*more[:beside]) if beside else None
         out, saved, ctx.route = block.forward(
             *(x, topk_idx, probs, gate_up, down, options, move, weights, need, counters),
             lora,
@@ -184,6 +184,7 @@ class _Experts(torch.autograd.Function):
         )
         ctx.save_for_backward(*saved.tensors())
         ctx.how, ctx.sizes = how, saved.sizes
+        ctx.more = len(more)
         ctx.at = 1 if probs is None else 2  # of gate_up among the tensors, which have edges
         return out
 
@@ -197,7 +198,8 @@ class _Experts(torch.autograd.Function):
         down, asked_down = runs(edges[ctx.at + 1][0])
         if grads.up is not None:
             gate_up = gate_up or runs(edges[ctx.at + 2][0])[0]
-        of_biases = [runs(edge[0]) for edge in edges[len(edges) - len(grads.biases) :]]
+        first = len(edges) - ctx.more
+        of_biases = [runs(edge[0]) for edge in edges[first : first + len(grads.biases)]]
         if asked_gate_up or asked_down or of_biases:
             grads = grads.returning(asked_gate_up, asked_down, of_biases)
         x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]

@@ -114,7 +114,8 @@ def experts(
     probs = topk_weights.float()
     # Ranks that asked for different gradients would wait for each other: all move both.
     of_weights = layer.gate_up_proj.requires_grad, layer.down_proj.requires_grad
-    need = Need(True, True, *of_weights, lora=bool(layer.lora_rank))
+    of_biases = any(bias.requires_grad for bias in layer.local_biases() or ())
+    need = Need(True, True, *of_weights, bool(layer.lora_rank), of_biases)
     return layer.run(move, x, topk_idx, probs, weights, need=need)
 
 
@@ -124,8 +125,6 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
         raise ValueError(
             f"[deepep] the layer's recipe must be FP8, e4m3 in both directions; got {recipe}"
         )
-    if layer.has_bias:
-        raise ValueError("[deepep] the layer must have no biases; got bias=True")
     if layer.group is not None:
         raise ValueError(
             "[deepep] the layer must hold this rank's experts alone, DeepEP moves the tokens; got "

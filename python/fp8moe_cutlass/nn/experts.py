@@ -201,7 +201,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     def add_lora(self, rank: int, *, alpha: float, dtype: torch.dtype = torch.bfloat16) -> None:
         """Low-rank terms on both projections, which then train alone: W x becomes
         W x + alpha / rank B A x per expert, inside the FP8 GEMMs. The weights, values or FP8 codes,
-        are frozen.
+        and biases are frozen.
 
         rank: a multiple of 8, 8 to 64. dtype: of the parameters, which are multiplied in bfloat16:
         base_layer.lora_A.default.weight [E, rank, H], base_layer.lora_B.default.weight

@@ -95,8 +95,6 @@ def check(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> Non
         raise ValueError("[add_lora] the layer must have an FP8 recipe; got None")
     if layer.lora_rank:
         raise RuntimeError(f"[add_lora] the layer must have no LoRA; got one of {layer.lora_rank}")
-    if layer.has_bias:
-        raise NotImplementedError("[add_lora] the layer must have no biases; got bias=True")
     if layer._average is None and is_sharded(layer.gate_up_proj):
         raise RuntimeError(
             "[add_lora] the layer must have plain parameters: add LoRA before fully_shard; got "
@@ -110,8 +108,8 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
     e, h, i = len(layer.local_experts), layer.hidden_size, layer.intermediate_size
     shapes = (e, rank, h), (e, layer.activation.parts * i, rank), (e, rank, i), (e, h, rank)
     factory: Any = {"dtype": dtype, "device": layer.gate_up_proj.device}
-    layer.gate_up_proj.requires_grad_(False)
-    layer.down_proj.requires_grad_(False)
+    for name in layer.weight_names + layer.bias_names:
+        getattr(layer, name).requires_grad_(False)
     ids = layer.local_experts, layer.num_experts
     made = [Factor(s, n % 2 == 0, *ids, **factory) for n, s in enumerate(shapes)]
     layer.base_layer, outer = Pair(*made[:2]), Pair(*made[2:])
@@ -157,6 +155,7 @@ def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
     """W + scaling B A of a local expert: of gate_up_proj (of=0) or down_proj (1), [N, K] f32."""
     a, b = (t.detach()[expert].float() for t in factors(layer)[2 * of : 2 * of + 2])
     w = held((layer.gate_up_proj, layer.down_proj)[of]).detach()[expert]
+    w = w.mT if layer._turned else w
     if is_codes(w):
         scales = (layer.gate_up_proj_scale_inv, layer.down_proj_scale_inv)[of].detach()[expert]
         value = Fp8Tensor(w, scales.float(), "block").float()
@@ -183,7 +182,7 @@ def merge(layer: MoEExperts) -> None:
         for expert in range(len(w)):
             value = merged(layer, of, expert)
             if scale is None:
-                w[expert].copy_(value)
+                (w.mT if layer._turned else w)[expert].copy_(value)
                 continue
             q, _ = quantize_weight(value[None], rule_of(layer, scale), transposed=False)
             w[expert].view(torch.uint8).copy_(q.data[0].view(torch.uint8))
