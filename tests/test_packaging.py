@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -9,6 +10,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+
+import fp8moe_cutlass
 
 ROOT = Path(__file__).parent.parent
 NOTICES = [
@@ -41,3 +44,9 @@ def test_sdist_has_the_notices(tmp_path: Path) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert set(NOTICES) <= names
     assert not any(name.startswith("docs/benchmarks/") for name in names)
+
+
+def test_citation_and_changelog_have_the_version() -> None:
+    assert f"\nversion: {fp8moe_cutlass.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == fp8moe_cutlass.__version__
