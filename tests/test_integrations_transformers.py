@@ -312,16 +312,53 @@ def test_check_lists_what_it_cannot_judge() -> None:
         fp8moe.swap(nn.ModuleDict(several))
 
 
-def test_check_of_llama4_which_takes_the_name() -> None:
+def llama4(slots: int) -> Any:
+    torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
         vocab_size=256, hidden_size=H, intermediate_size=I, intermediate_size_mlp=I,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
-        num_local_experts=E, pad_token_id=0,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+        num_local_experts=E, num_experts_per_tok=slots, interleave_moe_layer_step=1, pad_token_id=0,
     )  # fmt: skip
-    model = transformers.Llama4ForCausalLM(config)
+    return transformers.Llama4ForCausalLM(config).train()
+
+
+def test_check_of_llama4_which_takes_the_name() -> None:
+    model = llama4(1)
     model.set_experts_implementation("fp8moe")
-    [found] = fp8moe.check(model)
+    found = fp8moe.check(model)[0]
     assert (found.name, found.runs) == ("model.layers.0.feed_forward.experts", "its own forward")
+    assert str(found.reason).endswith(": swap alone takes it")
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_llama4_by_swap(slots: int, recipe: Fp8Recipe | None) -> None:
+    """Loss, logits and all gradients beside transformers' own; keys, parameters and hooks stay."""
+    want, model = llama4(slots), llama4(slots)
+    seen: list[Any] = []
+    model.model.layers[0].feed_forward.register_forward_hook(lambda *_: seen.append(1))
+    keys, kept = list(model.state_dict()), dict(model.named_parameters())
+    assert fp8moe.swap(model, recipe=recipe) == [e.name for e in fp8moe.check(model)]
+    assert list(model.state_dict()) == keys
+    assert all(p is kept[name] for name, p in model.named_parameters())
+    outs = []
+    for m in (want, copy.deepcopy(model), model):
+        out = m(input_ids=tokens(), labels=tokens(), use_cache=False)
+        out.loss.backward()
+        outs.append(out)
+    assert seen == [1, 1]
+    assert torch.equal(outs[1].logits, outs[2].logits)
+    bound = BOUND if recipe is not None else 0.03
+    assert error(outs[2].logits, outs[0].logits) < bound
+    for (name, p), its in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert error(p.grad, its.grad) < bound, name
+
+
+def test_llama4_in_a_block_of_another_class_is_refused() -> None:
+    model = llama4(1)
+    holder = nn.ModuleDict({"mine": model.model.layers[0].feed_forward.experts})
+    with pytest.raises(NotImplementedError, match="the block around it is not transformers'"):
+        fp8moe.swap(holder)
 
 
 def test_codes_without_scales_are_refused() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
 import transformers
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
+from fp8moe_cutlass import Activation
 from fp8moe_cutlass.integrations import transformers as fp8moe
+from fp8moe_cutlass.integrations.transformers_activation import activation_of
+from fp8moe_cutlass.integrations.transformers_check import biases_of, is_turned
+from fp8moe_cutlass.integrations.transformers_llama4 import is_llama4
 from transformers_models import experts_classes
 
 pytestmark = pytest.mark.slow
@@ -30,14 +36,31 @@ PAGE = Path(__file__).parent.parent / "docs/reference/model-types.md"
 
 
 def rows() -> Iterator[str]:
-    """A line per experts class: the model types of its folder, its name, whether it runs."""
+    """A line per experts class: the model types of its folder, its name, whether it runs, and with
+    which options nn.MoEExperts computes it."""
     modules = {**experts_classes(), **without_implementation()}
     for name, module in sorted(modules.items(), key=lambda item: item[1].__module__):
         folder = module.__module__.split(".")[-2]
         types = ", ".join(f"`{t}`" for t in CONFIG_MAPPING if of_experts(t, folder))
         [found] = fp8moe.check(nn.ModuleList([module]))
         runs = found.reason is None or "sizes must be" in found.reason
-        yield f"| {types} | `{name}` | {'yes' if runs else f'no: {found.reason}'} |"
+        word = "yes" if runs else "by `swap`" if is_llama4(module) else f"no: {found.reason}"
+        yield f"| {types} | `{name}` | {word} | {'' if word[:2] == 'no' else options_of(module)} |"
+
+
+def options_of(module: Any) -> str:
+    """What nn.MoEExperts(E, H, I) takes beside sizes, by the defaults of the class's config."""
+    if is_llama4(module):
+        with torch.device("meta"):
+            module = type(module)(transformers.Llama4TextConfig())
+    of = activation_of(module)
+    given = {f.name: getattr(of, f.name) for f in fields(of)}
+    kind = [] if of.kind == Activation().kind else [repr(given["kind"]).replace("'", '"')]
+    more = [f"{k}={v}" for k, v in given.items() if k != "kind" and v != getattr(Activation(), k)]
+    found = [f"`activation=Activation({', '.join(kind + more)})`"] if kind or more else []
+    found += ["`bias=True`"] if biases_of(module) else []
+    found += ["weights [E, in, out]"] if is_turned(module) else []
+    return ", ".join(found) or "sizes alone"
 
 
 def of_experts(model_type: str, folder: str) -> bool:
@@ -75,11 +98,11 @@ def test_the_table_is_what_transformers_has() -> None:
 
 def test_pages_count_what_runs() -> None:
     """Beside the classes that they name."""
-    run = len(re.findall(r"^\| `.*\| yes \|$", PAGE.read_text(), re.MULTILINE))
+    run = len(re.findall(r"^\| `.*\| yes \| .* \|$", PAGE.read_text(), re.MULTILINE))
     root = PAGE.parents[2]
     assert f"[{run - 3} more classes]" in (root / "README.md").read_text()
     assert f"[{run - 8} more classes]" in (root / "docs/how-to/hugging-face.md").read_text()
 
 
 if __name__ == "__main__":
-    print("| model type | experts class | FP8 |", "|---|---|---|", *rows(), sep="\n")
+    print("| model type | experts class | FP8 | with |", "|---|---|---|---|", *rows(), sep="\n")

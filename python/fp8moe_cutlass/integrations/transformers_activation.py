@@ -59,7 +59,7 @@ def activation_of(module: Any) -> Activation:
     act = getattr(module, "act_fn", None)
     if not getattr(module, "has_gate", True):
         return Activation("relu2") if isinstance(act, _RELU2) else _other(act, "no gate, ")
-    if type(module)._apply_gate is PLAIN._apply_gate:
+    if getattr(type(module), "_apply_gate", PLAIN._apply_gate) is PLAIN._apply_gate:
         if isinstance(act, _GELU_TANH):
             return Activation("gelu_tanh")
         return SWIGLU if _is_silu(act) else _other(act)

@@ -18,6 +18,7 @@ from fp8moe_cutlass.integrations.transformers_activation import (
     activation_of,
 )
 from fp8moe_cutlass.integrations.transformers_fp8 import experts_refused, experts_unfit
+from fp8moe_cutlass.integrations.transformers_llama4 import is_llama4
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.recipe import Fp8Recipe
 
@@ -54,6 +55,7 @@ def check(model: nn.Module) -> list[ExpertsFound]:
             found.append(ExpertsFound(name, kind, runs, reason))
         elif _may_be_experts(name, m):
             reason = "its class takes no experts implementation of transformers"
+            reason += ": swap alone takes it" if is_llama4(m) else ""
             found.append(ExpertsFound(name, kind, OWN_FORWARD, reason))
     return found
 
@@ -102,7 +104,12 @@ def biases_of(module: Any) -> tuple[str, ...]:
 def weights_of(module: Any) -> tuple[Tensor, Tensor]:
     """The module's two weights, [E, out, in]."""
     first, second = (getattr(module, name) for name in names_of(module))
-    return (first.mT, second.mT) if getattr(module, "is_transposed", False) else (first, second)
+    return (first.mT, second.mT) if is_turned(module) else (first, second)
+
+
+def is_turned(module: Any) -> bool:
+    """Whether the module's weights lie as [E, in, out]."""
+    return getattr(module, "is_transposed", False) or is_llama4(module)
 
 
 def misfit(module: Any, weights: tuple[Tensor, Tensor], recipe: Fp8Recipe | None) -> str | None:

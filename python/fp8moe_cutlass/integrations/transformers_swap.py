@@ -18,6 +18,7 @@ from fp8moe_cutlass.integrations.transformers_check import (
     ExpertsFound,
     biases_of,
     check,
+    is_turned,
     misfit,
     names_of,
     refused,
@@ -28,6 +29,7 @@ from fp8moe_cutlass.integrations.transformers_fp8 import (
     linears_unfit,
     quantized_otherwise,
 )
+from fp8moe_cutlass.integrations.transformers_llama4 import is_llama4, parent_of, route
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from fp8moe_cutlass.nn.fp8_checkpoint import NAMES
 from fp8moe_cutlass.nn.lora import remove
@@ -73,7 +75,8 @@ def swap_on_meta(model: nn.Module, **options: Any) -> list[str]:
 
 def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
     found = check(model)
-    swappable = [e for e in found if e.runs not in ("MoEExperts", OWN_FORWARD)]
+    own = [e for e in found if e.runs == OWN_FORWARD and not is_llama4(model.get_submodule(e.name))]
+    swappable = [e for e in found if e.runs != "MoEExperts" and e not in own]
     if not swappable and options and any(e.runs == "MoEExperts" for e in found):
         raise ValueError(
             "[transformers] swap: options must be those of the first swap; got "
@@ -96,6 +99,9 @@ def _swap(model: nn.Module, *, meta: bool = False, **options: Any) -> list[str]:
         if reason is not None:
             raise NotImplementedError(f"[transformers] swap: {reason}")
         dequantize_linears(model, _HOOKS)
+    for parent in [parent_of(model, e.name) for e in swappable]:
+        if parent is not None:
+            route(parent)
     places = list(model.named_modules(remove_duplicate=False))
     for name in (e.name for e in swappable):
         module: Any = model.get_submodule(name)
@@ -116,7 +122,7 @@ class SwappedExperts(MoEExperts):
     """The module that `swap` puts in the place of transformers' experts, on the meta device."""
 
     def __init__(self, module: Any, **options: Any) -> None:
-        w, turned = module.down_proj, getattr(module, "is_transposed", False)
+        w, turned = module.down_proj, is_turned(module)
         e, h, i = w.mT.shape if turned else w.shape
         bias = bool(biases_of(module))
         activation = SWIGLU if isinstance(module, FP8Experts) else activation_of(module)
@@ -126,13 +132,13 @@ class SwappedExperts(MoEExperts):
             self._turned = True
             for name in self.weight_names:
                 setattr(self, name, nn.Parameter(getattr(self, name).detach().mT.contiguous()))
-        self.config = module.config
-        self._implementation = self.config._experts_implementation
+        self.config = getattr(module, "config", None)
+        self._implementation = getattr(self.config, "_experts_implementation", None)
         vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs nn.MoEExperts'; raises RuntimeError after set_experts_implementation."""
-        now = self.config._experts_implementation
+        now = getattr(self.config, "_experts_implementation", None)
         if now != self._implementation and (self._implementation, now) != _DECODING:
             raise RuntimeError(
                 "[transformers] a swapped model runs nn.MoEExperts: to run another experts "
@@ -154,6 +160,8 @@ def _unswappable(model: nn.Module, experts: ExpertsFound, meta: bool, **options:
     """Why MoEExperts cannot take the place of an experts module; None: it can."""
     module: Any = model.get_submodule(experts.name)
     reason = refused(module)
+    if reason is None and is_llama4(module) and parent_of(model, experts.name) is None:
+        reason = "the block around it is not transformers'"
     if reason is not None:
         return reason
     weights = weights_of(module)
