@@ -21,8 +21,9 @@ def tables_of(record: Record) -> Iterator[list[tuple[str, ...]]]:
     if "traceEvents" in record:
         raise SystemExit("a trace is no table; plot.py draws it")
     rows = record.get("results") or runs_of(record)
-    if all({"ms", "variant"} <= row.keys() for row in rows):
-        yield [COLUMNS, *map(cells, rows)]
+    timed = [row for row in rows if {"ms", "variant"} <= row.keys()]
+    if timed and all("ms" in row or "memory" in row for row in rows):
+        yield [COLUMNS, *map(cells, timed)]
     elif not all("memory" in row for row in rows):
         found = [dict(flat(row)) for row in rows]
         columns = tuple(dict.fromkeys(name for row in found for name in row))
@@ -91,16 +92,16 @@ def environment_text(record: Record) -> str:
     return "; ".join(parts)
 
 
-MEMORY = ("model", "variant", "who", "KiB per token, arithmetic", "allocator", "peak, GiB")
+MEMORY = ("model", "variant", "who", "KiB per token, arithmetic", "allocator", "held", "peak, GiB")
 
 
 def memory_lines(row: Record) -> Iterator[tuple[str, ...]]:
-    """What everyone keeps from forward to backward, and the peak of both."""
+    """What everyone keeps from forward to backward, what stays between steps, and the peak."""
     per_token = 1024 * row["shape"]["T"]
     for who, m in row["memory"].items():
         kept = (f"{m[n] / per_token:.1f}" if n in m else "" for n in ("saved_arithmetic", "saved"))
-        peak = f"{m['peak'] / 2**30:.2f}" if "peak" in m else ""
-        yield row["model"], row["variant"], who, *kept, peak
+        gib = (f"{m[n] / 2**30:.2f}" if n in m else "" for n in ("held", "peak"))
+        yield row["model"], row["variant"], who, *kept, *gib
 
 
 def runs_of(record: Record) -> list[Record]:

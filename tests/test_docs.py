@@ -345,6 +345,25 @@ def test_readme_says_what_transposed_codes_cost() -> None:
     assert "takes 2 to 3% longer, and its peaks are 1 to 4 GiB below bf16's" in text
 
 
+def test_readme_says_what_records_say() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    kept = [
+        memory["fp8moe"]["saved"] / memory[pages.TORCH]["saved"]
+        for r in results(pages.LAYER)
+        if r["variant"] == pages.REUSING
+        for memory in [r["memory"]]
+    ]
+    assert all(0.3 < share <= 0.5 for share in kept)
+    assert "keeps a third to a half of [its activations]" in text
+    lora = {r["op"]: r for r in results("lora-model-h100.json") if r["shape"]["T"] == 8192}
+    assert round(lora["turned"]["peak_gib"]) == 37
+    assert 0.45 < lora["turned"]["ms"] / lora["bf16, PEFT"]["ms"] < 0.55
+    assert "trains Qwen3-30B in 37 GiB, and in half the time that PEFT takes in bf16" in text
+    of = pages.ep_rows(pages.EP_4)["DeepSeek-V3", pages.STEP]["random, exact, beside bf16, peer"]
+    assert 1.6 < of["peers"][pages.BESIDE] / of["ms"] < 1.75
+    assert "and bf16 two thirds longer" in text
+
+
 @pytest.mark.parametrize("record", ["transformers-h100.json", "transformers-v3-sizes-h100.json"])
 def test_transformers_table_equals_its_record(record: str) -> None:
     want = []
