@@ -108,10 +108,14 @@ def check_alike(runs: list[Record]) -> None:
         found = {json.dumps(run[name]) for run in runs}
         if len(found) > 1:
             raise ValueError(f"[quality] runs must be of one {name}; got {sorted(found)}")
-    for name in ("commit", "gpu", "torch"):
+    for name in ("commit", "torch"):
         found = {str(run["environment"][name]) for run in runs}
         if len(found) > 1:
             raise ValueError(f"[quality] runs must be of one {name}; got {sorted(found)}")
+    for arm in {run["arm"] for run in runs}:  # whose tokens/s is one number
+        found = {str(run["environment"]["gpu"]) for run in runs if run["arm"] == arm}
+        if len(found) > 1:
+            raise ValueError(f"[quality] runs of {arm} must be of one GPU; got {sorted(found)}")
     starts: dict[int, tuple[int, int]] = {}
     for run in runs:
         start = run["start"], run["first_batch"]
@@ -127,6 +131,7 @@ def row(arm: str, of: list[Record], pairs: list[tuple[Record, Record]]) -> Recor
         "op": "quality",
         "variant": arm,
         "about": ARMS[arm].about,
+        "gpu": of[0]["environment"]["gpu"],
         "seeds": len(of),
         "tokens": of[0]["tokens"],
         "heldout": statistics.fmean(last),

@@ -98,6 +98,10 @@ def test_runs_that_do_not_start_alike_are_refused(text: Path, tmp_path: Path) ->
         quality.merged([run, {**run, "arm": "fp8", "start": run["start"] + 1}])
     with pytest.raises(ValueError, match="must be of one steps"):
         quality.merged([run, {**run, "arm": "fp8", "steps": 9}])
+    other = {**run, "environment": {**run["environment"], "gpu": "another"}}
+    assert quality.merged([run, {**other, "arm": "noise"}])["results"][1]["gpu"] == "another"
+    with pytest.raises(ValueError, match="runs of bf16 must be of one GPU"):
+        quality.merged([run, other])
 
 
 def test_a_run_that_is_out_of_time_stops_and_is_not_compared(text: Path, tmp_path: Path) -> None:
