@@ -93,7 +93,7 @@ def test_every_arm_trains_and_the_record_compares(text: Path, tmp_path: Path) ->
 
 
 def test_runs_that_do_not_start_alike_are_refused(text: Path, tmp_path: Path) -> None:
-    run = trained(text, tmp_path, "bf16", tokens=1)
+    run = trained(text, tmp_path, "bf16", tokens=1) | {"choices": None}
     with pytest.raises(ValueError, match=r"must start alike; got fp8:0"):
         quality.merged([run, {**run, "arm": "fp8", "start": run["start"] + 1}])
     with pytest.raises(ValueError, match="must be of one steps"):
