@@ -258,6 +258,26 @@ def refused(_: Any) -> None:
         net.experts.backward_dw()
 
 
+def main_grads(_: Any) -> None:
+    """Before fully_shard, and after."""
+    p, refused = of_rank(), "main_grad must be None under fully_shard"
+    net = Net(p)
+    for w in net.parameters():
+        w.main_grad = torch.zeros(w.shape)
+    with pytest.raises(RuntimeError, match=refused):
+        fully_shard(net)
+    net = Net(p)
+    fully_shard(net)
+    for w in net.parameters():
+        w.main_grad = torch.zeros(w.to_local().shape)
+    with pytest.raises(RuntimeError, match=refused):
+        net(p)
+
+
+def test_main_grad_is_refused(pool: Pool) -> None:
+    results(pool.run(2, main_grads))
+
+
 def test_what_is_refused(pool: Pool) -> None:
     results(pool.run(2, refused))
 

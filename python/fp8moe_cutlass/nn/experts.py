@@ -31,7 +31,7 @@ from fp8moe_cutlass.nn._validate import (
     check_word,
 )
 from fp8moe_cutlass.nn.expert_block import ExpertBlock
-from fp8moe_cutlass.nn.fsdp import gathers_in_fp8, refuse_mixed
+from fp8moe_cutlass.nn.fsdp import gathers_in_fp8, refuse_main_grad, refuse_mixed
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
 from fp8moe_cutlass.tensor import scale_shape
@@ -267,6 +267,9 @@ class MoEExperts(ExpertBlock, nn.Module):
             name = "up_proj"
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
+        old = self._parameters.get(name)
+        if getattr(old, "main_grad", None) is not None and self._average is None:
+            refuse_main_grad(name, old, value)
         plain = name.endswith("_bias") or self._turned  # which fully_shard gathers as they are
         if is_sharded(value) and self._average is None and not plain:
             frozen = is_codes(value) or name in fp8_checkpoint.SCALES

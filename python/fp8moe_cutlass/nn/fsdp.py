@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Fp8Weights
 from fp8moe_cutlass.autograd.weights import quantize_weight
+from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.ops._torch import no_torch_function, wrapper_tensor
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -238,4 +239,14 @@ def refuse_mixed(name: str, sharded: Any, group: Any) -> None:
             "[MoEExperts] fully_shard must not shard a layer made with group= over the ranks of "
             "that group, which hold other experts each: make the layer without a group and use "
             f"nn.shard_experts; got {name} as a DTensor over ranks {sorted(ranks)}"
+        )
+
+
+def refuse_main_grad(name: str, old: Any, new: Any) -> None:
+    """RuntimeError where fully_shard puts `new` in the place of `old`, a parameter with main_grad:
+    to shard it, or to gather it for a forward."""
+    if is_sharded(old) != is_sharded(new):
+        raise RuntimeError(
+            "[MoEExperts] main_grad must be None under fully_shard, which averages .grad alone: "
+            f"main_grad would stay what it is; got one of {name}"
         )
