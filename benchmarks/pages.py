@@ -27,6 +27,7 @@ README = "README.md"
 PERFORMANCE = "docs/reference/performance.md"
 LAYER_PAGE = "docs/reference/layer.md"
 HELPS = "docs/explanation/when-fp8-helps.md"
+GROUPS = "docs/how-to/several-gpus.md"
 EP = "docs/explanation/expert-parallelism.md"
 ROUTERS = "docs/reference/routers.md"
 
@@ -312,6 +313,22 @@ def ep_efficiency() -> Rows:
     return found
 
 
+def ep_capacities() -> Rows:
+    """A step with exact sizes, with a rank capacity, and that captured."""
+    found = []
+    for (model, op), of in ep_rows(EP_4).items():
+        if op == STEP:
+            exact, room = of[f"{EXACT}, peer"], of[f"{ROOM}, peer"]
+            ms = (exact["ms"], room["ms"], room["graph_ms"])
+            found.append([model, *(f"{figure:.2f}" for figure in ms)])
+    return found
+
+
+def by_transport() -> str:
+    nccl, peer = ep_steps()[0][2:4]
+    return f"takes {peer} ms where NCCL's takes {nccl}"
+
+
 # ---- pages --------------------------------------------------------------------------------------
 
 # The page, the marker's name, and the rows.
@@ -323,6 +340,7 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
     (LAYER_PAGE, f"{LAYER}, saved", saved),
     (HELPS, SWEEP, sweep),
     (ROUTERS, "router-h100.json", routers),
+    (GROUPS, f"{EP_4}, capacities", ep_capacities),
     (EP, f"{EP_4}, steps", ep_steps),
     (EP, f"{EP_4}, exchanges", ep_exchanges),
     (EP, f"{EP_8}, dispatch", ep_dispatch),
@@ -330,6 +348,7 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
 ]
 # The page, what a phrase looks like, and what it says.
 PHRASES: list[tuple[str, str, Callable[[], str]]] = [
+    (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+", by_transport),
     (README, r"[\d.]+ to [\d.]+ times as fast as torch's bf16", times_as_fast),
     (README, r"\d+ to \d+% of a step here", share_of_quantizing),
 ]
