@@ -88,6 +88,7 @@ for wheel in "$work"/raw/*.whl; do
   patchelf --set-rpath '$ORIGIN' "$inside/fp8moe_cutlass/lib/libfp8moe.so"
   licences=$(echo "$inside"/*.dist-info/licenses)
   { cat "$root/usr/share/doc/gcc-10-base/copyright"; cat /usr/share/common-licenses/GPL-3; } >"$licences/third_party/licenses/libgomp.txt"
+  sed -i '/^License-File: LICENSE$/a License-File: third_party/licenses/libgomp.txt' "$licences/../METADATA"
   wheel pack -d "$work/full" "$inside"
 done
 for wheel in "$work"/full/*.whl; do
