@@ -250,7 +250,19 @@ def plain_attention() -> None:
     FlexAttention._compiled_flex_attn = staticmethod(plain)
 
 
+def older_torch() -> None:
+    """Stand-ins for what torchtitan 0.3.0 names and torch 2.11 lacks. Nothing here comes to them
+    but the question of the second, whose answer is no."""
+    fsdp: Any = torch.distributed.fsdp
+    compiler: Any = torch.compiler
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        fsdp.DataParallelMeshDims = object
+    if not hasattr(compiler, "_is_non_strict_tracing"):
+        compiler._is_non_strict_tracing = lambda: False
+
+
 def run(device: torch.device, given: argparse.Namespace, on_result: common.OnResult) -> Any:
+    older_torch()
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
