@@ -113,9 +113,11 @@ def run(
     more = (*(biases or ()), *factors)
     refuse_transforms("experts", x, probs, gate_up, down, *more)
     of_probs = probs is not None and probs.requires_grad
-    of_which = [any(t.requires_grad for t in of) if of else False for of in (factors, biases)]
+    of_lora = any(t.requires_grad for t in factors) if factors else False
+    of_biases = any(t.requires_grad for t in biases) if biases else False
     of_gate_up = gate_up.requires_grad or (up is not None and up.requires_grad)
-    required = Need(x.requires_grad, of_probs, of_gate_up, down.requires_grad, *of_which)
+    of_all = x.requires_grad, of_probs, of_gate_up, down.requires_grad, of_lora, of_biases
+    required = Need(*of_all)
     if not (torch.is_grad_enabled() and any(required)):
         need = None
     elif need is None:
@@ -198,8 +200,10 @@ class _Experts(torch.autograd.Function):
         down, asked_down = runs(edges[ctx.at + 1][0])
         if grads.up is not None:
             gate_up = gate_up or runs(edges[ctx.at + 2][0])[0]
-        first = len(edges) - ctx.more
-        of_biases = [runs(edge[0]) for edge in edges[first : first + len(grads.biases)]]
+        of_biases: Any = ()
+        if grads.biases:
+            first = len(edges) - ctx.more
+            of_biases = [runs(edge[0]) for edge in edges[first : first + len(grads.biases)]]
         if asked_gate_up or asked_down or of_biases:
             grads = grads.returning(asked_gate_up, asked_down, of_biases)
         x, probs = (need.x, need.probs) if move.collective else ctx.needs_input_grad[:2]

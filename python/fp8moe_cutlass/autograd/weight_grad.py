@@ -171,9 +171,11 @@ class WeightGrads:
             gate, up = gate_up.halves(exact, workspace)
             returned[0], returned[2] = gate.to(self.gate_up.dtype), up.to(self.up)
             gate_up = None
-        made = [None if grad is None else Made(grad) for grad in biases]
-        of_biases = zip((3, 4), self.biases, made, strict=False)
-        for n, to, wgrad in ((0, self.gate_up, gate_up), (1, self.down, down), *of_biases):
+        wgrads: list[Any] = [(0, self.gate_up, gate_up), (1, self.down, down)]
+        if self.biases:
+            made = [None if grad is None else Made(grad) for grad in biases]
+            wgrads += zip((3, 4), self.biases, made, strict=True)
+        for n, to, wgrad in wgrads:
             if wgrad is None or to is None:
                 continue
             if self.pending is not None and not to.returned and n < 2:
