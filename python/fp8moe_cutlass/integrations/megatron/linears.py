@@ -32,17 +32,16 @@ class ExpertLinear(nn.Module):
         self.partition_dim = attributes["partition_dim"]
         self._attributes = {**attributes, "expert_stack": object()}
         self._later: Any = None
-        self._names = [f"weight{e}" for e in range(experts)]
-        for name in reversed(self._names):
+        for e in reversed(range(experts)):
             self.register_parameter(
-                name, nn.Parameter(torch.empty(matrix, dtype=dtype, device="meta"))
+                f"weight{e}", nn.Parameter(torch.empty(matrix, dtype=dtype, device="meta"))
             )
         self._stack()
 
     @property
     def weights(self) -> list[Any]:
         """The parameters, from the first expert to the last."""
-        return [self._parameters[name] for name in self._names]
+        return [*reversed(self._parameters.values())]
 
     def whole(self) -> Tensor:
         """[E, N, K] without a gradient; a copy, with a SlowPathWarning, where Megatron has put
@@ -50,7 +49,7 @@ class ExpertLinear(nn.Module):
         return self._whole(self.weights)
 
     def _whole(self, weights: list[Any]) -> Tensor:
-        found = _one_tensor(weights)
+        found = _one_tensor(weights[0], weights[-1], len(weights))
         if found is None:
             if not weights[0].is_meta:
                 slow_path(
@@ -106,16 +105,15 @@ class ExpertLinear(nn.Module):
             for name, value in self._attributes.items():
                 if not hasattr(w, name):
                     setattr(w, name, value)
-        if weights[0].is_meta or _one_tensor(weights) is not None:
+        if weights[0].is_meta or _one_tensor(weights[0], weights[-1], len(weights)) is not None:
             return
         for w, part in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
             w.data = part
 
 
-def _one_tensor(parts: list[Any]) -> Tensor | None:
-    """Parts [N, K] as [E, N, K] over their memory, or None. They never overlap and lie in order:
-    the first and the last say where all others are."""
-    first, last, count = parts[0], parts[-1], len(parts)
+def _one_tensor(first: Any, last: Any, count: int) -> Tensor | None:
+    """`count` parts [N, K] as [count, N, K] over their memory, or None. They never overlap and lie
+    in order: the first and the last say where all others are."""
     size = first.numel()
     apart = last.storage_offset() - first.storage_offset() != (count - 1) * size
     if apart or first.is_meta or not first.is_contiguous():
@@ -130,10 +128,10 @@ def _one_tensor(parts: list[Any]) -> Tensor | None:
 def _give_main_grad(made: Any, weights: list[Any], scratch: list[Tensor] | None) -> None:
     """Gives `made` the main_grads of the weights, if they have some. Where they lie apart it gets a
     tensor of its own, which `scratch` gets, too."""
-    if getattr(weights[0], "main_grad", None) is None:
+    first = getattr(weights[0], "main_grad", None)
+    if first is None:
         return
-    grads = [w.main_grad for w in weights]
-    made.main_grad = _one_tensor(grads)
+    made.main_grad = _one_tensor(first, weights[-1].main_grad, len(weights))
     if made.main_grad is not None:
         return
     if scratch is None:
@@ -146,7 +144,7 @@ def _give_main_grad(made: Any, weights: list[Any], scratch: list[Tensor] | None)
         "[Experts] main_grads that do not lie behind one another are added to in a second pass;"
         f" {_REMEDY}",
     )
-    made.main_grad = torch.zeros(made.shape, dtype=grads[0].dtype, device=made.device)
+    made.main_grad = torch.zeros(made.shape, dtype=first.dtype, device=made.device)
     scratch.append(made.main_grad)
 
 
