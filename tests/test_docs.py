@@ -660,15 +660,15 @@ def test_quality_tables_equal_their_record() -> None:
     runs = {(r["arm"], r["seed"]): r["heldout"] for r in record["runs"]}
     want, apart = [], []
     for seed in range(5):
-        bf16, fp8 = runs["bf16", seed], runs["fp8", seed]
-        (_, base, base_s), (_, own, _) = bf16[-1], fp8[-1]
+        bf16, fp8, noise = (runs[arm, seed] for arm in ("bf16", "fp8", "noise"))
+        (_, base, base_s), (_, own, _), (_, other, _) = bf16[-1], fp8[-1], noise[-1]
         apart.append([a[1] - b[1] for a, b in zip(fp8, bf16, strict=True)])
         reached = next((k for k, (_, loss, _) in enumerate(fp8) if loss <= base), None)
         time = "not reached"
         if reached is not None:  # straight between evaluations
             (_, a, then), (_, b, now) = fp8[reached - 1 : reached + 1]
             time = f"{then + (a - base) / (a - b) * (now - then):.1f}"
-        cells = f"{base:.4f}", f"{own:.4f}", f"{own - base:+.4f}", f"{base_s:.1f}", time
+        cells = f"{base:.4f}", f"{own - base:+.4f}", f"{other - base:+.4f}", f"{base_s:.1f}", time
         want.append([str(seed), *cells])
     assert table(page, "quality-h100.json, seeds") == want
     assert not record["results"][1]["bar"]["kept"]
