@@ -92,6 +92,7 @@ class Legs:
             *(False,) * 3,
         )
         self.plan, counts = self.exchange.plan(self.topk_idx)
+        self.exchange.begin(terms, self.x.device)
         announced = self.exchange.announce(counts, terms)
         self.carrier: Any = self.exchange.carrier(terms)
         self.sizes = self.exchange.sizes(announced, terms, self.carrier)
@@ -109,13 +110,13 @@ class Legs:
 
     def _dispatch(self, slots: int, *ids: Tensor, **of: int) -> None:
         given: dict[str, Any] = dict(of)
-        words = self.exchange.words(self.sizes.terms.mark(True), self.x.device)
-        self.carrier.announce_grad(words)
+        self.carrier.begin()
         place = self.carrier.place(self.sizes.terms, slots)
         if place is not None:
             given |= {"peers": place.peers, "out": place.rows}
         packed = ops.quantize_pack(self.x, self.plan, *ids, **given)
-        ops.unpack(self.carrier.dispatch(packed, self.sizes, self.mark), self.hidden, slots)
+        rows, _ = self.carrier.dispatch(packed, self.sizes, self.mark)
+        ops.unpack(rows, self.hidden, slots)
 
     def combine(self) -> None:
         """Send the partial sums back, and add them."""

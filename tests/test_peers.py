@@ -306,6 +306,45 @@ def test_nothing_that_a_backward_reads_is_overwritten(pool: Pool, capacity: Any)
     results(pool.run(2, in_flight, batch(110), capacity))
 
 
+def meetings(group: Any, p: Problem, capacity: Any) -> int:
+    """Meetings of the ranks in a step of one stream, all rows that came poisoned once the sums are
+    there: others may store rows then."""
+    meet, ready, count = peers_module._Meetings.meet, peers_module.Peers.ready, 0
+
+    def counting(self: Any, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return meet(self, *args)
+
+    def poisoning(self: Any) -> None:
+        self._room.wire.memory.mine.fill_(POISON)
+        ready(self)
+
+    peers_module._Meetings.meet = counting  # type: ignore[method-assign]
+    peers_module.Peers.ready = poisoning  # type: ignore[method-assign]
+    try:
+        for options in ({}, {"delay_wgrad": True}, {"recipe": Fp8Recipe(columns="column")}):
+            found = []
+            for transport in _BOTH:
+                layer = layer_of(p, group, rank_capacity=capacity, transport=transport, **options)
+                for _ in range(2):  # the first tells its terms
+                    layer.zero_grad()
+                    count = 0
+                    result = p.run(layer)
+                    layer.backward_dw()
+                result.dgate_up, result.ddown = (w.grad for w in layer.parameters())
+                found.append(result)
+            assert_same(found[1], found[0])
+    finally:
+        peers_module._Meetings.meet, peers_module.Peers.ready = meet, ready  # type: ignore[method-assign]
+    return count
+
+
+@pytest.mark.parametrize(("capacity", "count"), [(None, 6), (60, 6)], ids=["exact", "capacity"])
+def test_meetings_of_a_step(pool: Pool, capacity: Any, count: int) -> None:
+    assert results(pool.run(2, meetings, batch(50), capacity)) == [count] * 2
+
+
 def growing(group: Any, p: Problem) -> list[int]:
     """Batches of other sizes, also of none, through one layer."""
     layers = [layer_of(p, group, transport=t) for t in ("nccl", "peer")]
@@ -480,6 +519,20 @@ def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
     assert results(pool.run(3, disagreeing, HIDDEN)) == [""] * 3  # as good as before
 
 
+def end_at(when: str, layer: MoEExperts, *batch_: Any) -> None:
+    """Ends this process now or, in a forward, before it says that its sums are there."""
+
+    def end(_: Any = None) -> None:
+        if batch_[0].is_cuda:
+            torch.cuda.synchronize()
+        os._exit(1)
+
+    if when == "combine":
+        peers_module.Peers.ready = end  # type: ignore[method-assign]
+        layer(*batch_)
+    end()
+
+
 def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
     layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="peer")
     x = torch.randn(9, HIDDEN).bfloat16().requires_grad_()
@@ -487,7 +540,7 @@ def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
     layer(x, idx, probs)  # all is well
     out = layer(x, idx, probs) if when == "backward" else None
     if dist.get_rank() == 1:
-        os._exit(1)
+        end_at(when, layer, x, idx, probs)
     start = time.monotonic()
     try:
         if out is not None:
@@ -498,7 +551,7 @@ def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", "combine", "backward"])
 def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
     pool = Pool(2, {2: [0, 1]}, timeout=2.0)
     try:

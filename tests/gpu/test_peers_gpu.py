@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, moved
 from ranks import Pool, results
 from test_distributed import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, batch, layer_of, rank_of
-from test_peers import POISON, growing, in_flight, on_peers, random_routings
+from test_peers import POISON, end_at, growing, in_flight, meetings, on_peers, random_routings
 
 # ---- the operators ------------------------------------------------------------------------------
 
@@ -195,6 +194,11 @@ def test_nothing_that_a_backward_reads_is_overwritten(pool: Pool, capacity: Any)
     run(pool, on_mine, in_flight, batch(110), capacity)
 
 
+@pytest.mark.parametrize(("capacity", "count"), [(None, 6), (60, 6)], ids=["exact", "capacity"])
+def test_meetings_of_a_step(pool: Pool, capacity: Any, count: int) -> None:
+    assert set(run(pool, on_mine, meetings, batch(50), capacity)) == {count}
+
+
 def test_batches_of_other_sizes(pool: Pool) -> None:
     run(pool, on_mine, growing, batch(100))
 
@@ -300,6 +304,42 @@ def test_one_graph_for_every_routing(pool: Pool) -> None:
     run(pool, on_mine, replayed, batch(200))
 
 
+def captured_after_eager_steps(group: Any, p: Any) -> None:
+    """Steps on the default stream, by exact sizes too, and then a capture of one, `.grad` and all:
+    it joins no stream that it did not come to by its own."""
+    tokens = p.x.shape[0]
+    capacity = (tokens, 2 * tokens * SLOTS)
+    layer = layer_of(p, group, rank_capacity=capacity, transport="peer")
+    x, probs = p.x.clone().requires_grad_(), p.probs.clone().requires_grad_()
+    leaves = (x, probs, *layer.parameters())
+
+    def step() -> list[Any]:
+        for leaf in leaves:
+            leaf.grad = None
+        out = layer(x, p.topk_idx, probs)
+        out.backward(p.dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    want = step()
+    p.run(layer_of(p, group, transport="peer"))
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for _ in range(3):
+        for _ in range(2):
+            graph.replay()
+        for got in (made, step()):
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a, b)
+    layer.check()
+
+
+def test_a_step_captured_after_eager_steps(pool: Pool) -> None:
+    run(pool, on_mine, captured_after_eager_steps, batch(200))
+
+
 def captured_in_turn(group: Any, p: Any) -> None:
     """Steps of both transports, each captured behind the other, replayed in turn as often as
     benchmarks/ep.py does; and again when an eager batch has made the memory grow."""
@@ -353,13 +393,15 @@ def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
     torch.cuda.synchronize()
     if rank_of(group) == 1:
         time.sleep(0.5)
-        os._exit(1)
-    time.sleep(1.5)
+        end_at(when, layer, x, idx, probs)
+    if when != "combine":
+        time.sleep(1.5)
     start = time.monotonic()
     try:
         if out is not None:
             out.sum().backward()
         layer(x, idx, probs)
+        layer.check()
     except RuntimeError as error:
         taken = time.monotonic() - start
         layer.down_proj.cpu()  # the device still serves
@@ -367,7 +409,7 @@ def losing_a_peer(group: Any, when: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", "combine", "backward"])
 def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

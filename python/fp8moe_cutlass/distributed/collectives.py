@@ -18,8 +18,6 @@ class Collectives:
     lie packed, and back. segment: rows of a pair of ranks, of which a last one, not counted, has
     the sender's terms; 0: exact."""
 
-    announces_gradients = False
-
     def __init__(self, group: Any, ranks: int, segment: int) -> None:
         self.group, self.ranks, self.segment = group, ranks, segment
 
@@ -28,13 +26,13 @@ class Collectives:
         message = counts.new_empty(2, self.ranks, 3 + terms.shape[1])
         torch.cat([counts, terms, differed], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
-        return Announced(message, message, work)
+        return Announced(message, work)
 
     def read(self, announced: Announced) -> Any:
         """The message as lists, once it is there. On a GPU a stream of its own copies it: the host
         does not wait for what was queued meanwhile, and so can queue the dispatch behind it in
         time."""
-        message, _, work = announced
+        message, work = announced
         if not message.is_cuda:
             work.wait()
             return message.tolist()
@@ -54,6 +52,9 @@ class Collectives:
     def make_room(self, terms: Terms, told: Told) -> None:
         """Rows go into tensors of their own."""
 
+    def begin(self) -> None:
+        """Tensors of their own wait for nothing."""
+
     def place(self, terms: Terms, slots: int) -> None:
         """Rows are packed into a tensor."""
 
@@ -63,22 +64,20 @@ class Collectives:
     def into(self, sizes: Sizes) -> None:
         """Sums are written anywhere."""
 
-    def announce_grad(self, words: Tensor) -> None:
-        """Gradients go as the rows did; their marks go with them."""
-
-    def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
+    def dispatch(
+        self, rows: Tensor, sizes: Sizes, mark: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The first sizes.rows_sent of rows [., C] -> those this rank gets [sizes.rows, C]. mark
-        [ranks, 4] i32, with a rank capacity: what to tell each rank."""
+        [ranks, 4] i32, with a rank capacity: what to tell each rank -> what each has told."""
         got = rows.new_empty(sizes.rows, rows.shape[1])
         sent = rows[: sizes.rows_sent]
         if mark is not None:
-            self.marks(sent, None).copy_(mark)
+            self._marks(sent).copy_(mark)
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
-        return got
+        return got, None if mark is None else self._marks(got)
 
-    def marks(self, rows: Tensor, announced: Announced | None) -> Tensor:
-        """[ranks, 4] i32, with a rank capacity: what each rank tells with its rows, the first bytes
-        of the last row of each segment."""
+    def _marks(self, rows: Tensor) -> Tensor:
+        """[ranks, 4] i32, with a rank capacity: the first bytes of the last row of each segment."""
         last = rows.view(self.ranks, self.segment + 1, -1)[:, -1]
         return last.view(torch.uint8)[:, :16].view(torch.int32)
 

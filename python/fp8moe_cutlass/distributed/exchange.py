@@ -108,17 +108,14 @@ class Exchange:
         self._differed = torch.zeros(self.ranks, 1, dtype=torch.int32, device=device)
         self._names = ranks
         self._rank = rank
+        share = num_experts // len(ranks)
+        self.local_experts = range(rank * share, (rank + 1) * share)  # of this rank
         self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
+        self._tells = True  # whether the exchange that has begun tells sizes
         self._words: dict[Any, tuple[Tensor, Tensor]] = {}  # on the device
         self._collectives = Collectives(group, self.ranks, self.segment)
         self._peers: ThroughPeers | None = None  # once there has been an exchange
-
-    @property
-    def local_experts(self) -> range:
-        """The experts of this rank."""
-        share = self.num_experts // self.ranks
-        return range(self._rank * share, (self._rank + 1) * share)
 
     def plan(self, topk_idx: Tensor) -> ops.Dispatch:
         """A row for each (token, rank), and counts [ranks, 2] of rows and assignments."""
@@ -133,46 +130,51 @@ class Exchange:
         capacity = (segment + 1) * ranks if segment else tokens * min(slots, ranks)
         return tokens, ranks, ranks, 1, capacity
 
-    def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
-        """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
-
-        With a rank capacity torch.distributed tells nothing but the terms, and they only until they
-        have been agreed upon: then None.
-        """
-        peers = peers_of(self.group, counts.device, self.transport)
+    def begin(self, terms: Terms, device: torch.device) -> None:
+        """Begin to move tokens."""
+        self._follow(device)
+        peers = peers_of(self.group, device, self.transport)
         if peers is None:
             self._peers = None
         elif self._peers is None or self._peers.peers is not peers:
             self._peers = ThroughPeers(peers, self.segment)
-        known = self.segment and terms in self._agreed
-        if known and self._peers is None:
+        self._tells = not (self.segment and terms in self._agreed)
+        carrier = (self._peers or self._collectives) if self._tells else self.carrier(terms)
+        carrier.begin()
+
+    def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
+        """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
+
+        With a rank capacity only the terms are told, and they only until they have been agreed
+        upon: then None.
+        """
+        if not self._tells:
             return None
-        if not known and counts.is_cuda and torch.cuda.is_current_stream_capturing():
+        if counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "[MoEExperts] a captured forward needs rank_capacity=, and one forward like it "
                 f"before the capture; got rank_capacity={self.rank_capacity}"
             )
-        self._follow(counts.device)
+        one, of_each = self._words_of(terms, counts.device)
         if self._peers is None:
-            words = self._words_of(terms, counts.device)[1]
-            return self._collectives.announce(counts, words, self._differed)
-        words = self.words((*terms.mark(False), *terms), counts.device)
-        return self._peers.announce(words, counts, self._differed, not known)
+            return self._collectives.announce(counts, of_each, self._differed)
+        return self._peers.announce(one, counts, self._differed)
 
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
         ValueError on every rank if the ranks' terms differ, or have differed. What carries the
         rows may be another then."""
         told: Told | None = None
-        if announced is not None and not (self.segment and terms in self._agreed):
+        if announced is not None:
             by: Any = self._collectives if self._peers is None else self._peers
             told = by.told(by.read(announced), len(terms))
             terms.check(told.terms, self._names)
-            self._check_in_step(told.differed)
+            if any(told.differed):
+                self._check_in_step(told.differed)
             if self.segment:
                 self._agreed.add(terms)
                 for backward in (False, True):  # before a capture, which can copy nothing
-                    self.mark(terms, announced.message.device, backward)
+                    self.mark(terms, self.dropped.device, backward)
             try:
                 carrier.make_room(terms, told)
             except NoSharedMemory as error:  # on all ranks alike
@@ -194,7 +196,6 @@ class Exchange:
     def compare(self, marks: Tensor, terms: Terms, *, backward: bool = False) -> Tensor:
         """With a rank capacity, compares the marks [ranks, 4] of all ranks with this rank's:
         [ranks, 1] bool, True where they differ. They are counted, for `check`."""
-        self._follow(marks.device)
         differ = torch.any(marks != self.mark(terms, marks.device, backward), dim=1, keepdim=True)
         self._differed += differ
         return differ
@@ -202,7 +203,6 @@ class Exchange:
     def count(self, found: Tensor) -> None:
         """Add what a forward dropped: integers, in the order of `dropped`, of which an exact
         exchange has no assignments."""
-        self._follow(found.device)
         self.dropped[: found.shape[0]].add_(found)
 
     def check(self) -> None:
@@ -249,10 +249,6 @@ class Exchange:
     def mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
         """[ranks, 4] i32: the terms in short."""
         return self._words_of(terms.mark(backward), device)[1]
-
-    def words(self, words: tuple[int, ...], device: torch.device) -> Tensor:
-        """The same words, i32, on the device."""
-        return self._words_of(words, device)[0]
 
     def _words_of(self, words: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Once, and once per rank."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.autograd.block import Arrived, body_of
+from fp8moe_cutlass.autograd import bf16, fp8
+from fp8moe_cutlass.autograd.block import Arrived
 from fp8moe_cutlass.autograd.body import Need
 from fp8moe_cutlass.distributed import wire
 from fp8moe_cutlass.distributed.exchange import Carrier, Exchange
@@ -54,12 +55,14 @@ class GroupMove:
         exchange = self.exchange
         terms = self.terms(x.shape[1], topk_idx.shape[1], recipe, need)
         plan, counts = exchange.plan(topk_idx)
-        announced = exchange.announce(counts, terms)
-        carrier, tokens = exchange.carrier(terms), (x, topk_idx, probs)
-        place = carrier.place(terms, terms.slots)
-        # While the sizes are on their way:
-        packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
+        tokens = x, topk_idx, probs
         mark = exchange.mark(terms, x.device) if exchange.segment else None
+        exchange.begin(terms, x.device)
+        announced = exchange.announce(counts, terms)
+        carrier = exchange.carrier(terms)
+        # While the sizes are on their way:
+        place = carrier.place(terms, terms.slots)
+        packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
         return Sent(packed, place, plan, announced, terms, mark, recipe, carrier, tokens)
 
     def terms(self, hidden: int, slots: int, recipe: Any, need: Need | None) -> Terms:
@@ -77,12 +80,12 @@ class GroupMove:
             # There was no room for all rows: once more, to where there is.
             place = carrier.place(terms, terms.slots)
             packed = wire.pack(*sent.tokens, sent.plan, recipe, exchange.num_experts, place)
-        came = carrier.dispatch(packed, sizes, sent.mark)
+        came, marks = carrier.dispatch(packed, sizes, sent.mark)
         rows, ids, row_probs = wire.unpack(came, terms.hidden_size, terms.slots, recipe, mine)
-        if exchange.segment:  # what would be misread is left out
-            differ = self._compare(came, sent.announced, carrier, terms)
+        if marks is not None:  # what would be misread is left out
+            differ = exchange.compare(marks, terms)
             ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
-        body = body_of(recipe)
+        body: Any = bf16 if recipe is None else fp8
         local = body.make_plan(ids, len(mine), sizes.assignments)
         lost = sent.plan.buffer[:2]  # of its status
         exchange.count(torch.cat([lost, body.dropped(ids, local)]) if exchange.segment else lost)
@@ -96,30 +99,13 @@ class GroupMove:
 
     def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> tuple[Any, Tensor | None]:
         exchange, (plan, sizes, carrier) = self.exchange, route
-        announced = None
-        if carrier.announces_gradients:
-            words = exchange.words(sizes.terms.mark(True), dout.device)
-            announced = carrier.announce_grad(words)
         mark = exchange.mark(sizes.terms, dout.device, True) if exchange.segment else None
-        place, into = carrier.place(sizes.terms, 0), carrier.into(sizes)
-        packed = wire.pack_grad(dout, plan, recipe, place)
-        rows = carrier.dispatch(packed, sizes, mark)
-        if exchange.segment:
-            self._compare(rows, announced, carrier, sizes.terms, backward=True)
-        return wire.unpack_grad(rows, dout.shape[1], recipe), into
-
-    def _compare(
-        self,
-        came: Tensor,
-        announced: Announced | None,
-        carrier: Carrier,
-        terms: Terms,
-        *,
-        backward: bool = False,
-    ) -> Tensor:
-        """Which ranks' terms differ from this rank's, [ranks, 1] bool."""
-        marks = carrier.marks(came, announced)
-        return self.exchange.compare(marks, terms, backward=backward)
+        carrier.begin()
+        packed = wire.pack_grad(dout, plan, recipe, carrier.place(sizes.terms, 0))
+        rows, marks = carrier.dispatch(packed, sizes, mark)
+        if marks is not None:
+            exchange.compare(marks, sizes.terms, backward=True)
+        return wire.unpack_grad(rows, dout.shape[1], recipe), carrier.into(sizes)
 
     def return_grads(
         self, dx: Tensor | None, dprobs: Tensor | None, route: Route, beside: bool

@@ -3,8 +3,9 @@
 `Peers` is the memory of one group on one device; all layers of the group use it in turn. What
 travels lies there between two meetings of the ranks (ops.share_words), and no longer:
 
-    begin       the ranks meet: every rank has copied what came before, so `place` may be written
-    place       where quantize_pack stores this rank's rows at each peer
+    begin       waits for what reads the memory here
+    tell        the ranks meet and tell each other words: every rank has read what came before
+    place       where quantize_pack stores this rank's rows at each peer: the ranks meet before
     arrive      the ranks meet: all rows are there. They are copied out, into a tensor of the caller
     sums        where the body writes what goes back: of two places the one that is not read now
     ready       the ranks meet: all sums are there
@@ -12,8 +13,8 @@ travels lies there between two meetings of the ranks (ops.share_words), and no l
     fetch       copies them here first, beside other work
     done        what reads them is queued
 
-A rank's sums of exchange u are read by its peers until they come to the meeting that begins
-exchange u + 1, or, on another stream, u + 2. So nothing that a backward reads lies in this memory.
+A rank's sums of exchange u are read by its peers until they come to the first meeting of exchange
+u + 1, or, on another stream, u + 2. So nothing that a backward reads lies in this memory.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.slow_path import slow_path
 
 _WORDS = 256  # of a rank in a mailbox, its flag among them
+_MARK = 4  # words
 _ALIGN = 128  # bytes
 
 
@@ -99,7 +101,7 @@ class _Meetings:
         self._calls = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self._of = peers
 
-    def meet(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+    def meet(self, words: Tensor, out: Tensor) -> Tensor:
         """words [n] i32 -> those of every rank [ranks, n], in `out`."""
         of = self._of
         told: Tensor = ops.share_words(
@@ -125,7 +127,8 @@ class Peers:
         self._late = self.late.numpy()
         self._told = torch.zeros(self.ranks * _WORDS, dtype=torch.int32, pin_memory=self._gpu)
         self.ended = torch.zeros(1, dtype=torch.int32, device=device)
-        self._none = self.ended[:0]
+        self._none = self.ended[:0], self.ended[:0].view(self.ranks, 0)
+        self._marks = self.ended.new_zeros(2, self.ranks, _MARK)  # by turn
         mailboxes = allocate(group, 2 * 2 * self.ranks * _WORDS * 4, device)
         self._moving = _Meetings(mailboxes, 0, self)
         self._adding = _Meetings(mailboxes, 1, self)
@@ -136,6 +139,7 @@ class Peers:
         self._turn = 0  # of the two places for sums
         self._moved: Written | None = None
         self._summed: list[Written | None] = [None, None]  # by turn
+        self._clear = False  # whether the ranks have met, so that `place` may be written
         self._beside = torch.cuda.Stream(device) if self._gpu else None  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
@@ -149,13 +153,8 @@ class Peers:
                 f"{', '.join(str(ranks[r]) for r in late)}: end the processes of this group"
             )
 
-    def for_host(self, count: int) -> Tensor:
-        """Pinned memory for `count` words of every rank, which the host reads before the next
-        call."""
-        return self._told.as_strided((self.ranks, count), (count, 1))
-
-    def begin(self, words: Tensor, out: Tensor | None = None) -> Tensor:
-        """Begin an exchange; words [n] i32 -> those of every rank [ranks, n], in `out`."""
+    def begin(self) -> None:
+        """Begin an exchange."""
         room = self._room
         if room is not None and capturing(self.device) and room not in self._captured:
             self._captured.append(room)
@@ -163,7 +162,14 @@ class Peers:
         for before in (self._moved, self._summed[self._turn]):
             if before is not None:
                 before.wait(())
-        return self._moving.meet(words, out)
+        self._clear = False
+
+    def tell(self, words: Tensor) -> Tensor:
+        """words [n] i32 -> those of every rank [ranks, n], where the host reads them before the
+        next call."""
+        self._clear = True
+        count = words.numel()
+        return self._moving.meet(words, self._told.as_strided((self.ranks, count), (count, 1)))
 
     def make_room(self, needed: Needed, fixed: bool) -> None:
         """Allocates for an exchange that takes `needed`, the same on all ranks; unless that is
@@ -194,6 +200,9 @@ class Peers:
         """The place for rows of `width` bytes; None: there is no memory yet."""
         if self._room is None:
             return None
+        if not self._clear:
+            self._clear = True
+            self._moving.meet(*self._none)
         wire, words = self._room.wire, width // 8
         rows = wire.view(self.rank, wire.size // words, words)
         return Place(rows.view(torch.uint8), wire.peers[0])
@@ -203,10 +212,15 @@ class Peers:
         room = self._room
         return place is not None and room is not None and place.peers is room.wire.peers[0]
 
-    def arrive(self, width: int, counts: list[int]) -> Tensor:
-        """The rows [sum of counts, width] u8 that have come, so many from each rank."""
+    def arrive(self, mark: Tensor | None) -> Tensor | None:
+        """All rows have come; mark [_MARK] i32 -> those of every rank [ranks, _MARK]."""
+        said = self._none if mark is None else (mark, self._marks[self._turn])
+        self._moving.meet(*said)
+        return None if mark is None else said[1]
+
+    def copied(self, width: int, counts: list[int]) -> Tensor:
+        """The rows [sum of counts, width] u8, so many from each rank, in a tensor of their own."""
         assert self._room is not None
-        self._moving.meet(self._none)
         wire = self._room.wire
         rows = torch.cat([wire.view(r, n, width // 8) for r, n in enumerate(counts)])
         self._moved = _again(self._moved, self.device)
@@ -217,12 +231,17 @@ class Peers:
         probs."""
         return self._back(dtype).view(self._turn, rows, columns)
 
+    def holds(self, part: Tensor) -> bool:
+        """Whether `part` is of `sums`."""
+        area = self._back(part.dtype)
+        return part.data_ptr() == area.address(self.rank, self._turn, 0, 0)
+
     def ready(self) -> None:
         """What goes back lies in `sums`, on all ranks."""
         other = self._summed[self._turn ^ 1]
         if other is not None:
             other.wait(())
-        self._adding.meet(self._none)
+        self._adding.meet(*self._none)
 
     def _back(self, dtype: torch.dtype) -> _Area:
         assert self._room is not None

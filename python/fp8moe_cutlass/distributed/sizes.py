@@ -40,7 +40,6 @@ class Announced(NamedTuple):
     """Sizes on their way."""
 
     message: Tensor  # i32, of who announced
-    found: Tensor  # the same, or its copy for the host
     work: Any  # to wait for before the host reads it; None: nothing
 
 

@@ -11,55 +11,45 @@ from fp8moe_cutlass.distributed.rank_agreement import Terms
 from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told, sum_here
 from fp8moe_cutlass.routing import RoutingPlan
 
-_MARK = 4  # words
-
 
 class ThroughPeers:
     """Does what Collectives does, by the same methods, through peers' memory. A message is [ranks,
-    words], told by each to all: its mark, its terms, what goes to each rank and, with a rank
-    capacity, how often each rank has differed."""
-
-    announces_gradients = True
+    words], told by each to all: its terms, what goes to each rank and, with a rank capacity, how
+    often each rank has differed."""
 
     def __init__(self, peers: Peers, segment: int) -> None:
         self.peers, self.ranks, self.rank = peers, peers.ranks, peers.rank
         self.segment = segment
+        self.begin = peers.begin
         self._counts = [segment + 1] * self.ranks
 
-    def announce(self, said: Tensor, counts: Tensor, differed: Tensor, read: bool) -> Announced:
-        """said: the mark and the terms. read: the host will."""
-        parts = [said, counts.view(-1)]
+    def announce(self, terms: Tensor, counts: Tensor, differed: Tensor) -> Announced:
+        """Tell the sizes of the exchange that has begun."""
+        parts = [terms, counts.view(-1)]
         if self.segment:
             parts.append(differed.view(-1))
-        words = torch.cat(parts)
-        if not (read and words.is_cuda):
-            message = self.peers.begin(words)
-            return Announced(message, message, None)
-        if self.segment:  # the device compares the marks, too
-            message = self.peers.begin(words)
-            found = message.to("cpu", non_blocking=True)
-        else:
-            message = found = self.peers.begin(words, self.peers.for_host(words.numel()))
+        message = self.peers.tell(torch.cat(parts))
+        if not terms.is_cuda:
+            return Announced(message, None)
         # Behind what this rank queues until then, the host would read too late.
-        return Announced(message, found, torch.cuda.current_stream(words.device).record_event())
+        return Announced(message, torch.cuda.current_stream(terms.device).record_event())
 
     def read(self, announced: Announced) -> list[list[int]]:
         """The message as lists, once it is there."""
         if announced.work is not None:
             announced.work.synchronize()
-        words: list[list[int]] = announced.found.tolist()
+        words: list[list[int]] = announced.message.tolist()
         return words
 
     def told(self, message: list[list[int]], terms: int) -> Told:
         self.peers.check()
-        begin = _MARK + terms
-        here, differed = begin + 2 * self.rank, begin + 2 * self.ranks
-        rows = [of[begin:differed:2] for of in message]  # of each rank to each
+        here, differed = terms + 2 * self.rank, terms + 2 * self.ranks
+        rows = [of[terms:differed:2] for of in message]  # of each rank to each
         return Told(
             rows[self.rank],
             [of[here] for of in message],
             sum(of[here + 1] for of in message),
-            list(zip(*(of[_MARK:begin] for of in message), strict=True)),
+            list(zip(*(of[:terms] for of in message), strict=True)),
             message[self.rank][differed:],
             [sum(of[r] for of in rows[: self.rank]) for r in range(self.ranks)],
             max(map(max, rows)),
@@ -88,19 +78,13 @@ class ThroughPeers:
         """Where the sums are to be written."""
         return self.peers.sums(sizes.rows, sizes.terms.hidden_size)
 
-    def announce_grad(self, words: Tensor) -> Announced:
-        """Begin the exchange of the gradient."""
-        message = self.peers.begin(words)
-        return Announced(message, message, None)
-
-    def dispatch(self, rows: Tensor, sizes: Sizes, mark: Tensor | None) -> Tensor:
-        """The rows that have come, of as many bytes as `rows`."""
-        return self.peers.arrive(rows.shape[1], sizes.received or self._counts)
-
-    def marks(self, rows: Tensor, announced: Announced | None) -> Tensor:
-        """[ranks, 4] i32."""
-        assert announced is not None
-        return announced.message[:, :_MARK]
+    def dispatch(
+        self, rows: Tensor, sizes: Sizes, mark: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rows that have come, of as many bytes as `rows`; mark [ranks, 4] i32, with a rank
+        capacity: what each rank tells."""
+        told = self.peers.arrive(None if mark is None else mark[0])
+        return self.peers.copied(rows.shape[1], sizes.received or self._counts), told
 
     def start_sums(
         self, parts: list[Tensor | None], plan: RoutingPlan, sizes: Sizes, beside: bool
@@ -118,10 +102,11 @@ class ThroughPeers:
 
     def _ready(self, part: Tensor, sizes: Sizes) -> Returning:
         """The part where its owners read it; most bodies have written it there."""
+        if self.peers.holds(part):
+            return Returning(part, None, part, here=False)
         columns = part.shape[1]
         there = self.peers.sums(sizes.rows, columns + -columns % 16, part.dtype)
-        if part.data_ptr() != there.data_ptr():
-            there[:, :columns].copy_(part)  # the rest is added up for nobody
+        there[:, :columns].copy_(part)  # the rest is added up for nobody
         return Returning(there, None, part, here=False)
 
     def _fetch(self, ready: Returning, plan: RoutingPlan, sizes: Sizes) -> Returning:
