@@ -14,7 +14,8 @@ namespace fp8moe::cuda {
 // quantize_pack: a block per token (and some that mark the rows without one). It quantizes the
 // token into shared memory, as the row of the wire is, and from there one copy per rank brings
 // codes and scales to their rows; the few vectors behind them, which differ between ranks, are
-// stored by the thread of the rank.
+// stored by the thread of the rank. With peers the links set the time, and few blocks keep them
+// busy: each takes many tokens, and leaves its SM to what runs beside it.
 
 namespace {
 
@@ -24,6 +25,7 @@ template <typename T>
 constexpr int kWarpTiles = 2 * kInFlight<T>;
 constexpr int kMaxWarps = 8;
 constexpr int kRowsToMark = 1024;  // of a block
+constexpr int kPeerThreads = 512;  // of an SM, with peers
 
 template <typename T, typename Rule>
 struct Params {
@@ -37,6 +39,7 @@ struct Params {
   const int32_t* token_of_row;  // [R]
   const int32_t* row_offsets;   // [ranks + 1]
   int64_t tokens;
+  int64_t packers;  // blocks that take tokens
   int hidden, tiles;
   int ranks;
   int experts;  // of a rank
@@ -132,27 +135,33 @@ template <typename F, typename T, typename Rule>
 __global__ void __launch_bounds__(32 * kMaxWarps)
     pack_rows(const __grid_constant__ Params<T, Rule> p) {
   extern __shared__ __align__(128) uint8_t row[];  // [row_bytes]
-  const int64_t token = blockIdx.x;
-  if (token >= p.tokens) return mark_missing(p, token - p.tokens);
-  // What a thread needs later is asked for before the long part.
+  if (blockIdx.x >= p.packers) return mark_missing(p, blockIdx.x - p.packers);
   const int thread = threadIdx.x, threads = blockDim.x;
-  uint8_t* to =
-      thread < p.ranks ? place(p, thread, __ldg(p.row_of + token * p.ranks + thread)) : nullptr;
-  const uint32_t word = word_of(p, token, thread);
-  quantize_token<F>(p, token, row);
-  const int words = (p.row_bytes - p.ids_at) / 4;
-  for (int i = thread; i < words; i += threads)
-    store(row + p.ids_at + 4 * i, i == thread ? word : word_of(p, token, i));
-  bulk_fence();
-  __syncthreads();
-  const int same = p.slots > 0 ? p.ids_at / 16 * 16 : p.row_bytes;  // for every rank
-  for (int rank = thread; rank < p.ranks; rank += threads) {
-    if (rank != thread) to = place(p, rank, __ldg(p.row_of + token * p.ranks + rank));
-    if (to == nullptr) continue;
-    if (same > 0) bulk_store(to, row, same);
-    for (int byte = same; byte < p.row_bytes; byte += 16)
-      store(to + byte, uint4{word_for(p, row, byte, rank), word_for(p, row, byte + 4, rank),
-                             word_for(p, row, byte + 8, rank), word_for(p, row, byte + 12, rank)});
+  for (int64_t token = blockIdx.x; token < p.tokens; token += p.packers) {
+    // What a thread needs later is asked for before the long part.
+    uint8_t* to =
+        thread < p.ranks ? place(p, thread, __ldg(p.row_of + token * p.ranks + thread)) : nullptr;
+    const uint32_t word = word_of(p, token, thread);
+    if (token != blockIdx.x) {  // the row before has left
+      bulk_wait_read();
+      __syncthreads();
+    }
+    quantize_token<F>(p, token, row);
+    const int words = (p.row_bytes - p.ids_at) / 4;
+    for (int i = thread; i < words; i += threads)
+      store(row + p.ids_at + 4 * i, i == thread ? word : word_of(p, token, i));
+    bulk_fence();
+    __syncthreads();
+    const int same = p.slots > 0 ? p.ids_at / 16 * 16 : p.row_bytes;  // for every rank
+    for (int rank = thread; rank < p.ranks; rank += threads) {
+      if (rank != thread) to = place(p, rank, __ldg(p.row_of + token * p.ranks + rank));
+      if (to == nullptr) continue;
+      if (same > 0) bulk_store(to, row, same);
+      for (int byte = same; byte < p.row_bytes; byte += 16)
+        store(to + byte,
+              uint4{word_for(p, row, byte, rank), word_for(p, row, byte + 4, rank),
+                    word_for(p, row, byte + 8, rank), word_for(p, row, byte + 12, rank)});
+    }
   }
   p.peers == nullptr ? bulk_wait_read() : bulk_wait();
 }
@@ -165,13 +174,16 @@ void run(const QuantizePack& p, Stream stream) {
   FP8MOE_CHECK(wire.bytes() <= device_info(p.x.device).shared_per_block,
                "[quantize_pack] on CUDA a row has at most ",
                device_info(p.x.device).shared_per_block, " bytes; got ", wire.bytes());
-  const int64_t blocks = p.plan.tokens + (wire.slots > 0 ? cdiv(p.plan.rows(), kRowsToMark) : 0);
-  if (blocks == 0) return;
+  const int64_t markers = wire.slots > 0 ? cdiv(p.plan.rows(), kRowsToMark) : 0;
+  if (p.plan.tokens + markers == 0) return;
   const DeviceGuard guard(p.x.device);
   const int64_t tiles = cdiv(wire.hidden, kTile);
   dispatch_fp8(p.fp8_dtype, [&]<typename F>() {
     dispatch_float(p.x.dtype, [&]<typename T>() {
       dispatch_scaling(p.rule, max_finite(p.x.dtype), [&]<typename Rule>(Rule scaling) {
+        const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
+        const int64_t few = kPeerThreads / (32 * warps) * device_info(p.x.device).sm_count;
+        const int64_t packers = p.peers.defined() ? std::min(p.plan.tokens, few) : p.plan.tokens;
         const Params<T, Rule> params = {.x = p.x.as<const T>(),
                                         .topk_idx = p.topk_idx.data,
                                         .probs = p.probs.as<const float>(),
@@ -182,6 +194,7 @@ void run(const QuantizePack& p, Stream stream) {
                                         .token_of_row = p.plan.token_of_row(),
                                         .row_offsets = p.plan.row_offsets(),
                                         .tokens = p.plan.tokens,
+                                        .packers = packers,
                                         .hidden = static_cast<int>(wire.hidden),
                                         .tiles = static_cast<int>(tiles),
                                         .ranks = static_cast<int>(p.plan.experts),
@@ -191,8 +204,7 @@ void run(const QuantizePack& p, Stream stream) {
                                         .row_bytes = static_cast<int>(wire.bytes()),
                                         .ids_at = static_cast<int>(wire.ids()),
                                         .scaling = scaling};
-        const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
-        launch("quantize_pack", pack_rows<F, T, Rule>, static_cast<unsigned>(blocks),
+        launch("quantize_pack", pack_rows<F, T, Rule>, static_cast<unsigned>(packers + markers),
                static_cast<unsigned>(32 * warps), static_cast<size_t>(wire.bytes()),
                stream_of(stream), params);
       });
