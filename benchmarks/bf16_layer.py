@@ -194,7 +194,7 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return ctx.move.send_grad(dout, ctx.route, None), None, None
+        return ctx.move.send_grad(dout, ctx.route, None, None)[0], None, None
 
 
 class _Spread(torch.autograd.Function):

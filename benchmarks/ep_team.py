@@ -92,8 +92,8 @@ class Legs:
             *(False,) * 3,
         )
         self.plan, counts = self.exchange.plan(self.topk_idx)
-        self.exchange.begin(terms, self.x.device)
-        announced = self.exchange.announce(counts, terms)
+        with self.exchange.begin(terms, self.x.device):
+            announced = self.exchange.announce(counts, terms)
         self.carrier: Any = self.exchange.carrier(terms)
         self.sizes = self.exchange.sizes(announced, terms, self.carrier)
         self.collectives: Any = self.exchange._collectives
@@ -103,20 +103,19 @@ class Legs:
 
     def dispatch(self) -> None:
         """Quantize and pack, send, unpack."""
-        self._dispatch(self.slots, self.topk_idx, self.probs, num_experts=self.exchange.num_experts)
+        ids, experts = (self.topk_idx, self.probs), self.exchange.num_experts
+        with self.carrier.begin():
+            place = self.carrier.place(self.sizes.terms, self.slots)
+            packed = ops.quantize_pack(self.x, self.plan, *ids, num_experts=experts, **_at(place))
+        rows, _ = self.carrier.dispatch(packed, self.sizes, self.mark)
+        ops.unpack(rows, self.hidden, self.slots)
 
     def dispatch_gradient(self) -> None:
-        self._dispatch(0)
-
-    def _dispatch(self, slots: int, *ids: Tensor, **of: int) -> None:
-        given: dict[str, Any] = dict(of)
-        self.carrier.begin()
-        place = self.carrier.place(self.sizes.terms, slots)
-        if place is not None:
-            given |= {"peers": place.peers, "out": place.rows}
-        packed = ops.quantize_pack(self.x, self.plan, *ids, **given)
-        rows, _ = self.carrier.dispatch(packed, self.sizes, self.mark)
-        ops.unpack(rows, self.hidden, slots)
+        with self.carrier.begin():
+            place = self.carrier.place_of_grad(self.sizes)
+            packed = ops.quantize_pack(self.x, self.plan, **_at(place))
+        rows, _ = self.carrier.dispatch_grad(packed, self.sizes, self.mark)
+        ops.unpack(rows, self.hidden, 0)
 
     def combine(self) -> None:
         """Send the partial sums back, and add them."""
@@ -141,6 +140,11 @@ class Legs:
         if self.sizes.sent is None:
             return self.exchange.segment * (self.exchange.ranks - 1)
         return int(sum(self.sizes.sent) - self.sizes.sent[dist.get_rank(self.exchange.group)])
+
+
+def _at(place: Any) -> dict[str, Any]:
+    """Where quantize_pack is to store."""
+    return {} if place is None else {"peers": place.peers, "out": place.rows}
 
 
 class Bf16Layer(nn.Module):

@@ -340,7 +340,7 @@ def meetings(group: Any, p: Problem, capacity: Any) -> int:
     return count
 
 
-@pytest.mark.parametrize(("capacity", "count"), [(None, 6), (60, 6)], ids=["exact", "capacity"])
+@pytest.mark.parametrize(("capacity", "count"), [(None, 5), (60, 4)], ids=["exact", "capacity"])
 def test_meetings_of_a_step(pool: Pool, capacity: Any, count: int) -> None:
     assert results(pool.run(2, meetings, batch(50), capacity)) == [count] * 2
 

@@ -6,7 +6,7 @@ tokens. torch_op.py makes the two functions differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -48,9 +48,12 @@ class Move(Protocol):
     def combine(self, out: Tensor, route: Any) -> Tensor:
         """The experts' rows -> [T, H]."""
 
-    def send_grad(self, dout: Tensor, route: Any, recipe: Any) -> tuple[Any, Tensor | None]:
+    def send_grad(
+        self, dout: Tensor, route: Any, recipe: Any, meanwhile: Callable[[], None]
+    ) -> tuple[Any, Tensor | None]:
         """dout [T, H] -> rows as the body's backward takes them, and where it writes dx, bf16
-        (None: anywhere)."""
+        (None: anywhere; else rows are to be read until return_grads). meanwhile: queues what may
+        run beside, of rows in FP8."""
 
     def return_grads(
         self, dx: Tensor | None, dprobs: Tensor | None, route: Any, beside: bool
@@ -98,7 +101,7 @@ class Local(_Here):
                 )
         return Arrived(body.enter(x, recipe), probs, plan, None)
 
-    def send_grad(self, dout: Tensor, route: None, recipe: Any) -> tuple[Any, None]:
+    def send_grad(self, dout: Tensor, route: None, recipe: Any, meanwhile: Any) -> tuple[Any, None]:
         body = bf16 if recipe is None else fp8
         return body.enter(dout, recipe, gradient=True), None
 
@@ -120,7 +123,7 @@ class Grouped(_Here):
         plan = body.grouped_plan(self.counts, x)
         return Arrived(body.enter(x, recipe, grouped=True), probs, plan, None)
 
-    def send_grad(self, dout: Tensor, route: None, recipe: Any) -> tuple[Any, None]:
+    def send_grad(self, dout: Tensor, route: None, recipe: Any, meanwhile: Any) -> tuple[Any, None]:
         body = bf16 if recipe is None else fp8
         return body.enter(dout, recipe, gradient=True, grouped=True), None
 
@@ -185,11 +188,18 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """dx in dout's dtype, dprobs and the gradients of gate_up, down and up and of the two biases,
     then those of a Lora's factors where its `scaling` is not 0."""
-    rows, into = move.send_grad(dout, route, options.recipe)
     body = bf16 if options.recipe is None else fp8
-    more = {"scaling": scaling} if scaling else {}
+    more: dict[str, Any] = {"scaling": scaling} if scaling else {}
+
+    def meanwhile() -> None:
+        if grads.pending is None and need.gate_up:
+            more["x_turned"] = fp8.turn_x(saved, options, counters)
+
+    rows, into = move.send_grad(dout, route, options.recipe, meanwhile)
     made: Gradients = body.backward(rows, saved, options, need, counters, into, **more)
-    del rows, saved
+    rows = saved = None
+    if into is not None and made.down is not None:
+        made = made._replace(down=made.down.apart(grads.pending is not None))
     beside = grads.pending is None and not (made.gate_up is None and made.down is None)
     returning = move.return_grads(made.dx, made.dprobs, route, beside)
     # While both are on their way:

@@ -109,6 +109,16 @@ class Wgrad(NamedTuple):
     plan: RoutingPlan
     recipe: Fp8Recipe
     counters: Counters | None = None
+    turned: Fp8Tensor | None = None  # the rows, transposed, if that is done
+
+    def apart(self, delayed: bool) -> Wgrad:
+        """The same without reading the rows where they are: transposed or, for long, copied."""
+        if not delayed:
+            return self._replace(turned=self._operands()[self.of == "x"])
+        r = self.rows
+        data, scale_inv = r.data.clone(), r.scale_inv.clone()
+        rows = Fp8Tensor(data, scale_inv, r.scale_layout, r.pow2, r.fp8_dtype, check=False)
+        return self._replace(rows=rows)
 
     def scaled(self, by: float) -> Wgrad:
         """`by` times this gradient, by an operand's scales: exact where `by` is a power of two."""
@@ -165,12 +175,14 @@ class Wgrad(NamedTuple):
             for half in (left[:n], left[n:])
         ]
 
-    def _operands(self) -> tuple[Fp8Tensor, Fp8Tensor]:
+    def _operands(self) -> tuple[Any, Any]:
         """Only power-of-two scales can be shifted in FP8; float32 scales are dequantized and
         quantized again, a second rounding."""
-        rows, recipe, plan = self.rows, self.recipe, self.plan
+        rows, recipe, plan, made = self.rows, self.recipe, self.plan, self.turned
         shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
-        if shift and not grouped:
+        if made is not None:
+            pass
+        elif shift and not grouped:
             made = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
         else:
             made = ops.transpose_fp8(
@@ -181,7 +193,7 @@ class Wgrad(NamedTuple):
                 scale=recipe.scale,
                 eps=recipe.eps,
             )
-        if self.counters is not None:
+        if self.counters is not None and self.turned is None:
             count(self.counters, f"{self.of} columns", rows, plan, made)
         return (self.columns, made) if self.of == "x" else (made, self.columns)
 
@@ -304,6 +316,14 @@ def forward(
     )
 
 
+def turn_x(saved: Saved, options: Options, counters: Counters | None) -> Fp8Tensor:
+    """What backward reads of x alone, for gate_up's gradient."""
+    x: Any = saved.x
+    columns: Any = None
+    turned: Fp8Tensor = Wgrad("x", x, columns, saved.plan, options.recipe, counters)._operands()[1]
+    return turned
+
+
 def backward(
     dout: Fp8Tensor,
     saved: Saved,
@@ -312,9 +332,11 @@ def backward(
     counters: Counters | None = None,
     into: Tensor | None = None,
     scaling: float = 0.0,
+    x_turned: Fp8Tensor | None = None,
 ) -> Gradients:
     """The gradients of `forward`, given the quantized gradient of its output, of x's form. into:
-    where to write dx, unless grouped. scaling: of the low-rank terms that were saved."""
+    where to write dx, unless grouped. scaling: of the low-rank terms that were saved. x_turned:
+    turn_x."""
     recipe = options.recipe
     x: Any
     gate_up: Any
@@ -381,7 +403,7 @@ def backward(
     return Gradients(
         dx,
         dprobs,
-        Wgrad("x", x, dz_columns, plan, recipe, counters) if need.gate_up else None,
+        Wgrad("x", x, dz_columns, plan, recipe, counters, x_turned) if need.gate_up else None,
         Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
         [

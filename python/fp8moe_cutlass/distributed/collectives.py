@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ class Collectives:
     def make_room(self, terms: Terms, told: Told) -> None:
         """Rows go into tensors of their own."""
 
-    def begin(self) -> None:
-        """Tensors of their own wait for nothing."""
+    begin = staticmethod(nullcontext)
 
     def place(self, terms: Terms, slots: int) -> None:
         """Rows are packed into a tensor."""
+
+    def place_of_grad(self, sizes: Sizes) -> None:
+        """Likewise."""
 
     def moved_on(self, place: Any) -> bool:
         return place is not None
@@ -75,6 +78,8 @@ class Collectives:
             self._marks(sent).copy_(mark)
         dist.all_to_all_single(got, sent, sizes.received, sizes.sent, group=self.group)
         return got, None if mark is None else self._marks(got)
+
+    dispatch_grad = dispatch
 
     def _marks(self, rows: Tensor) -> Tensor:
         """[ranks, 4] i32, with a rank capacity: the first bytes of the last row of each segment."""

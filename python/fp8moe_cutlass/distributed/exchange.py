@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -130,8 +131,8 @@ class Exchange:
         capacity = (segment + 1) * ranks if segment else tokens * min(slots, ranks)
         return tokens, ranks, ranks, 1, capacity
 
-    def begin(self, terms: Terms, device: torch.device) -> None:
-        """Begin to move tokens."""
+    def begin(self, terms: Terms, device: torch.device) -> AbstractContextManager[None]:
+        """Begin to move tokens: within, to announce their sizes and to store them at peers."""
         self._follow(device)
         peers = peers_of(self.group, device, self.transport)
         if peers is None:
@@ -140,7 +141,7 @@ class Exchange:
             self._peers = ThroughPeers(peers, self.segment)
         self._tells = not (self.segment and terms in self._agreed)
         carrier = (self._peers or self._collectives) if self._tells else self.carrier(terms)
-        carrier.begin()
+        return carrier.begin()
 
     def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from fp8moe_cutlass.autograd import bf16, fp8
 from fp8moe_cutlass.autograd.block import Arrived
 from fp8moe_cutlass.autograd.body import Need
+from fp8moe_cutlass.autograd.streams import capturing
 from fp8moe_cutlass.distributed import wire
 from fp8moe_cutlass.distributed.exchange import Carrier, Exchange
 from fp8moe_cutlass.distributed.peers import Place
@@ -57,12 +59,12 @@ class GroupMove:
         plan, counts = exchange.plan(topk_idx)
         tokens = x, topk_idx, probs
         mark = exchange.mark(terms, x.device) if exchange.segment else None
-        exchange.begin(terms, x.device)
-        announced = exchange.announce(counts, terms)
-        carrier = exchange.carrier(terms)
-        # While the sizes are on their way:
-        place = carrier.place(terms, terms.slots)
-        packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
+        with exchange.begin(terms, x.device):
+            announced = exchange.announce(counts, terms)
+            carrier = exchange.carrier(terms)
+            # While the sizes are on their way:
+            place = carrier.place(terms, terms.slots)
+            packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
         return Sent(packed, place, plan, announced, terms, mark, recipe, carrier, tokens)
 
     def terms(self, hidden: int, slots: int, recipe: Any, need: Need | None) -> Terms:
@@ -97,15 +99,20 @@ class GroupMove:
         (total,) = carrier.finish_sums(carrier.start_sums([out], plan, sizes, False), plan, sizes)
         return total  # type: ignore[return-value]
 
-    def send_grad(self, dout: Tensor, route: Route, recipe: Any) -> tuple[Any, Tensor | None]:
+    def send_grad(
+        self, dout: Tensor, route: Route, recipe: Any, meanwhile: Callable[[], None]
+    ) -> tuple[Any, Tensor | None]:
         exchange, (plan, sizes, carrier) = self.exchange, route
         mark = exchange.mark(sizes.terms, dout.device, True) if exchange.segment else None
-        carrier.begin()
-        packed = wire.pack_grad(dout, plan, recipe, carrier.place(sizes.terms, 0))
-        rows, marks = carrier.dispatch(packed, sizes, mark)
+        with carrier.begin():
+            packed = wire.pack_grad(dout, plan, recipe, carrier.place_of_grad(sizes))
+        into = carrier.into(sizes)
+        if into is not None and capturing(dout.device):
+            meanwhile()
+        rows, marks = carrier.dispatch_grad(packed, sizes, mark)
         if marks is not None:
-            exchange.compare(marks, sizes.terms, backward=True)
-        return wire.unpack_grad(rows, dout.shape[1], recipe), carrier.into(sizes)
+            self.exchange.compare(marks, sizes.terms, backward=True)
+        return wire.unpack_grad(rows, dout.shape[1], recipe), into
 
     def return_grads(
         self, dx: Tensor | None, dprobs: Tensor | None, route: Route, beside: bool

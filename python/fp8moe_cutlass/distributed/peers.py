@@ -3,23 +3,26 @@
 `Peers` is the memory of one group on one device; all layers of the group use it in turn. What
 travels lies there between two meetings of the ranks (ops.share_words), and no longer:
 
-    begin       waits for what reads the memory here
+    begin       in a capture, what is queued within runs beside the caller's stream, until `arrive`
     tell        the ranks meet and tell each other words: every rank has read what came before
-    place       where quantize_pack stores this rank's rows at each peer: the ranks meet before
-    arrive      the ranks meet: all rows are there. They are copied out, into a tensor of the caller
+    place       where quantize_pack stores this rank's rows at each peer. Ranks whose last exchange
+                ended on this stream need not meet before: `ready` has said that all have read
+    arrive      the ranks meet: all rows are there. Unless they are read before `ready`, they are
+                copied out, into a tensor of the caller
     sums        where the body writes what goes back: of two places the one that is not read now
-    ready       the ranks meet: all sums are there
+    ready       the ranks meet: all sums are there, and all rows have been read
     sum         each rank reads its own at each peer, or
     fetch       copies them here first, beside other work
     done        what reads them is queued
 
 A rank's sums of exchange u are read by its peers until they come to the first meeting of exchange
-u + 1, or, on another stream, u + 2. So nothing that a backward reads lies in this memory.
+u + 1, or, on another stream, u + 2. So nothing that a later exchange may overwrite is read.
 """
 
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +74,13 @@ class _Area:
         self.peers = [memory.peers(place * size) for place in ends]  # [ranks] i64
         self._mine = memory.mine.view(dtype)
         self._of = [share.data_ptr() for share in memory.of]
+
+    def peers_at(self, rows: list[int], width: int) -> Tensor:
+        """[ranks] i64, on the device: the addresses of row rows[r], of `width` bytes, of rank r."""
+        addresses = self.peers[-1].clone()
+        # Numbers of the host by a kernel's arguments: a capture can copy none.
+        torch._foreach_add_(addresses.unbind(), [n * width for n in rows])
+        return addresses
 
     def view(self, place: int, rows: int, columns: int) -> Tensor:
         """[rows, columns] in a place of this rank."""
@@ -137,10 +147,13 @@ class Peers:
         self.full = False  # whether there was no room for an exchange
         self._captured: list[_Room] = []  # a graph has their addresses
         self._turn = 0  # of the two places for sums
+        self._in_place = False  # whether what came is read until `ready`
         self._moved: Written | None = None
         self._summed: list[Written | None] = [None, None]  # by turn
-        self._clear = False  # whether the ranks have met, so that `place` may be written
-        self._beside = torch.cuda.Stream(device) if self._gpu else None  # type: ignore[no-untyped-call]
+        self._ended_on: Any = None  # the stream of the last `ready`, until an exchange begins
+        self._clear = False  # whether `place` may be written
+        # Its kernels need few SMs, but soon.
+        self._beside = torch.cuda.Stream(device, priority=-1) if self._gpu else None  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
         """RuntimeError if a rank did not come to a meeting in time. The device is not asked."""
@@ -153,16 +166,22 @@ class Peers:
                 f"{', '.join(str(ranks[r]) for r in late)}: end the processes of this group"
             )
 
-    def begin(self) -> None:
-        """Begin an exchange."""
-        room = self._room
-        if room is not None and capturing(self.device) and room not in self._captured:
+    def begin(self) -> AbstractContextManager[Any]:
+        """Begin an exchange. In a capture, what is queued within runs beside what this stream gets
+        until `arrive`. Eager, the host's calls for the second stream cost more than it hides where
+        rows are narrow."""
+        room, beside = self._room, capturing(self.device)
+        if room is not None and beside and room not in self._captured:
             self._captured.append(room)
         self._turn ^= 1
         for before in (self._moved, self._summed[self._turn]):
             if before is not None:
                 before.wait(())
-        self._clear = False
+        self._clear, self._ended_on = self._ended_on == self._stream(), None
+        if self._beside is None or not beside:
+            return nullcontext()
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._beside)
 
     def tell(self, words: Tensor) -> Tensor:
         """words [n] i32 -> those of every rank [ranks, n], where the host reads them before the
@@ -185,7 +204,7 @@ class Peers:
         self.full = True
         with torch.inference_mode(False):
             self._room = _Room(
-                self._area(size.wire, self.ranks, torch.int64, [self.rank]),
+                self._area(size.wire, self.ranks, torch.int64, [self.rank, 0]),
                 self._area(size.sums, 2, torch.bfloat16, [0, 1]),
                 self._area(size.probs, 2, torch.float32, [0, 1]),
             )
@@ -196,16 +215,21 @@ class Peers:
             allocate(self._group(), max(size * places, _ALIGN), self.device), size, dtype, ends
         )
 
-    def place(self, width: int) -> Place | None:
-        """The place for rows of `width` bytes; None: there is no memory yet."""
+    def place(self, width: int, begins: list[int] | None = None) -> Place | None:
+        """The place for rows of `width` bytes; None: there is no memory yet. begins: they lie one
+        rank's behind another's, this rank's from row begins[r] on at rank r."""
         if self._room is None:
             return None
         if not self._clear:
             self._clear = True
             self._moving.meet(*self._none)
         wire, words = self._room.wire, width // 8
-        rows = wire.view(self.rank, wire.size // words, words)
-        return Place(rows.view(torch.uint8), wire.peers[0])
+        if begins is None:
+            rows = wire.view(self.rank, wire.size // words, words)
+            return Place(rows.view(torch.uint8), wire.peers[0])
+        most = wire.size * self.ranks // words - max(begins)
+        rows = wire.view(0, most, words)
+        return Place(rows.view(torch.uint8), wire.peers_at(begins, width))
 
     def has(self, place: Place | None) -> bool:
         """Whether `place` is in the memory of now."""
@@ -215,7 +239,12 @@ class Peers:
     def arrive(self, mark: Tensor | None) -> Tensor | None:
         """All rows have come; mark [_MARK] i32 -> those of every rank [ranks, _MARK]."""
         said = self._none if mark is None else (mark, self._marks[self._turn])
-        self._moving.meet(*said)
+        if self._beside is None or not capturing(self.device):
+            self._moving.meet(*said)
+        else:
+            with torch.cuda.stream(self._beside):
+                self._moving.meet(*said)
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
         return None if mark is None else said[1]
 
     def copied(self, width: int, counts: list[int]) -> Tensor:
@@ -225,6 +254,12 @@ class Peers:
         rows = torch.cat([wire.view(r, n, width // 8) for r, n in enumerate(counts)])
         self._moved = _again(self._moved, self.device)
         return rows.view(torch.uint8)
+
+    def there(self, width: int, rows: int) -> Tensor:
+        """The rows [rows, width] u8 of a place with `begins`, to be read before `ready`."""
+        assert self._room is not None
+        self._in_place = True
+        return self._room.wire.view(0, rows, width // 8).view(torch.uint8)
 
     def sums(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Where to write what goes back in this exchange, [rows, columns]; f32 if it is of the
@@ -241,7 +276,13 @@ class Peers:
         other = self._summed[self._turn ^ 1]
         if other is not None:
             other.wait(())
+        if self._in_place:
+            self._moved, self._in_place = _again(self._moved, self.device), False
         self._adding.meet(*self._none)
+        self._ended_on = self._stream()
+
+    def _stream(self) -> Any:
+        return torch.cuda.current_stream(self.device) if self._gpu else self.device
 
     def _back(self, dtype: torch.dtype) -> _Area:
         assert self._room is not None

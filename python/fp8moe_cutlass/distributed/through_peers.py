@@ -20,11 +20,11 @@ class ThroughPeers:
     def __init__(self, peers: Peers, segment: int) -> None:
         self.peers, self.ranks, self.rank = peers, peers.ranks, peers.rank
         self.segment = segment
-        self.begin = peers.begin
+        self.begin = peers.begin  # within: to announce the sizes of an exchange, and to store rows
         self._counts = [segment + 1] * self.ranks
 
     def announce(self, terms: Tensor, counts: Tensor, differed: Tensor) -> Announced:
-        """Tell the sizes of the exchange that has begun."""
+        """Tell the sizes, within `begin`."""
         parts = [terms, counts.view(-1)]
         if self.segment:
             parts.append(differed.view(-1))
@@ -70,6 +70,10 @@ class ThroughPeers:
         """Where quantize_pack stores rows with so many slots; None: there is no memory yet."""
         return self.peers.place(ops.packed_row_bytes(terms.hidden_size, slots))
 
+    def place_of_grad(self, sizes: Sizes) -> Place | None:
+        """Where it stores gradients, one rank's behind another's."""
+        return self.peers.place(ops.packed_row_bytes(sizes.terms.hidden_size, 0), sizes.begins)
+
     def moved_on(self, place: Place | None) -> bool:
         """Whether the place that was given is no more."""
         return not self.peers.has(place)
@@ -85,6 +89,13 @@ class ThroughPeers:
         capacity: what each rank tells."""
         told = self.peers.arrive(None if mark is None else mark[0])
         return self.peers.copied(rows.shape[1], sizes.received or self._counts), told
+
+    def dispatch_grad(
+        self, rows: Tensor, sizes: Sizes, mark: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Likewise, to be read until sums are started."""
+        told = self.peers.arrive(None if mark is None else mark[0])
+        return self.peers.there(rows.shape[1], sizes.rows), told
 
     def start_sums(
         self, parts: list[Tensor | None], plan: RoutingPlan, sizes: Sizes, beside: bool

@@ -163,7 +163,9 @@ class _DeepEp:
         combined: Tensor = self._combine(out, route)[0]
         return combined
 
-    def send_grad(self, dout: Tensor, route: _Route, recipe: Any) -> tuple[Fp8Tensor, None]:
+    def send_grad(
+        self, dout: Tensor, route: _Route, recipe: Any, meanwhile: Any
+    ) -> tuple[Fp8Tensor, None]:
         sent = fp8.enter(dout, recipe, gradient=True)
         options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
         pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.handle, **options)[0]
