@@ -682,6 +682,16 @@ def test_quality_tables_equal_their_record() -> None:
     assert clear[-1] == 330
 
 
+def test_quality_steps_equal_their_record() -> None:
+    want = []
+    for r in results("quality-step-h200.json"):
+        s, bf16 = r["shape"], r["peers"]["bf16"]
+        name = f"{r['model']}: {s['E']} experts of {s['I']}, top-{s['k']}"
+        times = (f"{ms:.1f}" for ms in (bf16, r["limit_ms"], r["ms"]))
+        want.append([name, r["variant"], *times, f"{bf16 / r['ms']:.2f}"])
+    assert table("docs/explanation/does-fp8-train-as-well.md", "quality-step-h200.json") == want
+
+
 def test_activation_blocks_table_equals_its_record() -> None:
     want = []
     for r in results("activation-blocks-h100.json"):
