@@ -29,15 +29,18 @@ LAYER_PAGE = "docs/reference/layer.md"
 HELPS = "docs/explanation/when-fp8-helps.md"
 GROUPS = "docs/how-to/several-gpus.md"
 EP = "docs/explanation/expert-parallelism.md"
+GEMM_NOTES = "docs/notes/grouped-gemm.md"
 ROUTERS = "docs/reference/routers.md"
 
-LAYER = "layer-peers-h200.json"
-MEMORY_BOUND = ("memory-bound-h200.json", "memory-bound-h100.json")
+LAYER, BESIDE_TE, OLDER = "layer-h200.json", "layer-te-h200.json", "layer-peers-h200.json"
+MEMORY_BOUND = "memory-bound-h200.json"
 GEMM = ("gemm-h200.json", "gemm-h100.json")
 SWEEP = "sweep-h200.json"
 
 QUANTIZING, REUSING = "forward+backward, quantizing weights", "forward+backward"
 TORCH = "torch bf16"
+TE = "TransformerEngine FP8"
+TE_EACH = f"{TE}, quantized in each step"
 
 
 @cache
@@ -64,41 +67,61 @@ def by(name: str, *keys: str) -> dict[Any, dict[str, Record]]:
 # ---- the layer ----------------------------------------------------------------------------------
 
 
-def steps(name: str) -> Iterator[tuple[str, Record, Record, float]]:
-    """Of each model: quantizing in each step, reusing, and torch's best (it ran beside both)."""
+def steps(name: str, *peers: str) -> Iterator[list[str]]:
+    """Means over one second: quantizing in each step, reusing, peers, torch's best of both."""
     for model, of in by(name, "model", "variant").items():
-        two = of[QUANTIZING], of[REUSING]
-        yield model, *two, min(r["peers"][TORCH] for r in two)
+        each, reused = of[QUANTIZING], of[REUSING]
+        found = [*(reused["sustained_peers"].get(peer) for peer in peers)]
+        found.append(min(r["sustained_peers"][TORCH] for r in (each, reused)))
+        ms = (each["sustained_ms"], reused["sustained_ms"], *found)
+        yield [model, *("refused" if of is None else f"{of:.2f}" for of in ms)]
 
 
-def layer(*peers: str) -> Rows:
-    return [
-        [
-            model,
-            *(f"{ms:.2f}" for ms in (each["ms"], reused["ms"], reused["sustained_ms"], bf16)),
-            *(f"{reused['peers'][name]:.2f}" for name in peers),
-        ]
-        for model, each, reused, bf16 in steps(LAYER)
-    ]
+def layer() -> Rows:
+    peer = f"{TORCH}, index_select and index_add"
+    return [[*row[:3], row[4], row[3]] for row in steps(LAYER, peer)]
+
+
+def beside_te() -> Rows:
+    return [*steps(BESIDE_TE, TE_EACH, TE, "TransformerEngine bf16")]
+
+
+def te_bursts() -> str:
+    peers = by(BESIDE_TE, "model", "variant")["DeepSeek-V2-Lite, 64 experts"][REUSING]["peers"]
+    each, reused, bf16 = (f"{peers[name]:.2f}" for name in (TE_EACH, TE, "TransformerEngine bf16"))
+    return f"takes {each}, {reused} and {bf16} ms of V2-Lite"
+
+
+def burst_shares() -> str:
+    shares = [r["ms"] / r["sustained_ms"] for r in results(LAYER) if r["variant"] == QUANTIZING]
+    return f"takes {min(shares):.2f} to {max(shares):.2f} of these times"
+
+
+def older(who: str) -> str:
+    """Over torch's bf16 in the same turns."""
+    rows = [r for r in results(OLDER) if r["variant"] == REUSING]
+    times = [{"ours": r["ms"], **r["peers"]} for r in rows]
+    over = [ms[who] / ms[TORCH] for ms in times]
+    return f"{min(over):.2f} to {max(over):.2f}"
 
 
 def readme_layer() -> Rows:
-    rows = [[*row[:3], row[4]] for row in layer()]
+    rows = [row[:4] for row in layer()]
     return [rows[0], rows[2], rows[4]]
 
 
-def shown(name: str) -> list[tuple[float, float, float]]:
+def shown() -> list[tuple[float, float, float]]:
     """README's three models: as the table rounds them."""
     return [tuple(map(float, row[1:])) for row in readme_layer()]  # type: ignore[misc]
 
 
 def times_as_fast() -> str:
-    times = sorted(bf16 / each for each, _, bf16 in shown(LAYER))
+    times = sorted(bf16 / each for each, _, bf16 in shown())
     return f"{times[0]:.1f} to {times[-1]:.1f} times as fast as torch's bf16"
 
 
 def share_of_quantizing() -> str:
-    share = sorted(100 * (1 - reused / each) for each, reused, _ in shown(LAYER))
+    share = sorted(100 * (1 - reused / each) for each, reused, _ in shown())
     return f"{share[0]:.0f} to {share[-1]:.0f}% of a step here"
 
 
@@ -111,8 +134,6 @@ def saved() -> Rows:
         '`preactivation="recompute"`': (of[f"{REUSING}, recompute"], "fp8moe"),
         "torch bf16": (of[REUSING], TORCH),
     }
-    if "SonicMoE bf16" in of[REUSING]["memory"]:
-        ours["SonicMoE bf16"] = of[REUSING], "SonicMoE bf16"
     found = []
     for name, (row, who) in ours.items():
         memory = row["memory"][who]
@@ -124,6 +145,41 @@ def saved() -> Rows:
     return found
 
 
+def saved_by_sonic() -> str:
+    r = results(OLDER)[0]
+    memory = r["memory"]["SonicMoE bf16"]
+    kept, peak = memory["saved"] / 1024 / r["shape"]["T"], memory["peak"] / 2**30
+    return f"saved {kept:.1f} KiB, with a peak of {peak:.2f} GiB"
+
+
+def four_layers() -> Rows:
+    """What they hold between steps, and their peak."""
+    found = []
+    for model, of in by(LAYER, "model", "variant").items():
+        memory = of[f"{QUANTIZING}, four layers"]["memory"]
+        cells = (
+            ", ".join(f"{m[k] / 2**30:.2f}" for k in ("held", "peak")) for m in memory.values()
+        )
+        found.append([model, *cells])
+    return found
+
+
+def copy_reaches() -> str:
+    return f"a copy reaches {record(LAYER)['environment']['copy_tb_s']:.2f} TB/s"
+
+
+def bf16_layer() -> Rows:
+    found = []
+    for r in results("bf16-h100.json"):
+        variant = r["variant"].removesuffix(", forward and backward")
+        if variant.endswith(", forward"):
+            continue
+        ms = r["ms"] if "ms" in r else {who: r[who]["ms"] for who in ("recipe=None", TORCH)}
+        digits = 2 if "ms" in r else 1
+        found.append([variant, *(f"{of:.{digits}f}" for of in ms.values()), f"{r['ratio']:.2f}"])
+    return found
+
+
 # ---- operators ----------------------------------------------------------------------------------
 
 BF16_8 = {"T": 4096, "E": 256, "S": 8, "H": 7168, "align": 1}
@@ -132,7 +188,7 @@ TURNED, ACTIVATED = {"R": 32768, "C": 7168, "E": 8}, {"R": 32768, "C": 2048, "E"
 OPERATORS = [  # of a record, and in the table
     ("quantize", "row", MATRIX, "32768 x 7168, `row` scales"),
     (
-        *("quantize_weight", "both copies", {"E": 32, "N": 4096, "K": 7168}),
+        *("quantize_weight", "for fprop and dgrad", {"E": 32, "N": 4096, "K": 7168}),
         "32 x 4096 x 7168, with the transposed copy",
     ),
     ("permute_pad", "fp8", BF16_8, "FP8, align 1"),
@@ -153,16 +209,30 @@ OPERATORS = [  # of a record, and in the table
 ]
 
 
-def operators(name: str) -> Rows:
-    rows = {}
-    for r in results(name):
-        op = r["op"].replace("swiglu_quantize", "act_quantize")  # its name in older records
-        rows[op, r["variant"], tuple(r["shape"].items())] = r
+def operators() -> Rows:
+    rows = {(r["op"], r["variant"], tuple(r["shape"].items())): r for r in results(MEMORY_BOUND)}
     found = []
     for op, variant, shape, what in OPERATORS:
         r = rows[op, variant, tuple(shape.items())]
         found.append([f"`{op}`", what, f"{1e3 * r['ms']:.1f}", f"{r['ms'] / r['limit_ms']:.2f}"])
     return found
+
+
+def weights() -> Rows:
+    found = []
+    for variant, what in (("for fprop and dgrad", "fprop and dgrad"), ("for fprop", "fprop alone")):
+        rows = [r for r in results(MEMORY_BOUND) if r["op"] == "quantize_weight"]
+        over = sorted(r["ms"] / r["limit_ms"] for r in rows if r["variant"] == variant)
+        found.append([f"for {what}", f"{over[0]:.2f}", f"{over[-1]:.2f}"])
+    return found
+
+
+def counts() -> Rows:
+    of = {r["variant"]: r for r in results(MEMORY_BOUND) if r["op"] == "count_codes"}
+    return [
+        [what, *(f"{1e3 * of[variant][ms]:.1f}" for ms in ("ms", "limit_ms"))]
+        for what, variant in (("one in eight", "every row in 8"), ("all", "every row in 1"))
+    ]
 
 
 CLASSES: dict[str, Callable[[str, str], bool]] = {
@@ -187,22 +257,37 @@ CLASSES: dict[str, Callable[[str, str], bool]] = {
 }
 
 
-def gemms(name: str) -> Rows:
-    """DeepGEMM's time over ours, by kinds of cases."""
+def mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def gemms() -> Rows:
+    """DeepGEMM's time over ours, by kinds of cases, on each board."""
     found = []
     for what, of_class in CLASSES.items():
         special = what in ("fprop, one expert", "fprop, 256 experts")
-        ratios = sorted(
-            r["peers"]["DeepGEMM"] / r["ms"]
-            for r in results(name)
-            if of_class(r["op"], r["variant"])
-            if special or not r["variant"].startswith(("one expert", "256 experts"))
-            if "DeepGEMM" in r["peers"]
-        )
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        figures = (f"{ratio:.2f}" for ratio in (mean, ratios[0], ratios[-1]))
-        found.append([what, str(len(ratios)), *figures])
+        figures, count = [], 0
+        for name in GEMM:
+            ratios = sorted(
+                r["peers"]["DeepGEMM"] / r["ms"]
+                for r in results(name)
+                if of_class(r["op"], r["variant"])
+                if special or not r["variant"].startswith(("one expert", "256 experts"))
+                if "DeepGEMM" in r["peers"]
+            )
+            figures += [f"{ratio:.2f}" for ratio in (mean(ratios), ratios[0], ratios[-1])]
+            count = len(ratios)
+        found.append([what, str(count), *figures])
     return found
+
+
+def gemm_means(name: str) -> str:
+    of: dict[str, list[float]] = {"fprop": [], "dgrad": [], "wgrad": []}
+    for r in results(name):
+        if "DeepGEMM" in r["peers"]:
+            of[r["op"]].append(r["peers"]["DeepGEMM"] / r["ms"])
+    fprop, dgrad, wgrad = (f"{mean(ratios):.2f}" for ratios in of.values())
+    return f"the mean is {fprop} in fprop, {dgrad} in dgrad and {wgrad} in wgrad"
 
 
 def sweep() -> Rows:
@@ -221,7 +306,7 @@ def sweep() -> Rows:
 
 def routers() -> Rows:
     rows: dict[tuple[str, int], dict[str, Record]] = {}
-    for r in results("router-h100.json"):
+    for r in results("router-h200.json"):
         rows.setdefault((r["model"], r["shape"]["T"]), {})[r["op"]] = r
     found = []
     for (model, tokens), of in rows.items():
@@ -334,12 +419,17 @@ def by_transport() -> str:
 # The page, the marker's name, and the rows.
 TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
     (README, LAYER, readme_layer),
-    (PERFORMANCE, LAYER, lambda: layer("SonicMoE bf16", f"{TORCH}, index_select and index_add")),
-    *((PERFORMANCE, name, lambda name=name: operators(name)) for name in MEMORY_BOUND),
-    (PERFORMANCE, "gemm-h100.json", lambda: gemms("gemm-h100.json")),
+    (PERFORMANCE, LAYER, layer),
+    (PERFORMANCE, BESIDE_TE, beside_te),
+    (PERFORMANCE, "bf16-h100.json", bf16_layer),
+    (PERFORMANCE, MEMORY_BOUND, operators),
+    (PERFORMANCE, f"{MEMORY_BOUND}, weights", weights),
+    (PERFORMANCE, GEMM[0], gemms),
     (LAYER_PAGE, f"{LAYER}, saved", saved),
+    (LAYER_PAGE, f"{LAYER}, four layers", four_layers),
+    (LAYER_PAGE, f"{MEMORY_BOUND}, counts", counts),
     (HELPS, SWEEP, sweep),
-    (ROUTERS, "router-h100.json", routers),
+    (ROUTERS, "router-h200.json", routers),
     (GROUPS, f"{EP_4}, capacities", ep_capacities),
     (EP, f"{EP_4}, steps", ep_steps),
     (EP, f"{EP_4}, exchanges", ep_exchanges),
@@ -348,6 +438,20 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
 ]
 # The page, what a phrase looks like, and what it says.
 PHRASES: list[tuple[str, str, Callable[[], str]]] = [
+    (PERFORMANCE, r"a copy reaches [\d.]+ TB/s", copy_reaches),
+    (PERFORMANCE, r"takes [\d.]+ to [\d.]+ of these times", burst_shares),
+    (PERFORMANCE, r"takes [\d.]+, [\d.]+ and [\d.]+ ms of V2-Lite", te_bursts),
+    (
+        *(PERFORMANCE, r"in bf16 took [\d.]+ to [\d.]+ of torch"),
+        lambda: f"in bf16 took {older('SonicMoE bf16')} of torch",
+    ),
+    (PERFORMANCE, r"took [\d.]+ to [\d.]+ of it in FP8", lambda: f"took {older(TE)} of it in FP8"),
+    (PERFORMANCE, r"took [\d.]+ to [\d.]+ of it then", lambda: f"took {older('ours')} of it then"),
+    (LAYER_PAGE, r"saved [\d.]+ KiB, with a peak of [\d.]+ GiB", saved_by_sonic),
+    (
+        *(GEMM_NOTES, r"the mean is [\d.]+ in fprop, [\d.]+ in dgrad and [\d.]+ in wgrad"),
+        lambda: gemm_means(GEMM[1]),
+    ),
     (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+", by_transport),
     (README, r"[\d.]+ to [\d.]+ times as fast as torch's bf16", times_as_fast),
     (README, r"\d+ to \d+% of a step here", share_of_quantizing),
