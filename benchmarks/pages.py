@@ -321,7 +321,7 @@ def routers() -> Rows:
 
 # ---- expert parallelism -------------------------------------------------------------------------
 
-EP_4, EP_8 = "ep-4-h100.json", "ep-h200.json"
+EP_2, EP_4, EP_8 = "ep-2-h200.json", "ep-4-h100.json", "ep-h200.json"
 STEP, EXACT, ROOM = "layer, forward+backward", "random, exact", "random, capacity 1.25"
 BESIDE, ALL_TO_ALL = "bf16 torch, same exchange", "bf16 all-to-all alone"
 
@@ -331,8 +331,8 @@ def ep_rows(name: str) -> dict[tuple[str, str], dict[str, Record]]:
     return by(name, "model", "op", "variant")
 
 
-def ep_steps() -> Rows:
-    of_model = ep_rows(EP_4)
+def ep_steps(name: str) -> Rows:
+    of_model = ep_rows(name)
     models = list(dict.fromkeys(model for model, _ in of_model))
     found = []
     for variant, ms_of, sizes in ((EXACT, "ms", "exact"), (ROOM, "graph_ms", "capacity, captured")):
@@ -352,12 +352,12 @@ def ep_steps() -> Rows:
     return found
 
 
-def ep_exchanges() -> Rows:
+def ep_exchanges(name: str) -> Rows:
     found = []
-    for (model, op), of in ep_rows(EP_4).items():
+    for (model, op), of in ep_rows(name).items():
         if op != "dispatch":
             continue
-        back = ep_rows(EP_4)[model, "combine"]
+        back = ep_rows(name)[model, "combine"]
         bf16 = of[EXACT]["graph_peers"][ALL_TO_ALL]
         calls = (of[EXACT], of[f"{EXACT}, peer"], back[EXACT], back[f"{EXACT}, peer"])
         ms = (bf16, *(r["graph_ms"] for r in calls))
@@ -410,7 +410,7 @@ def ep_capacities() -> Rows:
 
 
 def by_transport() -> str:
-    nccl, peer = ep_steps()[0][2:4]
+    nccl, peer = ep_steps(EP_4)[0][2:4]
     return f"takes {peer} ms where NCCL's takes {nccl}"
 
 
@@ -431,8 +431,8 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
     (HELPS, SWEEP, sweep),
     (ROUTERS, "router-h200.json", routers),
     (GROUPS, f"{EP_4}, capacities", ep_capacities),
-    (EP, f"{EP_4}, steps", ep_steps),
-    (EP, f"{EP_4}, exchanges", ep_exchanges),
+    *((EP, f"{name}, steps", lambda name=name: ep_steps(name)) for name in (EP_2, EP_4)),
+    *((EP, f"{name}, exchanges", lambda name=name: ep_exchanges(name)) for name in (EP_2, EP_4)),
     (EP, f"{EP_8}, dispatch", ep_dispatch),
     (EP, f"{EP_8}, steps", ep_efficiency),
 ]
