@@ -627,14 +627,19 @@ def test_jax_table_equals_its_record() -> None:
 
 def test_activations_table_equals_its_record() -> None:
     rows: dict[tuple[str, str], list[dict]] = {}
-    for r in results("activations-h100.json"):
+    for r in results("activations-h200.json"):
         rows.setdefault((f"{r['shape']['I']:,}", r["op"]), []).append(r)
     want = []
     for head, (swiglu, *others) in rows.items():
         ratios = [swiglu["ms"] / swiglu["peers"]["copy"]]
         ratios += [r["ms"] / r["peers"]["SwiGLU"] for r in others]
         want.append([*head, *(f"{ratio:.2f}" for ratio in ratios)])
-    assert table("docs/notes/activation.md", "activations-h100.json") == want
+    assert table("docs/notes/activation.md", "activations-h200.json") == want
+    beside = table("docs/notes/activation.md", "activations-h200.json, predicted")
+    swiglu = {(inner, op): ratio for inner, op, ratio, *_ in want}
+    assert [inner for inner, *_ in beside] == ["2,880", "1,856", "704"]
+    for inner, _, dz, _, columns in beside:
+        assert (dz, columns) == (swiglu[inner, "dz"], swiglu[inner, "dz and columns"])
 
 
 def test_rollout_losses_equal_their_record() -> None:
@@ -697,11 +702,11 @@ def test_quality_steps_equal_their_record() -> None:
 
 def test_activation_blocks_table_equals_its_record() -> None:
     want = []
-    for r in results("activation-blocks-h100.json"):
+    for r in results("activation-blocks-h200.json"):
         best = min(r["peers"].values())
         times = r["ms"], best, best / r["ms"]
         want.append([r["variant"], *(f"{t:.2f}" for t in times)])
-    assert table("docs/notes/activation.md", "activation-blocks-h100.json") == want
+    assert table("docs/notes/activation.md", "activation-blocks-h200.json") == want
 
 
 def test_rollout_times_equal_their_record() -> None:
