@@ -53,7 +53,9 @@ class MoEExperts(ExpertBlock, nn.Module):
     gate gate_up_proj is up_proj [E, I, H], also in the state_dict. Of an interleaved one the rows
     of gate_up_proj take turns: gate 0, up 0, gate 1, ...
     bias: gate_up_proj_bias [E, 2I] (or up_proj_bias [E, I]), which z gets, and down_proj_bias
-      [E, H], which a token's weight multiplies, too. Their gradients are in .grad, at any option.
+      [E, H], which a token's weight multiplies, too. Backward makes their gradients, with
+      delay_wgrad, too. Compiled or under shard_experts these are rounded to the bias's dtype and
+      go to .grad, and a bias's main_grad stays as it is.
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
       memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
@@ -74,6 +76,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     or made for a gradient that nobody takes.
 
     A parameter with `main_grad` gets its gradient added there; else in .grad, in its grad_dtype.
+    Of biases see `bias`.
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and
