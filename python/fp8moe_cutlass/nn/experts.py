@@ -270,7 +270,7 @@ class MoEExperts(ExpertBlock, nn.Module):
             name = "up_proj"
         if is_sharded(value) and self._average is None:
             refuse_mixed(name, value, self.group)
-        old = self._parameters.get(name)
+        old = self.__dict__.get("_parameters", {}).get(name)  # a copy in the making has none
         if getattr(old, "main_grad", None) is not None and self._average is None:
             refuse_main_grad(name, old, value)
         plain = name.endswith("_bias") or self._turned  # which fully_shard gathers as they are
