@@ -275,18 +275,17 @@ def test_float32_gradients_do_not_pass_bf16(into: str, device: torch.device) -> 
         assert relative_error(got, want) < 2**-8
 
 
-def test_a_compiled_backward_leaves_main_grad_of_a_bias() -> None:
-    """As layer.md says: the gradient is in .grad, rounded to the bias's dtype."""
+def test_main_grad_of_a_bias_is_refused_in_a_compiled_layer() -> None:
     layer, given = layer_of("gpt-oss", 176, dtype=torch.bfloat16), inputs()
     want = run(layer, *given)[5:]
-    biases_of = layer.local_biases()
-    for bias in biases_of:
-        bias.main_grad = torch.zeros(bias.shape)
     torch._dynamo.reset()
     layer.compile(backend="aot_eager", fullgraph=True)
-    for got, bias, grad in zip(run(layer, *given)[5:], biases_of, want, strict=True):
+    for got, grad in zip(run(layer, *given)[5:], want, strict=True):
         assert torch.equal(got, grad)
-        assert not bias.main_grad.any()
+    layer.down_proj_bias.main_grad = torch.zeros(layer.down_proj_bias.shape)
+    with pytest.raises(RuntimeError, match="main_grad of a bias must be None in a compiled layer"):
+        run(layer, *given)
+    assert not layer.down_proj_bias.main_grad.any()
 
 
 def test_parameters_and_names() -> None:

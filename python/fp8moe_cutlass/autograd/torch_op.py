@@ -9,6 +9,7 @@ the same bits.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -300,6 +301,7 @@ def _through_torch(
         key = owner.key
     for weight, into in zip(own, in_place, strict=True):
         _check_traceable(weight, into, key, need)
+    refuse_main_grad(biases or ())
     codes: list[Tensor] = []
     if weights is not None:
         for part in weights.parts:
@@ -335,6 +337,15 @@ def _check_traceable(weight: Tensor, into: bool, key: int, need: Need | None) ->
                 "[MoEExperts] grad_dtype cannot be compiled; "
                 f"got {dtype} of a {weight.dtype} weight"
             )
+
+
+def refuse_main_grad(biases: Sequence[Tensor]) -> None:
+    """RuntimeError where a bias has a main_grad that nothing would be added to."""
+    if any(getattr(bias, "main_grad", None) is not None for bias in biases):
+        raise RuntimeError(
+            "[MoEExperts] main_grad of a bias must be None in a compiled layer and after "
+            "shard_experts: its gradient is in .grad"
+        )
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot read the attribute

@@ -16,6 +16,7 @@ from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.autograd.torch_op import new_key
+from fp8moe_cutlass.autograd.torch_op import refuse_main_grad as refuse_bias_main_grad
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
@@ -55,7 +56,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     bias: gate_up_proj_bias [E, 2I] (or up_proj_bias [E, I]), which z gets, and down_proj_bias
       [E, H], which a token's weight multiplies, too. Backward makes their gradients, with
       delay_wgrad, too. Compiled or under shard_experts these are rounded to the bias's dtype and
-      go to .grad, and a bias's main_grad stays as it is.
+      go to .grad, and a main_grad is refused.
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
       memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
@@ -295,7 +296,10 @@ class MoEExperts(ExpertBlock, nn.Module):
         if not self.has_bias:
             return None
         biases = Biases(*(getattr(self, name) for name in self.bias_names))
-        return biases if self._average is None else Biases(*map(local, biases))
+        if self._average is None:
+            return biases
+        refuse_bias_main_grad(biases)
+        return Biases(*map(local, biases))
 
     @property
     def local_experts(self) -> range:
