@@ -111,7 +111,7 @@ def here(cards: list[Gpu], torch: str | None) -> list[Finding]:
             False if torch is None or old else None,
         ),
         Finding("numpy", package("numpy") or "not installed"),
-        Finding("driver", driver() or "none"),
+        Finding("driver", driver() or "none that nvidia-smi names"),
         *(Finding("GPU", f"{g.name}, sm_{g.capability[0]}{g.capability[1]}") for g in cards),
         *_hidden(cards),
     ]
