@@ -8,9 +8,9 @@ stands to each baseline: the geometric mean of the cases.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator
+from statistics import geometric_mean
 
 import torch
 
@@ -107,9 +107,8 @@ def summary(record: Record) -> Iterator[str]:
         ):
             for name in dict.fromkeys(name for r in rows for name in r.get(peers, {})):
                 both = [r for r in rows if name in r.get(peers, {})]
-                logs = [math.log(r[peers][name] / r[ms]) for r in both]
-                mean = math.exp(sum(logs) / len(logs))
-                yield f"{gemm}, {kind}: {mean:.3f} of {name} over {len(logs)} cases"
+                mean = geometric_mean(r[peers][name] / r[ms] for r in both)
+                yield f"{gemm}, {kind}: {mean:.3f} of {name} over {len(both)} cases"
 
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:

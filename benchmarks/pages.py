@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -257,10 +257,6 @@ CLASSES: dict[str, Callable[[str, str], bool]] = {
 }
 
 
-def mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def gemms() -> Rows:
     """DeepGEMM's time over ours, by kinds of cases, on each board."""
     found = []
@@ -275,7 +271,7 @@ def gemms() -> Rows:
                 if special or not r["variant"].startswith(("one expert", "256 experts"))
                 if "DeepGEMM" in r["peers"]
             )
-            figures += [f"{ratio:.2f}" for ratio in (mean(ratios), ratios[0], ratios[-1])]
+            figures += [f"{ratio:.2f}" for ratio in (geometric_mean(ratios), ratios[0], ratios[-1])]
             count = len(ratios)
         found.append([what, str(count), *figures])
     return found
@@ -286,7 +282,7 @@ def gemm_means(name: str) -> str:
     for r in results(name):
         if "DeepGEMM" in r["peers"]:
             of[r["op"]].append(r["peers"]["DeepGEMM"] / r["ms"])
-    fprop, dgrad, wgrad = (f"{mean(ratios):.2f}" for ratios in of.values())
+    fprop, dgrad, wgrad = (f"{geometric_mean(ratios):.2f}" for ratios in of.values())
     return f"the mean is {fprop} in fprop, {dgrad} in dgrad and {wgrad} in wgrad"
 
 
@@ -515,11 +511,12 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--check", action="store_true", help="writes nothing")
     check = arguments.parse_args().check
-    stale = [path for path in pages() if page(path) != (ROOT / path).read_text()]
+    made = {path: page(path) for path in pages()}
+    stale = [path for path, text in made.items() if text != (ROOT / path).read_text()]
     for path in stale:
         print(path)
         if not check:
-            (ROOT / path).write_text(page(path))
+            (ROOT / path).write_text(made[path])
     return int(check and bool(stale))
 
 
