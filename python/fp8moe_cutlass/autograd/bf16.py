@@ -53,9 +53,7 @@ class Plan(NamedTuple):
 
     def expert_of(self, rows: Tensor) -> Tensor:
         """[R] the expert of each of rows [R, ...]; the last one past all experts' rows."""
-        at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        found = torch.searchsorted(self.offsets, at, right=True)
-        return found.clamp_(max=self.offsets.shape[0] - 1)
+        return expert_of(self.offsets, rows)
 
     def sums_of(self, rows: Tensor) -> Tensor:
         """rows [R, C] -> the sum of each token's [T, C]."""
@@ -258,6 +256,13 @@ def _preactivation(x: Tensor, gate_up: Tensor, plan: Plan, bias: Tensor | None) 
     """z [R, 2I] bf16."""
     z = grouped_mm(plan.rows_of(x), gate_up.mT, plan.offsets)
     return z if bias is None else plus(z, bias, plan.expert_of(z))
+
+
+def expert_of(ends: Tensor, rows: Tensor) -> Tensor:
+    """[R] the expert of each of rows [R, ...], whose experts' rows end at ends [E]; the last one
+    past all of them."""
+    at = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    return torch.searchsorted(ends, at, right=True).clamp_(max=ends.shape[0] - 1)
 
 
 @compiled

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import biases as bias_terms
 from fp8moe_cutlass.autograd.arguments import as_counts
-from fp8moe_cutlass.autograd.bf16 import plus, plus_weighted
+from fp8moe_cutlass.autograd.bf16 import expert_of, plus, plus_weighted
 from fp8moe_cutlass.autograd.body import (
     COUNTED,
     Biases,
@@ -179,22 +179,21 @@ class Wgrad(NamedTuple):
         """Only power-of-two scales can be shifted in FP8; float32 scales are dequantized and
         quantized again, a second rounding."""
         rows, recipe, plan, made = self.rows, self.recipe, self.plan, self.turned
-        shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
-        if made is not None:
-            pass
-        elif shift and not grouped:
-            made = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
-        else:
-            made = ops.transpose_fp8(
-                rows if grouped else ops.permute_pad(rows, plan)[0],
-                plan,
-                columns=recipe.columns,
-                requantize=not shift,
-                scale=recipe.scale,
-                eps=recipe.eps,
-            )
-        if self.counters is not None and self.turned is None:
-            count(self.counters, f"{self.of} columns", rows, plan, made)
+        if made is None:
+            shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
+            if shift and not grouped:
+                made = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
+            else:
+                made = ops.transpose_fp8(
+                    rows if grouped else ops.permute_pad(rows, plan)[0],
+                    plan,
+                    columns=recipe.columns,
+                    requantize=not shift,
+                    scale=recipe.scale,
+                    eps=recipe.eps,
+                )
+            if self.counters is not None:
+                count(self.counters, f"{self.of} columns", rows, plan, made)
         return (self.columns, made) if self.of == "x" else (made, self.columns)
 
 
@@ -275,21 +274,21 @@ def forward(
     last = recipe.weighting == "output"
     terms = None if lora is None else Terms(lora, recipe)
     u1, pair = NONE if terms is None else terms.forward(GATE_UP, x, plan)
-    inside = biases is not None and terms is None
-    if biases is not None and inside:
-        pair = bias_terms.pair(biases.gate_up, plan)
+    inside, behind = (biases, None) if terms is None else (None, biases)
+    if inside is not None:
+        pair = bias_terms.pair(inside.gate_up, plan)
     z = ops.grouped_gemm(rows, multiplied.gate_up, plan, **pair)
-    if biases is not None and not inside:
-        z = _plus(z, biases.gate_up, plan)
+    if behind is not None:
+        z = _plus(z, behind.gate_up, plan)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
     made = _hidden(z, plan, row_probs, options, save_z)
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
-    if biases is not None and inside:
-        pair = bias_terms.pair(biases.down, plan, None if last else row_probs)
+    if inside is not None:
+        pair = bias_terms.pair(inside.down, plan, None if last else row_probs)
     y = ops.grouped_gemm(h, multiplied.down, plan, **pair)
-    if biases is not None and not inside:
-        y = _plus(y, biases.down, plan, None if last else row_probs)
+    if behind is not None:
+        y = _plus(y, behind.down, plan, None if last else row_probs)
     if not grouped:
         out = ops.unpermute_unpad(y, plan, probs if last else None, out=into)
     else:
@@ -425,8 +424,7 @@ def backward(
 
 def _plus(y: Any, bias: Tensor, plan: RoutingPlan, weights: Tensor | None = None) -> Any:
     """y [R, N] + weights[row] * bias[e] of bias [E, N]; weights [R], None: 1."""
-    at = torch.arange(y.shape[0], dtype=torch.int32, device=y.device)
-    expert = torch.searchsorted(plan.row_offsets[1:], at, right=True).clamp_(max=len(bias) - 1)
+    expert = expert_of(plan.row_offsets[1:], y)
     return plus(y, bias, expert) if weights is None else plus_weighted(y, bias, expert, weights)
 
 

@@ -117,8 +117,7 @@ def run(
     of_lora = any(t.requires_grad for t in factors) if factors else False
     of_biases = any(t.requires_grad for t in biases) if biases else False
     of_gate_up = gate_up.requires_grad or (up is not None and up.requires_grad)
-    of_all = x.requires_grad, of_probs, of_gate_up, down.requires_grad, of_lora, of_biases
-    required = Need(*of_all)
+    required = Need(x.requires_grad, of_probs, of_gate_up, down.requires_grad, of_lora, of_biases)
     if not (torch.is_grad_enabled() and any(required)):
         need = None
     elif need is None:
@@ -301,7 +300,7 @@ def _through_torch(
         key = owner.key
     for weight, into in zip(own, in_place, strict=True):
         _check_traceable(weight, into, key, need)
-    refuse_main_grad(biases or ())
+    refuse_bias_main_grad(biases or ())
     codes: list[Tensor] = []
     if weights is not None:
         for part in weights.parts:
@@ -339,7 +338,7 @@ def _check_traceable(weight: Tensor, into: bool, key: int, need: Need | None) ->
             )
 
 
-def refuse_main_grad(biases: Sequence[Tensor]) -> None:
+def refuse_bias_main_grad(biases: Sequence[Tensor]) -> None:
     """RuntimeError where a bias has a main_grad that nothing would be added to."""
     if any(getattr(bias, "main_grad", None) is not None for bias in biases):
         raise RuntimeError(

@@ -113,7 +113,6 @@ class Exchange:
         self.local_experts = range(rank * share, (rank + 1) * share)  # of this rank
         self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
-        self._tells = True  # whether the exchange that has begun tells sizes
         self._words: dict[Any, tuple[Tensor, Tensor]] = {}  # on the device
         self._collectives = Collectives(group, self.ranks, self.segment)
         self._peers: ThroughPeers | None = None  # once there has been an exchange
@@ -139,9 +138,9 @@ class Exchange:
             self._peers = None
         elif self._peers is None or self._peers.peers is not peers:
             self._peers = ThroughPeers(peers, self.segment)
-        self._tells = not (self.segment and terms in self._agreed)
-        carrier = (self._peers or self._collectives) if self._tells else self.carrier(terms)
-        return carrier.begin()
+        if self.segment and terms in self._agreed:  # nothing is told
+            return self.carrier(terms).begin()
+        return (self._peers or self._collectives).begin()
 
     def announce(self, counts: Tensor, terms: Terms) -> Announced | None:
         """Start to tell every rank what it will get: counts [ranks, 2] i32, rows and assignments.
@@ -149,7 +148,7 @@ class Exchange:
         With a rank capacity only the terms are told, and they only until they have been agreed
         upon: then None.
         """
-        if not self._tells:
+        if self.segment and terms in self._agreed:
             return None
         if counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

@@ -15,8 +15,7 @@ from fp8moe_cutlass import build_info
 from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.body import Biases
-from fp8moe_cutlass.autograd.torch_op import new_key
-from fp8moe_cutlass.autograd.torch_op import refuse_main_grad as refuse_bias_main_grad
+from fp8moe_cutlass.autograd.torch_op import new_key, refuse_bias_main_grad
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS

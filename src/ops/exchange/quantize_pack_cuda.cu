@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   if (blockIdx.x >= p.packers) return mark_missing(p, blockIdx.x - p.packers);
   const int thread = threadIdx.x, threads = blockDim.x;
   for (int64_t token = blockIdx.x; token < p.tokens; token += p.packers) {
-    // What a thread needs later is asked for before the long part.
+    // These loads overlap the quantization; their values are used after it.
     uint8_t* to =
         thread < p.ranks ? place(p, thread, __ldg(p.row_of + token * p.ranks + thread)) : nullptr;
     const uint32_t word = word_of(p, token, thread);
