@@ -98,10 +98,19 @@ def test_runs_that_do_not_start_alike_are_refused(text: Path, tmp_path: Path) ->
         quality.merged([run, {**run, "arm": "fp8", "start": run["start"] + 1}])
     with pytest.raises(ValueError, match="must be of one steps"):
         quality.merged([run, {**run, "arm": "fp8", "steps": 9}])
-    other = {**run, "environment": {**run["environment"], "gpu": "another"}}
-    assert quality.merged([run, {**other, "arm": "noise"}])["results"][1]["gpu"] == "another"
-    with pytest.raises(ValueError, match="runs of bf16 must be of one GPU"):
-        quality.merged([run, other])
+
+
+def test_times_are_of_one_kind_of_gpu(text: Path, tmp_path: Path) -> None:
+    """Losses are of all seeds; a seed that ran on another kind of GPU is in no time."""
+    run = trained(text, tmp_path, "bf16", tokens=1) | {"choices": None}
+    environment = {**run["environment"], "gpu": "another"}
+    slow = {**run, "seed": 1, "environment": environment, "tokens_per_s": 1.0}
+    slow["heldout"] = [(*at, loss + 1.0, 9e9) for *at, loss, _ in run["heldout"]]
+    first, second = (row for row in quality.merged([run, slow, {**slow, "arm": "fp8"}])["results"])
+    assert (first["gpu"], second["gpu"]) == (run["environment"]["gpu"], "another")
+    assert first["tokens_per_s"] == run["tokens_per_s"]
+    assert first["seconds"] == run["heldout"][-1][2]
+    assert first["heldout"] == pytest.approx(run["heldout"][-1][1] + 0.5)
 
 
 def test_a_run_that_is_out_of_time_stops_and_is_not_compared(text: Path, tmp_path: Path) -> None:
