@@ -13,6 +13,14 @@ from reference import Result, moe_experts_grads
 
 
 @dataclass
+class BiasedResult(Result):
+    """Of a layer with biases."""
+
+    dgate_up_bias: Tensor
+    ddown_bias: Tensor
+
+
+@dataclass
 class Problem:
     """Gaussian tokens, weights and output gradient; uniform probs; a routing."""
 
@@ -31,10 +39,16 @@ class Problem:
         """A layer with these weights, where they are."""
         e, h, i = self.down.shape
         given = {"dtype": self.gate_up.dtype, "device": self.x.device, **options}
-        layer = MoEExperts(e, h, i, **given)
-        with torch.no_grad():
-            layer.gate_up_proj.copy_(self.gate_up)
-            layer.down_proj.copy_(self.down)
+        return self.fill(MoEExperts(e, h, i, **given))
+
+    @torch.no_grad()
+    def fill(self, layer: MoEExperts) -> MoEExperts:
+        """The layer, with these weights of its experts, and biases of about 1, if it has any."""
+        mine, g = slice(layer.local_experts.start, layer.local_experts.stop), torch.Generator()
+        layer.gate_up_proj.copy_(self.gate_up[mine])
+        layer.down_proj.copy_(self.down[mine])
+        for n, bias in enumerate(layer.local_biases() or ()):
+            bias.copy_(torch.randn(len(self.down), bias.shape[1], generator=g.manual_seed(n))[mine])
         return layer
 
     def run(self, layer: Any, **call: Any) -> Result:
@@ -42,9 +56,9 @@ class Problem:
         x, probs = self.x.clone().requires_grad_(), self.probs.clone().requires_grad_()
         out = layer(x, self.topk_idx, probs, **call)
         out.backward(self.dout.to(out.dtype))
-        return Result(
-            out.detach(), x.grad, probs.grad, layer.gate_up_proj.grad, layer.down_proj.grad
-        )
+        grads = x.grad, probs.grad, layer.gate_up_proj.grad, layer.down_proj.grad
+        biases = [getattr(layer, name).grad for name in getattr(layer, "bias_names", ())]
+        return (BiasedResult if biases else Result)(out.detach(), *grads, *biases)
 
     def truth(self) -> Result:
         """The float64 reference."""

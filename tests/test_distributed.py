@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ranks
-from fp8moe_cutlass import Fp8Recipe, ops, telemetry
+from fp8moe_cutlass import Activation, Fp8Recipe, ops, telemetry
 from fp8moe_cutlass.nn import (
     MoE,
     MoEExperts,
@@ -71,12 +71,7 @@ def layer_of(p: Problem, group: Any, **options: Any) -> MoEExperts:
     """This rank's part of the layer with the problem's weights."""
     dtype = options.pop("dtype", p.gate_up.dtype)
     options = {"device": p.x.device, "dtype": dtype, "group": group, **options}
-    layer = MoEExperts(*p.down.shape, **options)
-    mine = layer.local_experts
-    with torch.no_grad():
-        layer.gate_up_proj.copy_(p.gate_up[mine.start : mine.stop])
-        layer.down_proj.copy_(p.down[mine.start : mine.stop])
-    return layer
+    return p.fill(MoEExperts(*p.down.shape, **options))
 
 
 def rank_of(group: Any) -> int:
@@ -99,7 +94,8 @@ def on_a_rank(group: Any, p: Problem, counts: list[int], options: dict[str, Any]
 
 def joined(found: list[Result]) -> Result:
     """The results of all ranks as one."""
-    return Result(*(torch.cat([getattr(r, name) for r in found]) for name in vars(found[0])))
+    first = found[0]
+    return type(first)(*(torch.cat([getattr(r, name) for r in found]) for name in vars(first)))
 
 
 def alone(pool: Pool, function: Any, *args: Any) -> Any:
@@ -170,6 +166,8 @@ def test_equals_one_process(pool: Pool, ranks: int, recipe: Any) -> None:
     check(pool, counts, batch(sum(counts)), None, max(counts), recipe=recipe)
 
 
+GPT_OSS = Activation(alpha=1.702, offset=1.0, limit=7.0, interleaved=True)
+BIASES: dict[str, Any] = {"bias": True, "activation": GPT_OSS}
 OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"recipe": FP8, "preactivation": "recompute"},
     "recompute_bf16": {"recipe": None, "preactivation": "recompute"},
@@ -178,6 +176,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp32_scales": {"recipe": Fp8Recipe(scale="fp32", columns="column")},
     "e5m2_gradients": {"recipe": Fp8Recipe(grad_dtype="e5m2")},
     "weighted_output": {"recipe": Fp8Recipe(weighting="output")},
+    "biases": BIASES,
+    "biases_bf16": {"recipe": None, **BIASES},
 }
 
 

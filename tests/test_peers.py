@@ -27,6 +27,7 @@ from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import Problem, assert_same
 from ranks import MEMBERS, Pool, results
 from test_distributed import (
+    BIASES,
     COUNTS,
     EXPERTS,
     HIDDEN,
@@ -249,6 +250,7 @@ def test_equals_torch_distributed(pool: Pool, ranks: int, capacity: Any) -> None
         {"preactivation": "save_fp8"},
         {"recipe": Fp8Recipe(weighting="output")},
         {"recipe": Fp8Recipe(grad_dtype="e5m2", scale="fp32", columns="column")},
+        BIASES,
         {"rank_capacity": (9, 30)},  # which drops
     ],
     ids=str,

@@ -14,6 +14,7 @@ from on_device import capture
 from ranks import Pool, results
 from reference import relative_error
 from test_distributed import (
+    BIASES,
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
@@ -137,17 +138,18 @@ def on_a_gpu(group: Any, p: Any, counts: list[int], options: dict[str, Any]) -> 
 @TRANSPORTS
 @FP8_AND_BF16
 @pytest.mark.parametrize("rank_capacity", [None, 90], ids=["exact", "capacity"])
+@pytest.mark.parametrize("how", [{}, BIASES], ids=["plain", "biases"])
 def test_equals_one_gpu(
-    pool: Pool, rank_capacity: Any, recipe: Any, transport: str, device: torch.device
+    pool: Pool, how: Any, rank_capacity: Any, recipe: Any, transport: str, device: torch.device
 ) -> None:
     (size,) = pool.members
     counts = [90, 0, 55, 17, 90, 1, 64, 33][:size]
-    p = batch(sum(counts))
-    options = {"recipe": recipe, "rank_capacity": rank_capacity, "transport": transport}
+    p, how = batch(sum(counts)), {"recipe": recipe, **how}
+    options = {**how, "rank_capacity": rank_capacity, "transport": transport}
     found = results(pool.run(size, on_a_gpu, p, counts, options))
     assert [dropped for _, dropped in found] == [[0, 0, 0]] * size
     got = joined([r for r, _ in found])
-    want = moved(expected(moved(p, device), size, {"recipe": recipe, "device": device}), "cpu")
+    want = moved(expected(moved(p, device), size, {**how, "device": device}), "cpu")
     if recipe is not None:
         assert_equal(got, want)
     else:  # torch's grouped_mm may choose its tiles by the sizes

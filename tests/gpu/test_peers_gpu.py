@@ -15,7 +15,7 @@ from fp8moe_cutlass.distributed import peers as peers_module
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, moved
 from ranks import Pool, results
-from test_distributed import EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, batch, layer_of, rank_of
+from test_distributed import BIASES, EXPERTS, HIDDEN, INTERMEDIATE, SLOTS, batch, layer_of, rank_of
 from test_peers import POISON, end_at, growing, in_flight, meetings, on_peers, random_routings
 
 # ---- the operators ------------------------------------------------------------------------------
@@ -174,6 +174,8 @@ def both(group: Any, p: Any, counts: list[int], options: dict[str, Any]) -> Any:
         {"rank_capacity": (30, 100)},  # which drops
         {"preactivation": "recompute"},
         {"recipe": None},
+        BIASES,
+        {"recipe": None, **BIASES},
         {"recipe": Fp8Recipe(grad_dtype="e5m2", scale="fp32", columns="column")},
     ],
     ids=str,
