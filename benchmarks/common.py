@@ -54,6 +54,12 @@ def write(record: Record, path: Path) -> None:
     print(f"wrote {path}; `python benchmarks/table.py {path}` shows it")
 
 
+def earlier(path: Path) -> list[Record]:
+    """The rows that --json has already: such a script's second run goes on."""
+    rows: list[Record] = json.loads(path.read_text())["results"] if path.exists() else []
+    return rows
+
+
 def ignore(row: Record) -> None:
     """An OnResult that shows nothing."""
 

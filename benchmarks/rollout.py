@@ -1,6 +1,6 @@
 """The layer by the forward of inference engines, and by each of its options, beside the default.
 
-    python benchmarks/rollout.py --json rollout-h100.json
+    python benchmarks/rollout.py --json rollout.json
 
 Forward, and forward with backward, captured in CUDA graphs, with FP8 weights made before. All take
 turns in one process on the same tensors. "default, again" is a second graph of the default: how far

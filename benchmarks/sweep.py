@@ -1,21 +1,20 @@
 """FP8 beside torch bf16 over tokens per expert, expert width and number of experts.
 
 Each point is a step, eager and, on CUDA, as a graph, with weights that were quantized before;
-`weights_ms` is what quantizing them takes. Contenders take turns; the better of two rounds counts.
-A second run with the same --json goes on where the first one stopped.
+`weights_ms` is what quantizing them takes, as a graph, too. Contenders take turns; the better of
+two rounds counts. A second run with the same --json goes on where the first one stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator
 
 import torch
 
-from common import OnResult, Record, environment, ignore, main, parser
+from common import OnResult, Record, earlier, environment, ignore, main, parser
 from contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.nn import MoEExperts
 from layer import OURS, graph
@@ -108,10 +107,12 @@ def point(shape: Shape, device: torch.device) -> Record:
         }
         ms = timed({name: c.step for name, c in pair.items()}, device)
         row |= {"ms": ms.pop(OURS), "peers": ms}
-        row["weights_ms"] = timed({"": layer.quantize_weights}, device)[""]
+        quantize: Run = layer.quantize_weights
         if device.type == "cuda":
             ms = dict(graph_ms(pair, device))
             row |= {"graph_ms": ms.pop(OURS), "graph_peers": ms}
+            quantize = graph(pair[OURS], quantize)
+        row["weights_ms"] = timed({"": quantize}, device)[""]
     except RuntimeError as error:  # out of memory, a failed kernel: the other points still run
         row["error"] = f"{type(error).__name__}: {error}"[:300]
     return row
@@ -146,8 +147,7 @@ def elapsed_ms(run: Run, count: int, device: torch.device) -> float:
 
 def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) -> Record:
     """Go on with the sweep in --json, if there is one."""
-    done = json.loads(given.json.read_text())["results"] if given.json.exists() else []
-    return run_sweep(device, given.budget, done, on_result, given.quick)
+    return run_sweep(device, given.budget, earlier(given.json), on_result, given.quick)
 
 
 if __name__ == "__main__":

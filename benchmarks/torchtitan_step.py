@@ -11,7 +11,7 @@ which is tuned for minutes. Everything is eager, or each block compiled (--compi
 forward and backward run as one CUDA graph, the default of torchtitan's Trainer on one rank.
 --words: the vocabulary, 2048 as of torchtitan's debug models; Qwen3's has 151936, whose head takes
 half as long as four layers. --who: those beside torchtitan's own: our layer, our experts, torchao's
-rowwise FP8 by torchtitan's converter.
+rowwise FP8 by torchtitan's converter. A second run with the same --json adds its rows.
 """
 
 from __future__ import annotations
@@ -281,7 +281,10 @@ def run(device: torch.device, given: argparse.Namespace, on_result: common.OnRes
         dist.destroy_process_group()
     if bench.rank:
         raise SystemExit
-    return {"environment": environment(Limits(device)), "results": rows}
+    return {
+        "environment": environment(Limits(device)),
+        "results": [*common.earlier(given.json), *rows],
+    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Each piece alone and all together, with the experts by `grouped_mm` and by "fp8moe": milliseconds,
 tokens per second, peak memory, and where the time goes; with --losses STEPS, losses of steps over
 fresh tokens instead. The share of the limit is that of the model's arithmetic at the dense bf16
-rate of the same run. transformers_pieces.py has the pieces by themselves.
+rate of the same run, `place`. A second run with the same --json adds other cases.
+transformers_pieces.py has the pieces by themselves.
 """
 
 from __future__ import annotations
@@ -325,22 +326,22 @@ def main() -> None:
     count = 2048 if given.losses else 8192
     if given.quick:
         case = cases[0] if given.case else QWEN
-        cases, count = [replace(case, config=steps.QUICK[0].config)], 256
+        cases, count = [replace(case, config=steps.TINY)], 256
         Recipe.wide = 1
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(given.device)
     fp8moe.register()
     limits = Limits(device)
     limits.wake()
-    record: dict[str, Any] = {"environment": environment(limits), "results": [], "losses": {}}
-    record["environment"] |= {
-        "transformers": transformers.__version__,
-        "bf16_tflops": bf16_tflops(limits),
-    }
-    print(record["environment"], flush=True)
+    record: dict[str, Any] = {"environment": environment(limits), "losses": {}}
+    record["environment"]["transformers"] = transformers.__version__
+    record["results"] = common.earlier(given.json)
+    place = {"bf16_tflops": bf16_tflops(limits), "copy_tb_s": limits.copy_tb_s}
+    place["tensor_tflops"] = limits.tensor_tflops
+    print(record["environment"], place, flush=True)
 
     def done(row: dict[str, Any]) -> None:
-        row["limit_ms"] = row["flops"] / record["environment"]["bf16_tflops"] / 1e9
+        row |= {"limit_ms": row["flops"] / place["bf16_tflops"] / 1e9, "place": place}
         common.show(row)
         kernels = {k: round(ms, 1) for k, ms in row["kernels"].items()}
         print(f"   {row['peak_gib']:.1f} GiB, {row['tokens_per_s']:,.0f} tokens/s, "

@@ -19,7 +19,7 @@ BF16, OURS = "grouped_mm", "fp8moe"
 LAYERS, LOSS, GRAPH = "layers", "loss", "graph"
 HEAD, DENSE = "head FP8", "dense FP8"  # torchao's linears
 ADAMW, STATES, BACKWARD = "AdamW compiled", "AdamW FP8", "SGD in backward"  # optimizers
-QWEN, V3 = (next(c for c in steps.CASES if c.name == n) for n in ("qwen3-30b", "deepseek-v3-sizes"))
+QWEN, V3 = steps.QWEN, steps.V3
 LARGE = replace(
     QWEN,
     name="qwen3-30b-vocabulary",

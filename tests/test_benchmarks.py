@@ -156,18 +156,18 @@ def test_every_committed_record_is_a_table(path: Path) -> None:
 
 
 DRAWN = [
-    "memory-bound-h200",
-    "layer-h200",
-    "sweep-h200",
-    "ep-4-h100",
-    "transformers-recipe-h100",
+    "memory-bound",
+    "layer",
+    "sweep",
+    "ep-4",
+    "transformers-recipe",
 ]
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_records_are_drawn(name: str, tmp_path: Path) -> None:
     record = json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text())
-    for kernels in {False, name == "layer-h200"}:
+    for kernels in {False, name == "layer"}:
         plot.draw(record, tmp_path / "p.png", kernels)
         assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
