@@ -110,6 +110,16 @@ def several_gpus() -> Rows:
     ]
 
 
+def over_fully_shard() -> str:
+    """FP8 by group= over bf16 by fully_shard, both compiled."""
+    ms = {r["variant"]: r["ms"] for r in results(SEVERAL)}
+    fast = "layers + loss + AdamW compiled"
+    ratio = ms[f"bf16, fully_shard: {fast}"] / ms[f"FP8, group: {fast}"]
+    return (
+        f"train [{ratio:.2f} times](docs/how-to/several-gpus.md) as fast as bf16 by `fully_shard`"
+    )
+
+
 # ---- LoRA ---------------------------------------------------------------------------------------
 
 
