@@ -144,7 +144,7 @@ class Legs:
 
 def _at(place: Any) -> dict[str, Any]:
     """Where quantize_pack is to store."""
-    return {} if place is None else {"peers": place.peers, "out": place.rows}
+    return {} if place is None else {"peers": place.peers, "first": place.first, "out": place.rows}
 
 
 class Bf16Layer(nn.Module):

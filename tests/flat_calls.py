@@ -207,6 +207,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             **dispatch,
             "plan": torch.zeros_like(p.dispatch.buffer),
             "counts": torch.zeros(EXPERTS, 2, dtype=torch.int32),
+            "dropped": torch.zeros(3, dtype=torch.int64),
             "workspace": None,
         },
         "quantize_pack": {
@@ -216,6 +217,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "num_experts": 2 * EXPERTS,
             **dispatch,
             "peers": None,
+            "first": None,
             "packed": torch.zeros_like(p.packed),
             "fp8_dtype": "e4m3",
             **rule,
@@ -228,7 +230,8 @@ def flat_calls() -> dict[str, dict[str, Any]]:
             "probs": torch.zeros(p.dispatch.rows, SLOTS),
         },
         "share_words": {
-            "words": torch.arange(5, dtype=torch.int32),
+            "words": torch.arange(1, dtype=torch.int32),
+            "more": torch.arange(4, dtype=torch.int32).view(2, 2),
             "peers": torch.tensor([p.mailbox.data_ptr()]),
             "mailbox": p.mailbox,
             "calls": torch.zeros(1, dtype=torch.int32),
@@ -240,6 +243,7 @@ def flat_calls() -> dict[str, dict[str, Any]]:
         "copy_rows": {
             "out": torch.zeros_like(p.probs),
             "places": torch.tensor([[p.probs.data_ptr(), p.probs.shape[0], 0]]),
+            "beside": 0,
         },
         "transpose_fp8": {
             **fp8("q", p.rows8),

@@ -72,10 +72,13 @@ def planned(
     tokens, slots = ids.shape
     capacity = (segment + spare) * ranks if segment else tokens * min(slots, ranks)
     d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, segment, spare)
+    dropped = torch.tensor([3, 4, 5])
     for _ in range(2):
         out = poisoned_plan(tokens, ranks, capacity), torch.full((ranks, 2), -7, dtype=torch.int32)
-        plan, counts = ops.dispatch_plan(ids, experts, ranks, segment=segment, spare=spare, out=out)
+        of: Any = {"segment": segment, "spare": spare, "dropped": dropped, "out": out}
+        plan, counts = ops.dispatch_plan(ids, experts, ranks, **of)
         assert_plan(plan, counts, d, segment and segment + spare)
+    assert dropped.tolist() == [3 + 2 * int(plan.status[0]), 4, 5]
     return plan, counts, d
 
 
@@ -195,7 +198,7 @@ def overflowing(ids: Tensor, experts: int, ranks: int, capacity: int) -> None:
     plan = poisoned_plan(len(ids), ranks, capacity)
     counts = torch.zeros(ranks, 2, dtype=torch.int32)
     there = moved((ids, plan, counts), ops.device)
-    _C.dispatch_plan(there[0], experts, 0, *there[1:], None)
+    _C.dispatch_plan(there[0], experts, 0, *there[1:], None, None)
     plan, counts = moved(there[1:], "cpu")
     d = ref.dispatch(ids.numpy().astype(np.int64), experts, ranks, capacity=capacity)
     assert_plan(plan, counts, d, 0)
@@ -419,7 +422,7 @@ def test_bad_ids_write_nothing(bad: int, dtype: torch.dtype) -> None:
 def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
     buffer = torch.zeros(RoutingPlan(None, *sizes).buffer_size, dtype=torch.int32)  # type: ignore[arg-type]
     plan = RoutingPlan(buffer, *sizes)
-    _C.dispatch_plan(ids, experts, segment, plan, torch.zeros(2, 2).int(), None)
+    _C.dispatch_plan(ids, experts, segment, plan, torch.zeros(2, 2).int(), None, None)
 
 
 @pytest.mark.parametrize(
@@ -435,6 +438,11 @@ def flat_plan(ids: Tensor, experts: int, segment: int, *sizes: int) -> None:
             lambda: ops.dispatch_plan(IDS, 4, 2, segment=3, out=(PLAN, COUNTS)),
             "out must be a plan of",
         ),
+        (
+            lambda: ops.dispatch_plan(IDS, 4, 2, dropped=torch.zeros(2).long()),
+            r"\[dispatch_plan\] dropped must be \[3\]; got \[2\]",
+        ),
+        (lambda: ops.dispatch_plan(IDS, 4, 2, dropped=torch.zeros(3).int()), "dropped must be"),
         (lambda: flat_plan(IDS, 4, 0, 12, 3, 2, 1, 24), "slots == experts"),
         (lambda: flat_plan(IDS, 4, 0, 12, 2, 2, 16, 24), "slots == experts"),
         (lambda: flat_plan(IDS, 4, 13, 12, 2, 2, 1, 24), "segment must be 0 or at most"),

@@ -58,10 +58,12 @@ class Meeting:
         self.late = [torch.zeros(ranks, dtype=torch.int32) for _ in range(ranks)]
 
     def share(self, rank: int, words: list[int], timeout_ms: int = 20000) -> list[list[int]]:
+        own = torch.tensor(words, dtype=torch.int32)
         told = ops.share_words(
-            *(torch.tensor(words, dtype=torch.int32), self.peers, self.mailboxes[rank]),
+            *(own[: len(words) // 2], self.peers, self.mailboxes[rank]),
             *(self.calls[rank], self.ended[rank], self.late[rank]),
             **{"rank": rank, "timeout_ms": timeout_ms},
+            more=own[len(words) // 2 :].view(-1, 1),
         )
         return told.tolist()  # type: ignore[no-any-return]
 
@@ -114,6 +116,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 2}, r"rank must lie in \[0, 2\); got 2"),
     "timeout": ({"timeout_ms": -1}, r"timeout_ms must lie in \[0, 10\^9\]; got -1"),
     "room": ({"words": torch.zeros(16).int()}, "mailbox must have room for more than the 16 words"),
+    "room for more": ({"more": torch.zeros(13, 1).int()}, "mailbox must have room for .* 16 words"),
+    "more": ({"more": torch.zeros(3).int()}, "more must have 2 dimensions"),
     "peers": ({"peers": torch.zeros(3).long()}, "mailbox must be"),
     "late": ({"late": torch.zeros(3).int()}, "late must be"),
 }
@@ -157,6 +161,17 @@ def test_rows_go_to_the_ranks_and_sums_come_from_them(slots: int, segment: int) 
                     assert torch.equal(part, want[first + row, at : at + 8 * slots])
                 else:
                     assert (got[row] == POISON).all()
+    lengths = torch.diff(plan.row_offsets).tolist()
+    firsts = torch.tensor([0, 3, 7, 1], dtype=torch.int32)
+    there = [torch.full((tokens + 2, want.shape[1]), POISON, dtype=torch.uint8) for _ in lengths]
+    addresses = torch.tensor([t.data_ptr() for t in there])
+    ops.quantize_pack(x, plan, *of, num_experts=12, peers=addresses, first=firsts, out=there[1])
+    for r, got in enumerate(there):
+        before, begin = int(firsts[r]), int(plan.row_offsets[r])
+        rows = min(int(counts[r, 0]), len(got) - before)
+        assert torch.equal(got[before : before + rows], want[begin : begin + rows])
+        assert (got[:before] == POISON).all()
+        assert (got[before + max(lengths[r], 0) :] == POISON).all()
     rows = torch.randn(plan.rows, 48, generator=g).bfloat16()
     for first_row in (0, 3):  # of the rows for this rank
         there = []
@@ -196,6 +211,10 @@ def test_wrong_peers() -> None:
         ops.quantize_pack(x, plan, peers=peers)
     with pytest.raises(ValueError, match=r"\[quantize_pack\] peers must be"):
         ops.quantize_pack(x, plan, peers=peers[:1], out=torch.zeros(4, 80, dtype=torch.uint8))
+    for name, given, wrong in (("needs peers", None, first), ("must be", peers, first[:1])):
+        out = torch.zeros(4, 80, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=rf"\[quantize_pack\] first {name}"):
+            ops.quantize_pack(x, plan, peers=given, first=wrong, out=out)
     with pytest.raises(ValueError, match=r"\[unpermute_unpad\] peers and first are given together"):
         ops.unpermute_unpad(x, plan, peers=peers)
     with pytest.raises(ValueError, match=r"\[unpermute_unpad\] first must be"):

@@ -218,6 +218,9 @@ def test_unpermute_sums_slots_in_order(kind: str, dtype: torch.dtype) -> None:
     )
     expected = bits(slot_sum(y, c.plan, None))
     assert torch.equal(bits(ops.unpermute_unpad(y, c.plan)), expected)
+    narrow = y[:, :12].float()
+    expected_narrow = slot_sum(narrow, c.plan, None)
+    assert torch.equal(ops.unpermute_unpad(narrow, c.plan), expected_narrow)
     row_grads = torch.randn(c.plan.rows)
     dx, dprobs = ops.permute_pad_backward(y, c.plan, row_grads)
     assert torch.equal(bits(dx), expected)
@@ -365,6 +368,11 @@ def test_bad_input_is_an_error_and_writes_nothing() -> None:
             lambda: ops.permute_pad(Fp8Tensor(q.data, gemm.scale_inv, scale_layout="row"), plan),
         ),
         ("y must be", lambda: ops.unpermute_unpad(y[1:], plan)),
+        ("multiple of 4; got 6", lambda: ops.unpermute_unpad(y[:, :6].contiguous(), plan)),
+        (
+            "multiple of 16; got 8",
+            lambda: ops.unpermute_unpad(y[:, :8].bfloat16().contiguous(), plan),
+        ),
         ("out must be one of", lambda: ops.unpermute_unpad(y, plan, out=x.half())),
         ("given together", lambda: ops.unpermute_unpad_backward(x, plan, probs=probs)),
         ("dy must be", lambda: ops.permute_pad_backward(y[1:], plan)),

@@ -299,6 +299,7 @@ typedef struct fp8moe_dispatch_plan_args {
   const fp8moe_plan* plan;
   const fp8moe_tensor* counts;
   const fp8moe_tensor* workspace; /* optional where fp8moe_dispatch_plan_workspace says 0 bytes */
+  const fp8moe_tensor* dropped;   /* optional */
 } fp8moe_dispatch_plan_args;
 FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan(const fp8moe_dispatch_plan_args* args,
                                                 void* stream);
@@ -320,6 +321,7 @@ typedef struct fp8moe_quantize_pack_args {
   int32_t fp8_dtype; /* FP8MOE_E4M3 or FP8MOE_E5M2 */
   fp8moe_scale_rule rule;
   const fp8moe_tensor* peers; /* optional */
+  const fp8moe_tensor* first; /* optional, with peers; in host memory */
 } fp8moe_quantize_pack_args;
 FP8MOE_C_API fp8moe_status fp8moe_quantize_pack(const fp8moe_quantize_pack_args* args,
                                                 void* stream);
@@ -344,6 +346,7 @@ typedef struct fp8moe_share_words_args {
   int64_t rank;
   int64_t timeout_ms;
   const fp8moe_tensor* told;
+  const fp8moe_tensor* more; /* optional */
 } fp8moe_share_words_args;
 FP8MOE_C_API fp8moe_status fp8moe_share_words(const fp8moe_share_words_args* args, void* stream);
 
@@ -351,6 +354,7 @@ typedef struct fp8moe_copy_rows_args {
   size_t size;
   const fp8moe_tensor* out;
   const fp8moe_tensor* places; /* in host memory */
+  int64_t beside;              /* a cudaStream_t; 0: the call's */
 } fp8moe_copy_rows_args;
 FP8MOE_C_API fp8moe_status fp8moe_copy_rows(const fp8moe_copy_rows_args* args, void* stream);
 

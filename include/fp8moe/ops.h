@@ -48,7 +48,7 @@ struct ScaleRule {
 // one each.
 inline constexpr int64_t kZeroWorkspaceBytes = 576;
 
-// Ranks whose rows unpermute_unpad reads at most.
+// Ranks that `first` may speak of.
 inline constexpr int64_t kMostPeers = 64;
 
 // ---- quantization ------------------------------------------------------------------------------
@@ -333,7 +333,8 @@ struct PermutePadBackward {
 FP8MOE_API void outputs(PermutePadBackward& p);
 FP8MOE_API void permute_pad_backward(const PermutePadBackward& p, Stream stream = {});
 
-// out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once.
+// out[t] = sum over slots ascending of (probs[t,s] *) y[row_of[t,s]], f32, rounded once. C is a
+// multiple of 16, in f32 of 4.
 // peers, first: both or neither. With a plan of dispatch_plan, the rows of slot r are then read
 // where rank r has them (see ShareWords): peers [ranks] i64 are addresses, and this rank's rows for
 // r begin first[r] rows behind peers[r]; first [ranks] i32 lies in host memory and is read by the
@@ -392,7 +393,8 @@ FP8MOE_API void unpermute_unpad_backward(const UnpermuteUnpadBackward& p, Stream
 // segment > 0: rank r owns plan.capacity / ranks rows, a whole number of at least `segment`; tokens
 // past the first `segment` are dropped. Dropped: row_of -1, counted in status[kOverflow].
 // topk_idx [T, S] i32/i64, -1: none. counts [ranks, 2] i32: rows that carry a token, and entries of
-// topk_idx that travel on them.
+// topk_idx that travel on them. dropped [3] i64: the first words of the plan's status are added to
+// it.
 // Of other ops, permute_pad, unpermute_unpad and their backward without probs take such a plan; a
 // segment's rows without a token are padding to them.
 // workspace: u8, whatever it holds.
@@ -404,12 +406,16 @@ struct DispatchPlan {
   int64_t segment = 0;
   RoutingPlan plan{};
   Tensor counts{};
+  Tensor dropped{};
   Tensor workspace{};
 
-  static constexpr auto fields = std::tuple{
-      in("topk_idx", &DispatchPlan::topk_idx),   option("num_experts", &DispatchPlan::num_experts),
-      option("segment", &DispatchPlan::segment), out("plan", &DispatchPlan::plan),
-      out("counts", &DispatchPlan::counts),      scratch("workspace", &DispatchPlan::workspace)};
+  static constexpr auto fields = std::tuple{in("topk_idx", &DispatchPlan::topk_idx),
+                                            option("num_experts", &DispatchPlan::num_experts),
+                                            option("segment", &DispatchPlan::segment),
+                                            out("plan", &DispatchPlan::plan),
+                                            out("counts", &DispatchPlan::counts),
+                                            optional_out("dropped", &DispatchPlan::dropped),
+                                            scratch("workspace", &DispatchPlan::workspace)};
 };
 FP8MOE_API void outputs(DispatchPlan& p);
 FP8MOE_API void dispatch_plan(const DispatchPlan& p, Stream stream = {});
@@ -427,7 +433,9 @@ constexpr int64_t packed_row_bytes(int64_t hidden, int64_t slots) {
 // f32, both or neither (S is then 0, num_experts not read); packed [R, packed_row_bytes(H, S)] u8.
 // fp8_dtype: e4m3 or e5m2. Rows of a segment without a token: ids -1, probs 0, else unspecified.
 // peers [ranks] i64: the rows of rank r are stored there instead, from address peers[r] on, the
-// first n of them (see ShareWords). packed [n, bytes] is what peers[this rank] points at.
+// first n of them (see ShareWords). packed [n, bytes] is what peers[this rank] points at. first
+// [ranks] i32, with peers, in host memory: this rank's rows for r begin first[r] rows behind
+// peers[r], and end at row n; at most kMostPeers ranks.
 struct QuantizePack {
   static constexpr const char* op = "quantize_pack";
 
@@ -437,6 +445,7 @@ struct QuantizePack {
   int64_t num_experts = 0;
   RoutingPlan plan{};
   Tensor peers{};
+  Tensor first{};
   Tensor packed{};
   DType fp8_dtype = DType::e4m3;
   ScaleRule rule{};
@@ -447,6 +456,7 @@ struct QuantizePack {
                                             option("num_experts", &QuantizePack::num_experts),
                                             in("plan", &QuantizePack::plan),
                                             optional_in("peers", &QuantizePack::peers),
+                                            optional_in("first", &QuantizePack::first),
                                             out("packed", &QuantizePack::packed, kAligned),
                                             option("fp8_dtype", &QuantizePack::fp8_dtype),
                                             option("rule", &QuantizePack::rule)};
@@ -473,12 +483,12 @@ struct Unpack {
 FP8MOE_API void outputs(Unpack& p);
 FP8MOE_API void unpack(const Unpack& p, Stream stream = {});
 
-// The ranks of one host, which can address each other's memory, tell each other words [n] i32 (row
-// r of told [ranks, n] has rank r's), and meet: told is written when every rank has come here, and
-// what a rank's stream had written to its peers' memory before is there then. Collective: every
-// rank calls it, in the same order on one stream, for mailboxes of one shape.
-// peers [ranks] i64: the address of each rank's mailbox, as this device has it. mailbox, this
-// rank's: [2, ranks, stride] i32, zero at first, stride > n, 0 <= rank < ranks.
+// The ranks of one host, which can address each other's memory, tell each other words [k] i32 and,
+// behind them, more [m, l] i32, n in all (row r of told [ranks, n] has rank r's), and meet: told is
+// written when every rank has come here, and what a rank's stream had written to its peers' memory
+// before is there then. Collective: every rank calls it, in the same order on one stream, for
+// mailboxes of one shape. peers [ranks] i64: the address of each rank's mailbox, as this device has
+// it. mailbox, this rank's: [2, ranks, stride] i32, zero at first, stride > n, 0 <= rank < ranks.
 // calls [1] i32, zero at first: how often the ranks have met here (mod 2^32).
 // ended [1] i32, zero at first: whether one was late; several mailboxes may have one.
 // late [ranks] i32 and told may lie in pinned host memory, too. late counts the calls that ended
@@ -488,6 +498,7 @@ struct ShareWords {
   static constexpr const char* op = "share_words";
 
   Tensor words{};
+  Tensor more{};
   Tensor peers{};
   Tensor mailbox{};
   Tensor calls{};
@@ -497,12 +508,18 @@ struct ShareWords {
   int64_t timeout_ms = 0;
   Tensor told{};
 
-  static constexpr auto fields = std::tuple{
-      in("words", &ShareWords::words),         in("peers", &ShareWords::peers),
-      status("mailbox", &ShareWords::mailbox), status("calls", &ShareWords::calls),
-      status("ended", &ShareWords::ended),     status("late", &ShareWords::late),
-      option("rank", &ShareWords::rank),       option("timeout_ms", &ShareWords::timeout_ms),
-      out("told", &ShareWords::told)};
+  int64_t count() const { return words.numel() + (more.defined() ? more.numel() : 0); }
+
+  static constexpr auto fields = std::tuple{in("words", &ShareWords::words),
+                                            optional_in("more", &ShareWords::more),
+                                            in("peers", &ShareWords::peers),
+                                            status("mailbox", &ShareWords::mailbox),
+                                            status("calls", &ShareWords::calls),
+                                            status("ended", &ShareWords::ended),
+                                            status("late", &ShareWords::late),
+                                            option("rank", &ShareWords::rank),
+                                            option("timeout_ms", &ShareWords::timeout_ms),
+                                            out("told", &ShareWords::told)};
 };
 FP8MOE_API void outputs(ShareWords& p);
 FP8MOE_API void share_words(const ShareWords& p, Stream stream = {});
@@ -510,15 +527,18 @@ FP8MOE_API void share_words(const ShareWords& p, Stream stream = {});
 // out [R, C] f32/f16/bf16/i32/u8 = rows from elsewhere. places [n, 3] i64, in host memory: the
 // address of a place's first row, as out's device has it, its number of rows, and the row of out
 // where they go. The numbers add up to R; addresses are trusted. On CUDA the driver copies the
-// places one by one: from another GPU by a copy engine, which takes no SMs.
+// places one by one: from another GPU by a copy engine, which takes no SMs. beside: a cudaStream_t
+// on which it copies, behind what the call's stream has until then; 0: on the call's.
 struct CopyRows {
   static constexpr const char* op = "copy_rows";
 
   Tensor out{};
   Tensor places{};
+  int64_t beside = 0;
 
   static constexpr auto fields =
-      std::tuple{fp8moe::out("out", &CopyRows::out), in("places", &CopyRows::places)};
+      std::tuple{fp8moe::out("out", &CopyRows::out), in("places", &CopyRows::places),
+                 option("beside", &CopyRows::beside)};
 };
 FP8MOE_API void outputs(CopyRows& p);
 FP8MOE_API void copy_rows(const CopyRows& p, Stream stream = {});

@@ -265,6 +265,7 @@ DispatchPlan params(const fp8moe_dispatch_plan_args& c) {
           .segment = c.segment,
           .plan = plan(c.plan),
           .counts = tensor(c.counts),
+          .dropped = tensor(c.dropped),
           .workspace = tensor(c.workspace)};
 }
 
@@ -275,6 +276,7 @@ QuantizePack params(const fp8moe_quantize_pack_args& c) {
           .num_experts = c.num_experts,
           .plan = plan(c.plan),
           .peers = tensor(c.peers),
+          .first = tensor(c.first),
           .packed = tensor(c.packed),
           .fp8_dtype = to_enum(c.fp8_dtype, DType::boolean, "fp8_dtype"),
           .rule = rule(c.rule)};
@@ -290,6 +292,7 @@ Unpack params(const fp8moe_unpack_args& c) {
 
 ShareWords params(const fp8moe_share_words_args& c) {
   return {.words = tensor(c.words),
+          .more = tensor(c.more),
           .peers = tensor(c.peers),
           .mailbox = tensor(c.mailbox),
           .calls = tensor(c.calls),
@@ -301,7 +304,7 @@ ShareWords params(const fp8moe_share_words_args& c) {
 }
 
 CopyRows params(const fp8moe_copy_rows_args& c) {
-  return {.out = tensor(c.out), .places = tensor(c.places)};
+  return {.out = tensor(c.out), .places = tensor(c.places), .beside = c.beside};
 }
 
 TransposeFp8 params(const fp8moe_transpose_fp8_args& c) {

@@ -309,4 +309,12 @@ void Checker::disjoint(std::initializer_list<Memory> outputs,
   }
 }
 
+void check_first(const char* op, const Tensor& first, int64_t ranks) {
+  const Checker host(op, Device{DeviceType::cpu, 0});
+  host.tensor(first, "first", {ranks});
+  host.dtype(first, "first", {DType::i32});
+  FP8MOE_CHECK(ranks <= kMostPeers, "[", op, "] peers are at most ", kMostPeers, " ranks; got ",
+               ranks);
+}
+
 }  // namespace fp8moe

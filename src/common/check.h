@@ -110,6 +110,9 @@ class Checker {
   mutable const RoutingPlan* plan_ = nullptr;  // checked, of the caller
 };
 
+// first [ranks] of unpermute_unpad and quantize_pack, in host memory.
+void check_first(const char* op, const Tensor& first, int64_t ranks);
+
 // The arguments of an operator that is called, checked: every output has its memory.
 template <class P>
 P checked(const P& given) {

@@ -30,8 +30,10 @@ def test_ids_out_of_range_are_dropped_and_counted(dtype: torch.dtype) -> None:
     wrong = torch.where(torch.rand(300, 4) < 0.5, torch.iinfo(dtype).max, -2).to(dtype)
     expected = ops.dispatch_plan(torch.where(bad, -1, ids), 12, 3)
     given = torch.where(bad, wrong, ids)
-    plan, counts = ops.dispatch_plan(given.cuda(), 12, 3)
+    dropped = torch.tensor([1, 2, 3], device="cuda")
+    plan, counts = ops.dispatch_plan(given.cuda(), 12, 3, dropped=dropped)
     assert int(plan.status[1]) == int(bad.sum())
+    assert dropped.tolist() == [1, 2 + int(bad.sum()), 3]
     x, probs = awkward(300, 128), torch.rand(300, 4)
     packed = ops.quantize_pack(x.cuda(), plan, given.cuda(), probs.cuda(), num_experts=12)
     want = ops.quantize_pack(x, expected[0], torch.where(bad, -1, ids), probs, num_experts=12)

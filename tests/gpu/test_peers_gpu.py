@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fp8moe_cutlass import Fp8Recipe, ops
-from fp8moe_cutlass.distributed import peers as peers_module
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, moved
 from ranks import Pool, results
@@ -38,11 +37,19 @@ class Meeting:
 
     def share(self, rank: int, words: Any, timeout_ms: int = 20000, out: Any = None) -> Any:
         with torch.cuda.stream(self.streams[rank]):
+            own = words.numel() // 2
             return ops.share_words(
-                *(words, self.peers, self.mailboxes[rank], self.calls[rank], self.ended[rank]),
+                *(
+                    words[:own],
+                    self.peers,
+                    self.mailboxes[rank],
+                    self.calls[rank],
+                    self.ended[rank],
+                ),
                 self.late[rank],
                 rank=rank,
                 timeout_ms=timeout_ms,
+                more=words[own:].view(-1, 1),
                 out=out,
             )
 
@@ -102,6 +109,14 @@ def test_rows_are_copied_from_their_places() -> None:
     places.append([there[1][1].data_ptr(), 2, 0])
     ops.copy_rows(out, torch.tensor(places))
     assert torch.equal(out, torch.cat([there[1][1:3], there[0][:4]]))
+    beside = torch.cuda.Stream()
+    torch.cuda._sleep(20_000_000)
+    want = there[0].fill_(3.0)[:4].clone()  # after the pause: the other stream waits for it
+    ops.copy_rows(
+        out[2:], torch.tensor(places[:1]) - torch.tensor([0, 0, 2]), beside=beside.cuda_stream
+    )
+    beside.synchronize()
+    assert torch.equal(out[2:], want)
     with pytest.raises(ValueError, match=r"\[copy_rows\] places must be"):
         ops.copy_rows(out, torch.tensor(places, device="cuda"))
 
@@ -131,6 +146,17 @@ def test_rows_go_to_the_ranks_and_sums_come_from_them(
             rows = min(most, offsets[r + 1] - offsets[r])
             assert torch.equal(there[r, :rows], want[offsets[r] : offsets[r] + rows])
             assert (there[r, rows:] == POISON).all()
+        firsts = torch.tensor([0, 5, 2, 31], dtype=torch.int32)
+        there.fill_(POISON)
+        at = {"peers": addresses, "first": firsts, "out": there[1]}
+        ops.quantize_pack(x, plan, *of, num_experts=64, **at)
+        for r, before in enumerate(firsts.tolist()):
+            rows = min(most - before, offsets[r + 1] - offsets[r])
+            assert torch.equal(
+                there[r, before : before + rows], want[offsets[r] : offsets[r] + rows]
+            )
+            assert (there[r, :before] == POISON).all()
+            assert (there[r, before + rows :] == POISON).all()
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         rows = torch.randn(plan.rows, hidden, device="cuda").to(dtype)
         there = torch.full((ranks, plan.rows + 3, hidden), 9.0, dtype=dtype, device="cuda")
@@ -140,6 +166,31 @@ def test_rows_go_to_the_ranks_and_sums_come_from_them(
         first = torch.full((ranks,), 3, dtype=torch.int32)
         got = ops.unpermute_unpad(there[2], plan, peers=addresses, first=first)
         assert torch.equal(got, ops.unpermute_unpad(rows, plan))
+    narrow = torch.randn(plan.rows, 8, device="cuda")
+    assert torch.equal(
+        ops.unpermute_unpad(narrow, plan).cpu(), ops.unpermute_unpad(narrow.cpu(), plan.to("cpu"))
+    )
+
+
+def test_rows_behind_others_in_a_capture() -> None:
+    """Where they go, of lengths that differ between ranks, is read when the call is captured."""
+    ids = torch.randint(0, 8, (50, 2)).cuda()
+    x, plan = torch.randn(50, 256, device="cuda"), ops.dispatch_plan(ids, 8, 2).plan
+    wire = [torch.zeros(2, 80, ops.packed_row_bytes(256, 0)).byte().cuda() for _ in range(2)]
+    at: list[Any] = [
+        {"peers": torch.tensor([t.data_ptr() for t in there], device="cuda"), "out": there[0]}
+        for there in wire
+    ]
+    first = torch.tensor([5, 17], dtype=torch.int32)
+    ops.quantize_pack(x, plan, first=first, **at[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.quantize_pack(x, plan, first=first, **at[1])
+    first.zero_()
+    graph.replay()
+    assert torch.equal(*wire)
+    assert wire[0].any()
 
 
 # ---- a group of one -----------------------------------------------------------------------------
@@ -341,23 +392,6 @@ def captured_after_eager_steps(group: Any, p: Any) -> None:
 
 def test_a_step_captured_after_eager_steps(pool: Pool) -> None:
     run(pool, on_mine, captured_after_eager_steps, batch(200))
-
-
-def captured_addresses(group: Any, p: Any) -> None:
-    """Where rows of a gradient go, of lengths that differ between ranks, is found in a capture."""
-    p.run(layer_of(p, group, transport="peer"))  # there is memory
-    peers: Any = peers_module.peers_of(group, p.x.device, "peer")
-    wire, rows = peers._room.wire, [5 * rank for rank in range(peers.ranks)]
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = wire.peers_at(rows, 32)
-    graph.replay()
-    assert got.tolist() == [wire.address(rank, 0, 0, 0) + 160 * rank for rank in range(peers.ranks)]
-
-
-def test_addresses_of_a_gradient_in_a_capture(pool: Pool) -> None:
-    run(pool, on_mine, captured_addresses, batch(50))
 
 
 def captured_in_turn(group: Any, p: Any) -> None:

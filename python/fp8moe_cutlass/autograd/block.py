@@ -50,10 +50,10 @@ class Move(Protocol):
 
     def send_grad(
         self, dout: Tensor, route: Any, recipe: Any, meanwhile: Callable[[], None]
-    ) -> tuple[Any, Tensor | None]:
-        """dout [T, H] -> rows as the body's backward takes them, and where it writes dx, bf16
-        (None: anywhere; else rows are to be read until return_grads). meanwhile: queues what may
-        run beside, of rows in FP8."""
+    ) -> tuple[Any, Any]:
+        """dout [T, H] -> rows as the body's backward takes them, and where it writes dx, bf16, and
+        dprobs or None (None: anywhere; else rows are to be read until return_grads). meanwhile:
+        queues what may run beside, of rows in FP8."""
 
     def return_grads(
         self, dx: Tensor | None, dprobs: Tensor | None, route: Any, beside: bool

@@ -329,13 +329,13 @@ def backward(
     options: Options,
     need: Need,
     counters: Counters | None = None,
-    into: Tensor | None = None,
+    into: tuple[Tensor, Tensor | None] | None = None,
     scaling: float = 0.0,
     x_turned: Fp8Tensor | None = None,
 ) -> Gradients:
     """The gradients of `forward`, given the quantized gradient of its output, of x's form. into:
-    where to write dx, unless grouped. scaling: of the low-rank terms that were saved. x_turned:
-    turn_x."""
+    where to write dx and, if asked for, dprobs, unless grouped. scaling: of the low-rank terms that
+    were saved. x_turned: turn_x."""
     recipe = options.recipe
     x: Any
     gate_up: Any
@@ -395,8 +395,7 @@ def backward(
         gate_up_t = transpose(gate_up, recipe) if gate_up_t is None else gate_up_t
         dx = ops.grouped_gemm(dz, gate_up_t, plan, **pair)
         if not grouped:
-            out = None if into is None else (into, None)
-            dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs, out=out)
+            dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs, out=into)
     elif need.probs and not grouped:
         dprobs = by_slot(row_dprobs, plan.row_of.long())
     return Gradients(

@@ -67,6 +67,8 @@ class Collectives:
     def into(self, sizes: Sizes) -> None:
         """Sums are written anywhere."""
 
+    into_of_grad = into
+
     def dispatch(
         self, rows: Tensor, sizes: Sizes, mark: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:

@@ -118,11 +118,12 @@ class Exchange:
         self._peers: ThroughPeers | None = None  # once there has been an exchange
 
     def plan(self, topk_idx: Tensor) -> ops.Dispatch:
-        """A row for each (token, rank), and counts [ranks, 2] of rows and assignments."""
+        """A row for each (token, rank), and counts [ranks, 2] of rows and assignments. What it
+        drops is counted."""
+        self._follow(topk_idx.device)
         spare = 1 if self.segment else 0  # of the terms
-        return ops.dispatch_plan(
-            topk_idx, self.num_experts, self.ranks, segment=self.segment, spare=spare
-        )
+        of: Any = {"segment": self.segment, "spare": spare, "dropped": self.dropped}
+        return ops.dispatch_plan(topk_idx, self.num_experts, self.ranks, **of)
 
     def plan_sizes(self, tokens: int, slots: int) -> tuple[int, int, int, int, int]:
         """The sizes of `plan`'s plan."""
@@ -132,7 +133,6 @@ class Exchange:
 
     def begin(self, terms: Terms, device: torch.device) -> AbstractContextManager[None]:
         """Begin to move tokens: within, to announce their sizes and to store them at peers."""
-        self._follow(device)
         peers = peers_of(self.group, device, self.transport)
         if peers is None:
             self._peers = None
@@ -200,10 +200,9 @@ class Exchange:
         self._differed += differ
         return differ
 
-    def count(self, found: Tensor) -> None:
-        """Add what a forward dropped: integers, in the order of `dropped`, of which an exact
-        exchange has no assignments."""
-        self.dropped[: found.shape[0]].add_(found)
+    def count(self, assignments: Tensor) -> None:
+        """Add what a forward with a rank capacity dropped where rows had come, [1]."""
+        self.dropped[-1:].add_(assignments)
 
     def check(self) -> None:
         """Waits for the device and raises ValueError if this rank has dropped anything, or the

@@ -89,8 +89,8 @@ class GroupMove:
             ids.view(exchange.ranks, -1).masked_fill_(differ, -1)
         body: Any = bf16 if recipe is None else fp8
         local = body.make_plan(ids, len(mine), sizes.assignments)
-        lost = sent.plan.buffer[:2]  # of its status
-        exchange.count(torch.cat([lost, body.dropped(ids, local)]) if exchange.segment else lost)
+        if exchange.segment:
+            exchange.count(body.dropped(ids, local))
         route = Route(sent.plan, sizes, carrier)
         return Arrived(rows, row_probs, local, route, carrier.into(sizes))
 
@@ -101,12 +101,12 @@ class GroupMove:
 
     def send_grad(
         self, dout: Tensor, route: Route, recipe: Any, meanwhile: Callable[[], None]
-    ) -> tuple[Any, Tensor | None]:
+    ) -> tuple[Any, Any]:
         exchange, (plan, sizes, carrier) = self.exchange, route
         mark = exchange.mark(sizes.terms, dout.device, True) if exchange.segment else None
         with carrier.begin():
             packed = wire.pack_grad(dout, plan, recipe, carrier.place_of_grad(sizes))
-        into = carrier.into(sizes)
+        into = carrier.into_of_grad(sizes)
         if into is not None and capturing(dout.device):
             meanwhile()
         rows, marks = carrier.dispatch_grad(packed, sizes, mark)

@@ -56,6 +56,7 @@ class Place(NamedTuple):
 
     rows: Tensor  # [n, bytes] u8, this rank's own
     peers: Tensor  # [ranks] i64, addresses
+    first: Tensor | None = None  # [ranks] i32, on the host: rows behind them
 
 
 class Needed(NamedTuple):
@@ -73,18 +74,12 @@ class _Area:
         self.memory, self.size, self._dtype = memory, size // dtype.itemsize, dtype
         self.peers = [memory.peers(place * size) for place in ends]  # [ranks] i64
         self._mine = memory.mine.view(dtype)
+        self._begin = self._mine.storage_offset()
         self._of = [share.data_ptr() for share in memory.of]
-
-    def peers_at(self, rows: list[int], width: int) -> Tensor:
-        """[ranks] i64, on the device: the addresses of row rows[r], of `width` bytes, of rank r."""
-        addresses = self.peers[-1].clone()
-        # Numbers of the host by a kernel's arguments: a capture can copy none.
-        torch._foreach_add_(addresses.unbind(), [n * width for n in rows])
-        return addresses
 
     def view(self, place: int, rows: int, columns: int) -> Tensor:
         """[rows, columns] in a place of this rank."""
-        begin = self._mine.storage_offset() + place * self.size
+        begin = self._begin + place * self.size
         return self._mine.as_strided((rows, columns), (columns, 1), begin)
 
     def address(self, rank: int, place: int, first: int, columns: int) -> int:
@@ -96,6 +91,7 @@ class _Room(NamedTuple):
     """The memory of one size."""
 
     wire: _Area  # a place per rank
+    words: _Area  # the same, which is not copied byte by byte
     sums: _Area  # two places
     probs: _Area  # likewise
 
@@ -111,13 +107,14 @@ class _Meetings:
         self._calls = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self._of = peers
 
-    def meet(self, words: Tensor, out: Tensor) -> Tensor:
-        """words [n] i32 -> those of every rank [ranks, n], in `out`."""
+    def meet(self, words: Tensor, out: Tensor, more: Tensor | None = None) -> Tensor:
+        """words [n] i32, and more -> those of every rank [ranks, n], in `out`."""
         of = self._of
         told: Tensor = ops.share_words(
             *(words, self._peers, self._mailbox, self._calls, of.ended, of.late),
             rank=of.rank,
             timeout_ms=of.timeout_ms,
+            more=more,
             out=out,
         )
         of.check()  # on a GPU: of what has been seen until now
@@ -170,25 +167,26 @@ class Peers:
         """Begin an exchange. In a capture, what is queued within runs beside what this stream gets
         until `arrive`. Eager, the host's calls for the second stream cost more than it hides where
         rows are narrow."""
-        room, beside = self._room, capturing(self.device)
+        room, beside, here = self._room, capturing(self.device), self._stream()
         if room is not None and beside and room not in self._captured:
             self._captured.append(room)
         self._turn ^= 1
         for before in (self._moved, self._summed[self._turn]):
             if before is not None:
-                before.wait(())
-        self._clear, self._ended_on = self._ended_on == self._stream(), None
+                before.wait((), here)
+        self._clear, self._ended_on = self._ended_on == here, None
         if self._beside is None or not beside:
             return nullcontext()
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        self._beside.wait_stream(here)
         return torch.cuda.stream(self._beside)
 
-    def tell(self, words: Tensor) -> Tensor:
-        """words [n] i32 -> those of every rank [ranks, n], where the host reads them before the
-        next call."""
+    def tell(self, words: Tensor, more: Tensor) -> Tensor:
+        """words and more, n of i32 -> those of every rank [ranks, n], where the host reads them
+        before the next call."""
         self._clear = True
-        count = words.numel()
-        return self._moving.meet(words, self._told.as_strided((self.ranks, count), (count, 1)))
+        count = words.numel() + more.numel()
+        told = self._told.as_strided((self.ranks, count), (count, 1))
+        return self._moving.meet(words, told, more)
 
     def make_room(self, needed: Needed, fixed: bool) -> None:
         """Allocates for an exchange that takes `needed`, the same on all ranks; unless that is
@@ -203,33 +201,31 @@ class Peers:
         )
         self.full = True
         with torch.inference_mode(False):
+            wire, sums, probs = (
+                allocate(self._group(), max(n * places, _ALIGN), self.device)
+                for n, places in zip(size, (self.ranks, 2, 2), strict=True)
+            )
             self._room = _Room(
-                self._area(size.wire, self.ranks, torch.int64, [self.rank, 0]),
-                self._area(size.sums, 2, torch.bfloat16, [0, 1]),
-                self._area(size.probs, 2, torch.float32, [0, 1]),
+                _Area(wire, size.wire, torch.uint8, [self.rank, 0]),
+                _Area(wire, size.wire, torch.int64, []),
+                _Area(sums, size.sums, torch.bfloat16, [0, 1]),
+                _Area(probs, size.probs, torch.float32, [0, 1]),
             )
         self._has, self.full = size, False
 
-    def _area(self, size: int, places: int, dtype: torch.dtype, ends: list[int]) -> _Area:
-        return _Area(
-            allocate(self._group(), max(size * places, _ALIGN), self.device), size, dtype, ends
-        )
-
-    def place(self, width: int, begins: list[int] | None = None) -> Place | None:
-        """The place for rows of `width` bytes; None: there is no memory yet. begins: they lie one
-        rank's behind another's, this rank's from row begins[r] on at rank r."""
+    def place(self, width: int, first: Tensor | None = None) -> Place | None:
+        """The place for rows of `width` bytes; None: there is no memory yet. first [ranks] i32, on
+        the host: they lie one rank's behind another's, this rank's from row first[r] on at rank r.
+        """
         if self._room is None:
             return None
         if not self._clear:
             self._clear = True
             self._moving.meet(*self._none)
-        wire, words = self._room.wire, width // 8
-        if begins is None:
-            rows = wire.view(self.rank, wire.size // words, words)
-            return Place(rows.view(torch.uint8), wire.peers[0])
-        most = wire.size * self.ranks // words - max(begins)
-        rows = wire.view(0, most, words)
-        return Place(rows.view(torch.uint8), wire.peers_at(begins, width))
+        wire = self._room.wire
+        if first is None:
+            return Place(wire.view(self.rank, wire.size // width, width), wire.peers[0])
+        return Place(wire.view(0, wire.size * self.ranks // width, width), wire.peers[1], first)
 
     def has(self, place: Place | None) -> bool:
         """Whether `place` is in the memory of now."""
@@ -250,16 +246,16 @@ class Peers:
     def copied(self, width: int, counts: list[int]) -> Tensor:
         """The rows [sum of counts, width] u8, so many from each rank, in a tensor of their own."""
         assert self._room is not None
-        wire = self._room.wire
-        rows = torch.cat([wire.view(r, n, width // 8) for r, n in enumerate(counts)])
-        self._moved = _again(self._moved, self.device)
+        words = self._room.words
+        rows = torch.cat([words.view(r, n, width // 8) for r, n in enumerate(counts)])
+        self._moved = self._now(self._moved, self._stream())
         return rows.view(torch.uint8)
 
     def there(self, width: int, rows: int) -> Tensor:
-        """The rows [rows, width] u8 of a place with `begins`, to be read before `ready`."""
+        """The rows [rows, width] u8 of a place with `first`, to be read before `ready`."""
         assert self._room is not None
         self._in_place = True
-        return self._room.wire.view(0, rows, width // 8).view(torch.uint8)
+        return self._room.wire.view(0, rows, width)
 
     def sums(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Where to write what goes back in this exchange, [rows, columns]; f32 if it is of the
@@ -273,13 +269,13 @@ class Peers:
 
     def ready(self) -> None:
         """What goes back lies in `sums`, on all ranks."""
-        other = self._summed[self._turn ^ 1]
+        here, other = self._stream(), self._summed[self._turn ^ 1]
         if other is not None:
-            other.wait(())
+            other.wait((), here)
         if self._in_place:
-            self._moved, self._in_place = _again(self._moved, self.device), False
+            self._moved, self._in_place = self._now(self._moved, here), False
         self._adding.meet(*self._none)
-        self._ended_on = self._stream()
+        self._ended_on = here
 
     def _stream(self) -> Any:
         return torch.cuda.current_stream(self.device) if self._gpu else self.device
@@ -310,22 +306,20 @@ class Peers:
         if self._beside is None:
             ops.copy_rows(got[:total], places)
             return Returning(got, None, part)
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._beside):  # copies between GPUs, which take no SMs
-            ops.copy_rows(got[:total], places)
+        # Copies between GPUs, which take no SMs.
+        ops.copy_rows(got[:total], places, beside=self._beside.cuda_stream)
         return Returning(got, self._beside.record_event(), part)
 
     def done(self) -> None:
         """All that reads the sums of this exchange is queued."""
-        self._summed[self._turn] = _again(self._summed[self._turn], self.device)
+        self._summed[self._turn] = self._now(self._summed[self._turn], self._stream())
 
-
-def _again(event: Written | None, device: torch.device) -> Written | None:
-    """Marks what is queued until now."""
-    if event is None:
-        return written(device)
-    event.record()
-    return event
+    def _now(self, event: Written | None, here: Any) -> Written | None:
+        """Marks what is queued until now."""
+        if event is None:
+            return written(self.device)
+        event.record(here)
+        return event
 
 
 _of_group: WeakKeyDictionary[Any, dict[torch.device, Peers | None]] = WeakKeyDictionary()

@@ -15,6 +15,11 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms
 from fp8moe_cutlass.routing import RoutingPlan
 
+SUMMED = {
+    torch.bfloat16: 16,
+    torch.float32: 4,
+}  # unpermute_unpad takes multiples of so many columns
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -71,6 +76,7 @@ def sum_here(returning: Returning, plan: RoutingPlan) -> Tensor:
         returning.work.wait()
     rows = returning.rows
     columns = rows.shape[1]
-    if columns % 16 == 0:
+    more = -columns % SUMMED[rows.dtype]
+    if more == 0:
         return ops.unpermute_unpad(rows, plan)  # type: ignore[no-any-return]
-    return ops.unpermute_unpad(F.pad(rows, (0, -columns % 16)), plan)[:, :columns]  # type: ignore[no-any-return]
+    return ops.unpermute_unpad(F.pad(rows, (0, more)), plan)[:, :columns]  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.peers import Needed, Peers, Place
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told, sum_here
+from fp8moe_cutlass.distributed.sizes import SUMMED, Announced, Returning, Sizes, Told, sum_here
 from fp8moe_cutlass.routing import RoutingPlan
 
 
@@ -25,10 +25,8 @@ class ThroughPeers:
 
     def announce(self, terms: Tensor, counts: Tensor, differed: Tensor) -> Announced:
         """Tell the sizes, within `begin`."""
-        parts = [terms, counts.view(-1)]
-        if self.segment:
-            parts.append(differed.view(-1))
-        message = self.peers.tell(torch.cat(parts))
+        more = torch.cat([counts.view(-1, 1), differed]) if self.segment else counts
+        message = self.peers.tell(terms, more)
         if not terms.is_cuda:
             return Announced(message, None)
         # Behind what this rank queues until then, the host would read too late.
@@ -62,7 +60,7 @@ class ThroughPeers:
         if self.segment:
             of_one, in_all = self.segment + 1, self.ranks * (self.segment + 1)
         width = ops.packed_row_bytes(terms.hidden_size, terms.slots)
-        probs = 4 * (terms.slots + -terms.slots % 16)
+        probs = 4 * (terms.slots + -terms.slots % SUMMED[torch.float32])
         needed = Needed(of_one * width, in_all * 2 * terms.hidden_size, in_all * probs)
         self.peers.make_room(needed, fixed=self.segment > 0)
 
@@ -72,7 +70,7 @@ class ThroughPeers:
 
     def place_of_grad(self, sizes: Sizes) -> Place | None:
         """Where it stores gradients, one rank's behind another's."""
-        return self.peers.place(ops.packed_row_bytes(sizes.terms.hidden_size, 0), sizes.begins)
+        return self.peers.place(ops.packed_row_bytes(sizes.terms.hidden_size, 0), sizes.first)
 
     def moved_on(self, place: Place | None) -> bool:
         """Whether the place that was given is no more."""
@@ -81,6 +79,13 @@ class ThroughPeers:
     def into(self, sizes: Sizes) -> Tensor:
         """Where the sums are to be written."""
         return self.peers.sums(sizes.rows, sizes.terms.hidden_size)
+
+    def into_of_grad(self, sizes: Sizes) -> tuple[Tensor, Tensor | None]:
+        """Likewise of dx and dprobs; None: anywhere."""
+        rows, terms = sizes.rows, sizes.terms
+        if not terms.probs_grad or terms.slots % SUMMED[torch.float32]:
+            return self.into(sizes), None
+        return self.into(sizes), self.peers.sums(rows, terms.slots, torch.float32)
 
     def dispatch(
         self, rows: Tensor, sizes: Sizes, mark: Tensor | None
@@ -116,7 +121,7 @@ class ThroughPeers:
         if self.peers.holds(part):
             return Returning(part, None, part, here=False)
         columns = part.shape[1]
-        there = self.peers.sums(sizes.rows, columns + -columns % 16, part.dtype)
+        there = self.peers.sums(sizes.rows, columns + -columns % SUMMED[part.dtype], part.dtype)
         there[:, :columns].copy_(part)  # the rest is added up for nobody
         return Returning(there, None, part, here=False)
 

@@ -112,7 +112,7 @@ def _quantize_pack(
 ) -> Tensor:
     given: dict[str, Any] = {"fp8_dtype": fp8_dtype, "scale": recipe.scale, "eps": recipe.eps, **of}
     if place is not None:
-        given |= {"peers": place.peers, "out": place.rows}
+        given |= {"peers": place.peers, "first": place.first, "out": place.rows}
     packed: Tensor = ops.quantize_pack(t.contiguous(), plan, *ids, **given)
     return packed
 

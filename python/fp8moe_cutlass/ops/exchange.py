@@ -37,6 +37,7 @@ def dispatch_plan(
     *,
     segment: int = 0,
     spare: int = 0,
+    dropped: Array | None = None,
     out: tuple[RoutingPlan, Array] | None = None,
     workspace: Array | None = None,
 ) -> Dispatch:
@@ -47,8 +48,8 @@ def dispatch_plan(
     token order. segment 0: rank after rank, T min(S, ranks) rows at most. segment > 0: rank r owns
     rows [r n, (r+1) n), n = segment + spare; tokens past the first `segment` are dropped and
     counted in plan.status, and rows after its tokens are padding (-1). Ids outside
-    [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA. workspace: scratch in
-    uint8, as for `route`.
+    [-1, num_experts): ValueError on the CPU; dropped and counted on CUDA. dropped [3] int64 counts
+    up by the first words of plan.status. workspace: scratch in uint8, as for `route`.
     """
     given = {"num_experts": num_experts, "ranks": ranks, "segment": segment, "spare": spare}
     for name, value in given.items():
@@ -64,7 +65,8 @@ def dispatch_plan(
     if out is not None:
         given_plan, counts = parts("dispatch_plan", out, "plan", "counts")
         plan = require_out_plan("dispatch_plan", given_plan, plan)
-    return Dispatch(*_C.dispatch_plan(topk_idx, num_experts, segment, plan, counts, workspace))
+    made = _C.dispatch_plan(topk_idx, num_experts, segment, plan, counts, dropped, workspace)
+    return Dispatch(*made[:2])
 
 
 def packed_row_bytes(hidden: int, slots: int) -> int:
@@ -89,6 +91,7 @@ def quantize_pack(
     scale: ScaleKind = "pow2",
     eps: float = 1e-10,
     peers: Array | None = None,
+    first: Array | None = None,
     out: Array | None = None,
 ) -> Array:
     """packed[row_of[t, r]] = Q(x[t]) by 1x128 tiles, and which experts of rank r it goes to.
@@ -102,6 +105,8 @@ def quantize_pack(
 
     peers [ranks] int64: addresses, as `share_words` describes. The rows of rank r are stored from
     peers[r] on instead, the first n of them. out [n, bytes] is what this rank's points at.
+    first [ranks] int32, on the host, at most 64 ranks: this rank's rows begin first[r] rows behind
+    peers[r], and end at row n.
     """
     if topk_idx is not None and num_experts is None:
         raise ValueError("[quantize_pack] topk_idx needs num_experts; got None")
@@ -115,6 +120,7 @@ def quantize_pack(
             0 if num_experts is None else num_experts,
             plan,
             peers,
+            first,
             True if out is None else out,
         ),
         *(fp8_dtype, scale, eps),
@@ -168,9 +174,11 @@ def share_words(
     *,
     rank: int,
     timeout_ms: int,
+    more: Array | None = None,
     out: Array | None = None,
 ) -> Array:
-    """Tell the ranks of one host words [n] int32, and wait for theirs; [ranks, n] int32.
+    """Tell the ranks of one host words [k] int32 and, behind them, more [m, l] int32, n in
+    all, and wait for theirs; [ranks, n] int32.
 
     The ranks can address each other's memory. What a rank has written to its peers' memory before,
     on the same stream, is there when this returns its words. Collective: every rank calls it, in
@@ -189,18 +197,21 @@ def share_words(
         count("share_words", "timeout_ms", timeout_ms)
     wanted = True if out is None else out
     told: Array = _C.share_words(
-        words, peers, mailbox, calls, ended, late, rank, timeout_ms, wanted
+        words, more, peers, mailbox, calls, ended, late, rank, timeout_ms, wanted
     )
     return told
 
 
-def copy_rows(out: Array, places: Array) -> Array:
+def copy_rows(out: Array, places: Array, *, beside: int = 0) -> Array:
     """out [R, C] (float32, float16, bfloat16, int32 or uint8) = rows from elsewhere; returns out.
 
     places [n, 3] int64, on the host: the address of a place's first row, as the device of out has
     it, its number of rows, and the row of out where they go. The numbers add up to R; addresses are
     trusted. On CUDA the driver copies the places one by one: from another GPU by a copy engine,
-    which takes no SMs.
+    which takes no SMs. beside: a cudaStream_t on which it copies, behind what the current stream
+    has until then; 0: on the current stream.
     """
-    copied: Array = _C.copy_rows(out, places)
+    if type(beside) is not int:
+        count("copy_rows", "beside", beside)
+    copied: Array = _C.copy_rows(out, places, beside)
     return copied

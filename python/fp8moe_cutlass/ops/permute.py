@@ -94,7 +94,8 @@ def unpermute_unpad(
 ) -> Array:
     """Sums the rows y [R, C] of each token, slots ascending, weighted by probs [T, S] float32.
 
-    Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C].
+    Summed in float32, rounded once to y's dtype (float32, float16 or bfloat16). Returns [T, C]. C
+    is a multiple of 16, in float32 of 4.
 
     peers [ranks] int64 and first [ranks] int32, with a plan of `dispatch_plan`: the rows of slot r
     are read where rank r has them, as `share_words` describes. peers are addresses; the rows for

@@ -43,6 +43,7 @@ struct Params {
   bool fits;              // whatever is routed, there is a row for it
   int32_t* chunk_counts;  // [chunks, ranks + 1]: tokens of each rank, ids of no expert
   int32_t* counts;        // [ranks, 2]
+  int64_t* dropped;       // [3] or null
   PlanOut plan;           // its experts are the ranks
 };
 
@@ -180,6 +181,7 @@ __global__ void __launch_bounds__(kThreads) place_tokens(const __grid_constant__
     if (write) p.counts[2 * r] = place.tokens;
   }
   __syncthreads();
+  if (write && p.dropped != nullptr && r < 3) p.dropped[r] += p.plan.status[r];
   write_blocks(p.plan, p.stride, tokens_a_rank, first_row, first_column);
 
   // The rows of a segment that no token has.
@@ -249,6 +251,7 @@ void run(const DispatchPlan& p, Stream stream) {
                       .fits = p.plan.tokens * std::min(slots, ranks) <= p.plan.capacity,
                       .chunk_counts = p.workspace.as<int32_t>(),
                       .counts = p.counts.as<int32_t>(),
+                      .dropped = p.dropped.as<int64_t>(),
                       .plan = out_of(p.plan)};
   const auto shared = [&](int64_t arrays) {
     return static_cast<size_t>(4 * (ranks * kWords + arrays * (ranks + 1)));

@@ -47,13 +47,20 @@ void outputs(DispatchPlan& p) {
                "[dispatch_plan] segment must be 0 or at most plan.capacity / ranks (",
                p.plan.capacity, " / ", p.plan.experts, ", a whole number); got ", p.segment);
   check.output(p.counts, "counts", {p.plan.experts, 2}, {DType::i32});
+  if (p.dropped.defined() || p.dropped.is_wanted()) {
+    check.tensor(p.dropped, "dropped", {3});
+    check.dtype(p.dropped, "dropped", {DType::i64});
+  }
 }
 
 void dispatch_plan(const DispatchPlan& given, Stream stream) {
   const DispatchPlan p = checked(given);
   const Checker check("dispatch_plan", p.topk_idx.device);
   check.workspace(p.workspace, workspace_bytes(p));
-  check.disjoint({{p.plan.buffer, "plan"}, {p.counts, "counts"}, {p.workspace, "workspace"}},
+  check.disjoint({{p.plan.buffer, "plan"},
+                  {p.counts, "counts"},
+                  {p.dropped, "dropped"},
+                  {p.workspace, "workspace"}},
                  {{p.topk_idx, "topk_idx"}});
   dispatch(p, p.plan.buffer.device, stream);
 }
@@ -95,6 +102,9 @@ void outputs(QuantizePack& p) {
     check.ndim(p.packed, "packed", 2);
     rows = p.packed.shape[0];
   }
+  FP8MOE_CHECK(p.peers.defined() || !p.first.defined(),
+               "[quantize_pack] first needs peers; got none");
+  if (p.first.defined()) check_first(p.op, p.first, p.plan.slots);
   check.output(p.packed, "packed", {rows, bytes}, {DType::u8}, true);
   check.rule(p.rule);
 }
@@ -106,7 +116,8 @@ void quantize_pack(const QuantizePack& given, Stream stream) {
                                           {p.topk_idx, "topk_idx"},
                                           {p.probs, "probs"},
                                           {p.plan.buffer, "plan"},
-                                          {p.peers, "peers"}});
+                                          {p.peers, "peers"},
+                                          {p.first, "first"}});
   if (p.packed.numel() == 0) return;
   dispatch(p, p.x.device, stream);
 }
@@ -140,8 +151,14 @@ void outputs(ShareWords& p) {
   check.ndim(p.words, "words", 1);
   check.dtype(p.words, "words", {DType::i32});
   check.ndim(p.peers, "peers", 1);
-  const int64_t words = p.words.numel(), ranks = p.peers.numel();
-  check.tensor(p.words, "words", {words});
+  const int64_t ranks = p.peers.numel();
+  check.tensor(p.words, "words", {p.words.numel()});
+  if (p.more.defined()) {
+    check.ndim(p.more, "more", 2);
+    check.tensor(p.more, "more", {p.more.shape[0], p.more.shape[1]});
+    check.dtype(p.more, "more", {DType::i32});
+  }
+  const int64_t words = p.count();
   check.tensor(p.peers, "peers", {ranks});
   check.dtype(p.peers, "peers", {DType::i64});
   check.ndim(p.mailbox, "mailbox", 3);
@@ -175,7 +192,7 @@ void share_words(const ShareWords& given, Stream stream) {
                   {p.calls, "calls"},
                   {p.ended, "ended"},
                   {p.late, "late"}},
-                 {{p.words, "words"}, {p.peers, "peers"}});
+                 {{p.words, "words"}, {p.more, "more"}, {p.peers, "peers"}});
   dispatch(p, p.words.device, stream);
 }
 

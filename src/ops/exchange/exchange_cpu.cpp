@@ -121,6 +121,8 @@ void run(const DispatchPlan& p, Stream) {
   p.topk_idx.dtype == DType::i64
       ? plan_ranks<int64_t>(p.topk_idx, p.num_experts, p.segment, p.plan, p.counts)
       : plan_ranks<int32_t>(p.topk_idx, p.num_experts, p.segment, p.plan, p.counts);
+  if (p.dropped.defined())
+    for (int i = 0; i < 3; ++i) p.dropped.as<int64_t>()[i] += p.plan.status()[i];
 }
 
 // ---- quantize_pack ------------------------------------------------------------------------------
@@ -152,7 +154,8 @@ void write_ids(const Wire& wire, const Id* ids, const float* probs, int64_t firs
 uint8_t* place(const QuantizePack& p, int64_t r, int64_t at) {
   const int64_t bytes = p.packed.shape[1];
   if (!p.peers.defined()) return p.packed.as<uint8_t>() + at * bytes;
-  const int64_t within = at - p.plan.row_offsets()[r];
+  const int64_t before = p.first.defined() ? p.first.as<const int32_t>()[r] : 0;
+  const int64_t within = before + at - p.plan.row_offsets()[r];
   if (within < 0 || within >= p.packed.shape[0]) return nullptr;
   return reinterpret_cast<uint8_t*>(p.peers.as<const int64_t>()[r]) + within * bytes;
 }
@@ -236,7 +239,8 @@ void run(const Unpack& p, Stream) {
 template <>
 void run(const ShareWords& p, Stream) {
   using Clock = std::chrono::steady_clock;
-  const int64_t ranks = p.peers.numel(), words = p.words.numel(), stride = p.mailbox.shape[2];
+  const int64_t ranks = p.peers.numel(), stride = p.mailbox.shape[2];
+  const int64_t own = p.words.numel(), words = p.count();
   const auto bytes = static_cast<size_t>(4 * words);
   int32_t *calls = p.calls.as<int32_t>(), *ended = p.ended.as<int32_t>();
   auto* told = p.told.as<int32_t>();
@@ -249,7 +253,8 @@ void run(const ShareWords& p, Stream) {
   };
   for (int64_t r = 0; r < ranks; ++r) {
     int32_t* to = box(reinterpret_cast<int32_t*>(p.peers.as<const int64_t>()[r]), p.rank);
-    std::memcpy(to + 1, p.words.data, bytes);
+    std::copy_n(p.words.as<const int32_t>(), own, to + 1);
+    std::copy_n(p.more.as<const int32_t>(), words - own, to + 1 + own);
     std::atomic_ref(*to).store(call, std::memory_order_release);
   }
   const auto end = Clock::now() + std::chrono::milliseconds(p.timeout_ms);

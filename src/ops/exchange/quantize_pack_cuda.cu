@@ -34,7 +34,8 @@ struct Params {
   const float* probs;           // [T, S]
   uint8_t* packed;              // [R, row_bytes]
   const int64_t* peers;         // [ranks]: where the rows of each rank go, or null: to packed
-  int most;                     // with peers: rows of a rank that find a place
+  int most;                     // with peers: rows that find a place there
+  int32_t first[kMostPeers];    // with peers: rows behind them; zero where more ranks are
   const int32_t* row_of;        // [T, ranks]
   const int32_t* token_of_row;  // [R]
   const int32_t* row_offsets;   // [ranks + 1]
@@ -110,7 +111,8 @@ template <typename T, typename Rule>
 __device__ __forceinline__ uint8_t* place(const Params<T, Rule>& p, int rank, int at) {
   if (at < 0) return nullptr;
   if (p.peers == nullptr) return p.packed + int64_t{at} * p.row_bytes;
-  const int within = at - __ldg(p.row_offsets + rank);
+  const int before = rank < kMostPeers ? p.first[rank] : 0;
+  const int within = before + at - __ldg(p.row_offsets + rank);
   if (within >= p.most) return nullptr;
   return reinterpret_cast<uint8_t*>(__ldg(p.peers + rank)) + int64_t{within} * p.row_bytes;
 }
@@ -184,26 +186,28 @@ void run(const QuantizePack& p, Stream stream) {
         const int64_t warps = std::clamp<int64_t>(cdiv(tiles, kWarpTiles<T>), 1, kMaxWarps);
         const int64_t few = kPeerThreads / (32 * warps) * device_info(p.x.device).sm_count;
         const int64_t packers = p.peers.defined() ? std::min(p.plan.tokens, few) : p.plan.tokens;
-        const Params<T, Rule> params = {.x = p.x.as<const T>(),
-                                        .topk_idx = p.topk_idx.data,
-                                        .probs = p.probs.as<const float>(),
-                                        .packed = p.packed.as<uint8_t>(),
-                                        .peers = p.peers.as<const int64_t>(),
-                                        .most = static_cast<int>(p.packed.shape[0]),
-                                        .row_of = p.plan.row_of(),
-                                        .token_of_row = p.plan.token_of_row(),
-                                        .row_offsets = p.plan.row_offsets(),
-                                        .tokens = p.plan.tokens,
-                                        .packers = packers,
-                                        .hidden = static_cast<int>(wire.hidden),
-                                        .tiles = static_cast<int>(tiles),
-                                        .ranks = static_cast<int>(p.plan.experts),
-                                        .experts = static_cast<int>(p.num_experts / p.plan.experts),
-                                        .slots = static_cast<int>(wire.slots),
-                                        .wide = p.topk_idx.dtype == DType::i64,
-                                        .row_bytes = static_cast<int>(wire.bytes()),
-                                        .ids_at = static_cast<int>(wire.ids()),
-                                        .scaling = scaling};
+        Params<T, Rule> params = {.x = p.x.as<const T>(),
+                                  .topk_idx = p.topk_idx.data,
+                                  .probs = p.probs.as<const float>(),
+                                  .packed = p.packed.as<uint8_t>(),
+                                  .peers = p.peers.as<const int64_t>(),
+                                  .most = static_cast<int>(p.packed.shape[0]),
+                                  .first = {},
+                                  .row_of = p.plan.row_of(),
+                                  .token_of_row = p.plan.token_of_row(),
+                                  .row_offsets = p.plan.row_offsets(),
+                                  .tokens = p.plan.tokens,
+                                  .packers = packers,
+                                  .hidden = static_cast<int>(wire.hidden),
+                                  .tiles = static_cast<int>(tiles),
+                                  .ranks = static_cast<int>(p.plan.experts),
+                                  .experts = static_cast<int>(p.num_experts / p.plan.experts),
+                                  .slots = static_cast<int>(wire.slots),
+                                  .wide = p.topk_idx.dtype == DType::i64,
+                                  .row_bytes = static_cast<int>(wire.bytes()),
+                                  .ids_at = static_cast<int>(wire.ids()),
+                                  .scaling = scaling};
+        if (p.first.defined()) std::copy_n(p.first.as<const int32_t>(), p.plan.slots, params.first);
         launch("quantize_pack", pack_rows<F, T, Rule>, static_cast<unsigned>(packers + markers),
                static_cast<unsigned>(32 * warps), static_cast<size_t>(wire.bytes()),
                stream_of(stream), params);

@@ -15,14 +15,16 @@ namespace {
 constexpr int kMaxWarps = 32;
 
 struct Params {
-  const int32_t* words;    // [n]
+  const int32_t* words;    // [own]
+  const int32_t* more;     // [n - own]
   const int64_t* peers;    // [ranks]
   const int32_t* mailbox;  // [2, ranks, stride]
   int32_t* calls;          // [1]
   int32_t* ended;          // [1]
   int32_t* late;           // [ranks], maybe the host's
   int32_t* told;           // [ranks, n], likewise
-  int words_count;
+  int own;
+  int words_count;  // n
   int stride;
   int ranks;
   int rank;
@@ -56,7 +58,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps) share(const __grid_constant__ 
   const int64_t place = int64_t{call & 1} * p.ranks;
   for (int r = warp; r < p.ranks; r += warps) {
     int32_t* box = reinterpret_cast<int32_t*>(__ldg(p.peers + r)) + (place + p.rank) * p.stride;
-    for (int i = lane; i < p.words_count; i += 32) box[1 + i] = p.words[i];
+    for (int i = lane; i < p.words_count; i += 32)
+      box[1 + i] = i < p.own ? p.words[i] : p.more[i - p.own];
     __threadfence_system();
     __syncwarp();
     if (lane == 0) store_release(box, call);
@@ -103,14 +106,17 @@ template <>
 void run(const ShareWords& p, Stream stream) {
   const DeviceGuard guard(p.words.device);
   const auto ranks = static_cast<int>(p.peers.numel());
+  const auto own = static_cast<int>(p.words.numel());
   const Params params{.words = p.words.as<const int32_t>(),
+                      .more = p.more.as<const int32_t>(),
                       .peers = p.peers.as<const int64_t>(),
                       .mailbox = p.mailbox.as<const int32_t>(),
                       .calls = p.calls.as<int32_t>(),
                       .ended = p.ended.as<int32_t>(),
                       .late = address_of(p.late, "late"),
                       .told = address_of(p.told, "told"),
-                      .words_count = static_cast<int>(p.words.numel()),
+                      .own = own,
+                      .words_count = static_cast<int>(p.count()),
                       .stride = static_cast<int>(p.mailbox.shape[2]),
                       .ranks = ranks,
                       .rank = static_cast<int>(p.rank),

@@ -86,15 +86,16 @@ void outputs(UnpermuteUnpad& p) {
                  p.plan.slots, " and ", p.plan.experts);
     check.tensor(p.peers, "peers", {p.plan.slots});
     check.dtype(p.peers, "peers", {DType::i64});
-    const Checker host("unpermute_unpad", Device{DeviceType::cpu, 0});
-    host.tensor(p.first, "first", {p.plan.slots});
-    host.dtype(p.first, "first", {DType::i32});
-    FP8MOE_CHECK(p.plan.slots <= kMostPeers, "[unpermute_unpad] peers are at most ", kMostPeers,
-                 " ranks; got ", p.plan.slots);
+    check_first(p.op, p.first, p.plan.slots);
     check.ndim(p.y, "y", 2);
     rows = p.y.shape[0];
   }
-  const int64_t c = check.values(p.y, "y", rows);
+  check.ndim(p.y, "y", 2);
+  const int64_t c = p.y.shape[1];
+  check.tensor(p.y, "y", {rows, c});
+  check.dtype(p.y, "y", {DType::f32, DType::f16, DType::bf16});
+  check.multiple(c, "y", p.y.dtype == DType::f32 ? 4 : 16, ".shape[1]");
+  check.aligned(p.y, "y");
   check.output(p.out, "out", {p.plan.tokens, c}, {p.y.dtype}, true);
   if (p.probs.defined()) {
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
