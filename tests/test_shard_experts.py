@@ -253,6 +253,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "recompute": {"transposed_weights": "recompute", "preactivation": "recompute"},
     "fp32 weights": {"dtype": torch.float32},
     "bf16": {"recipe": None},
+    "biases": {"bias": True},
 }
 
 
@@ -627,18 +628,3 @@ def refused(group: Any) -> None:
 
 def test_what_is_refused(pool: Pool) -> None:
     results(pool.run(2, refused))
-
-
-def main_grad_of_a_bias(group: Any) -> str:
-    layer = MoEExperts(E, H, I, bias=True)
-    shard_experts(layer, mesh_of(group))
-    layer.down_proj_bias.main_grad = torch.zeros(E // dist.get_world_size(group), H)
-    idx = torch.zeros(4, S, dtype=torch.int32)
-    with pytest.raises(RuntimeError) as raised:
-        layer(torch.randn(4, H), idx, torch.rand(4, S))
-    return str(raised.value)
-
-
-def test_main_grad_of_a_bias_is_refused(pool: Pool) -> None:
-    for said in results(pool.run(2, main_grad_of_a_bias)):
-        assert said.startswith("[MoEExperts] main_grad of a bias must be None in a compiled layer")

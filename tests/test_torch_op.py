@@ -325,7 +325,7 @@ def test_opcheck(name: str) -> None:
     given = (x, p.topk_idx, probs, None, *weights, None, [], [], [], 0.0, *rest, need)
     torch.library.opcheck(through, given, test_utils=utils)
     biases = [w.new_ones(w.shape[:2]).requires_grad_() for w in weights]
-    of_biases = [*[True] * 4, False, True, False, False]
+    of_biases = [*[True] * 4, False, True, *[False] * 4]
     given = (x, p.topk_idx, probs, None, *weights, None, [], biases, [], 0.0, *rest, of_biases)
     torch.library.opcheck(through, given, test_utils=utils)
     if layer.recipe is None:

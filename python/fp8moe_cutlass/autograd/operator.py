@@ -57,7 +57,7 @@ class _Forward(NamedTuple):
     how: str  # words: the version, what moves the tokens, the options
     sizes: Sequence[int]  # of the plan
     key: int  # of the owner; -1: none is needed
-    need: list[bool]  # Need, and which weights have a main_grad; empty: there is no backward
+    need: list[bool]  # Need, and what has a main_grad, as Owner.owned; empty: there is no backward
 
 
 class _Backward(NamedTuple):
@@ -301,22 +301,20 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     if kind == "group":
         read = move.viewed(read, widths[1], slots, options.recipe)
     experts, hidden, width = widths
-    own, average, counters = (None, None), None, None
-    if owner is not None:
-        own, average = (owner.gate_up_proj, owner.down_proj), owner._average
-        counters = owner._counters
     double = options.activation.parts * width
-    shapes = torch.Size((experts, double, hidden)), torch.Size((experts, hidden, width))
+    shapes = [torch.Size((experts, double, hidden)), torch.Size((experts, hidden, width))]
     of, up = _dtypes(dtypes)
+    for t in tensors[body.SAVED_TENSORS - 2 : body.SAVED_TENSORS]:
+        if t is not None:
+            of, shapes = [*of, t.dtype], [*shapes, t.shape]
+    own: tuple[Any, ...] = (None,) * len(of)
+    average = counters = low_rank = None
+    if owner is not None:
+        own, average, low_rank = owner.owned(), owner._average, owner._lora_average
+        counters = owner._counters
     to = [
         Destination(weight, dtype, shape, average, returned=not in_place)
         for weight, dtype, shape, in_place in zip(own, of, shapes, need[_NEED:], strict=True)
-    ]
-    low_rank = None if owner is None else owner._lora_average
-    to += [
-        Destination(None, t.dtype, t.shape, low_rank, returned=True)
-        for t in tensors[body.SAVED_TENSORS - 2 : body.SAVED_TENSORS]
-        if t is not None
     ]
     del there, tensors
     into = WeightGrads(to[0], to[1], None, up, to[2:])
@@ -348,7 +346,7 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
         ((experts, hidden, width), of[1]),
         ((experts, width, hidden), up),
     )
-    in_place = need[_NEED : _NEED + 2]
+    in_place = [*need[_NEED:], False, False]  # two for biases, where there are none
     returned = [*need[:2], need[2] and not in_place[0], need[3] and not in_place[1]]
     returned.append(need[2] and up is not None)
     made = [
@@ -358,8 +356,8 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     body = block.body_of(options.recipe)
     biases = given.saved[body.SAVED_TENSORS - 2 : body.SAVED_TENSORS]
     made += [
-        dout.new_empty(t.shape, dtype=t.dtype) if need[5] else dout.new_empty(_ABSENT)
-        for t in biases
+        dout.new_empty(t.shape, dtype=t.dtype) if need[5] and not there else dout.new_empty(_ABSENT)
+        for t, there in zip(biases, in_place[2:4], strict=True)
     ]
     if given.scaling:
         factors = given.saved[fp8.SAVED_TENSORS :][:4]

@@ -9,7 +9,6 @@ the same bits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -131,16 +130,17 @@ def run(
     if need is None:
         rest = (options, move, weights, None, None, lora, biases, up)
         return block.forward(x, topk_idx, probs, gate_up, down, *rest)[0]
-    of, held, counters = (gate_up, down), (gate_up, down), None
+    held: tuple[Tensor, ...] = (gate_up, down) if biases is None else (gate_up, down, *biases)
+    of, counters = held, None
     pending = average = of_low_rank = None
     if owner is not None:
         pending, average = owner._delayed, owner._average
         if average is not None:
-            of = owner.gate_up_proj, owner.down_proj
+            of = owner.owned()
         counters, of_low_rank = owner._counters, owner._lora_average
     scaling = 0.0 if lora is None else lora.scaling
     of_up = None if up is None else up.dtype
-    grads = weight_grads(of, held, pending, average, of_up, biases or (), of_low_rank)
+    grads = weight_grads(of, held, pending, average, of_up)
     how = How(options, move, grads, counters, need, scaling, of_low_rank)
     out: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, probs, gate_up, down, up, topk_idx, weights, how, *more
@@ -246,6 +246,14 @@ class Owner:
     _lora_average: Average | None = None  # of the gradients of low-rank terms
     key = -1
 
+    def own_biases(self) -> Biases | None:
+        """The biases of both projections, as `gate_up_proj` is; None: there are none."""
+        return None
+
+    def owned(self) -> tuple[Any, ...]:
+        """The two weights, and biases."""
+        return self.gate_up_proj, self.down_proj, *(self.own_biases() or ())
+
 
 owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _keys = itertools.count()
@@ -276,10 +284,10 @@ def _through_torch(
     """`experts` by the operator: everything as tensors, numbers and words."""
     if owner is not None and owner._delayed is not None:
         raise RuntimeError("[MoEExperts] delay_wgrad=True cannot be traced or compiled")
-    own = (gate_up, down)
+    own: tuple[Any, ...] = (gate_up, down, *(biases or ()))
     if owner is not None and owner._average is not None:
-        own = owner.gate_up_proj, owner.down_proj
-    in_place = [hasattr(w, "main_grad") for w in own]
+        own = owner.owned()
+    in_place = [w.requires_grad and getattr(w, "main_grad", None) is not None for w in own]
     plan, op, key = None, torch.ops.fp8moe.experts, -1
     tokens, experts = x.shape[0], gate_up.shape[0]
     if isinstance(move, Local):
@@ -300,7 +308,6 @@ def _through_torch(
         key = owner.key
     for weight, into in zip(own, in_place, strict=True):
         _check_traceable(weight, into, key, need)
-    refuse_bias_main_grad(biases or ())
     codes: list[Tensor] = []
     if weights is not None:
         for part in weights.parts:
@@ -336,15 +343,6 @@ def _check_traceable(weight: Tensor, into: bool, key: int, need: Need | None) ->
                 "[MoEExperts] grad_dtype cannot be compiled; "
                 f"got {dtype} of a {weight.dtype} weight"
             )
-
-
-def refuse_bias_main_grad(biases: Sequence[Tensor]) -> None:
-    """RuntimeError where a bias has a main_grad that nothing would be added to."""
-    if any(getattr(bias, "main_grad", None) is not None for bias in biases):
-        raise RuntimeError(
-            "[MoEExperts] main_grad of a bias must be None in a compiled layer and after "
-            "shard_experts: its gradient is in .grad"
-        )
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot read the attribute

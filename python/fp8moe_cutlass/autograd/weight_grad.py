@@ -208,19 +208,15 @@ def weight_grads(
     pending: list[Pending] | None = None,
     average: Average | None = None,
     up: torch.dtype | None = None,
-    biases: Sequence[Tensor] = (),
-    of_biases: Average | None = None,
 ) -> WeightGrads:
-    """The places where the gradients of a forward over gate_up and down go. held: what of them this
-    rank holds. up: the dtype of a third gradient, where gate_up is the gate alone. biases: both, or
-    none, with an average of their own."""
+    """The places where the gradients of a forward over gate_up, down and biases, if there are any,
+    go. held: what of them this rank holds. up: the dtype of a third gradient, where gate_up is the
+    gate alone."""
     to = []
-    averages = (average, average, of_biases, of_biases)
-    both = zip((*weights, *biases), (*held, *biases), averages, strict=False)
-    for weight, own, by in both:
+    for weight, own in zip(weights, held, strict=True):
         named = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
         dtype, turned = named or weight.dtype, not own.is_contiguous() and is_turned(own)
-        to.append(Destination(weight, dtype, own.shape, by, turned=turned))
+        to.append(Destination(weight, dtype, own.shape, average, turned=turned))
     return WeightGrads(to[0], to[1], pending, up, to[2:])
 
 

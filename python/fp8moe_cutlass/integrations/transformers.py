@@ -112,6 +112,7 @@ class _Registered(ExpertBlock):
         self._options = options
         self._move = Local(module.num_experts)
         self._turned = getattr(module, "is_transposed", False)
+        self.has_bias = bool(biases_of(module))
 
     @property
     def gate_up_proj(self) -> Any:
@@ -134,9 +135,9 @@ class _Registered(ExpertBlock):
         _raise(self._module, misfit(self._module, weights, self.recipe))
         return weights
 
-    def local_biases(self) -> Biases | None:
+    def own_biases(self) -> Biases | None:
         names = biases_of(self._module)
-        return Biases(*(getattr(self._module, name) for name in names)) if names else None
+        return Biases(*(getattr(self._module, name) for name in names)) if self.has_bias else None
 
     def __reduce__(self) -> Any:  # a copy of the module makes its own
         return type(None), ()

@@ -48,6 +48,7 @@ class ExpertBlock(Owner):
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
     _lora: tuple[int, float, list[Any]] | None = None  # of add_lora: rank, alpha / rank, Factors
     lora_enabled = True
+    has_bias = False
 
     @property
     def recipe(self) -> Fp8Recipe | None:
@@ -79,8 +80,11 @@ class ExpertBlock(Owner):
         return (gate_up.mT, down.mT) if self._turned else (gate_up, down)
 
     def local_biases(self) -> Biases | None:
-        """The biases of both projections as this rank holds them; None: there are none."""
-        return None
+        """The biases of both projections, as of local_weights; None: there are none."""
+        biases = self.own_biases()
+        if self._average is None or biases is None:
+            return biases
+        return Biases(*map(local, biases))
 
     @property
     def _exchange(self) -> Exchange | None:
@@ -172,7 +176,8 @@ class ExpertBlock(Owner):
             self._check_turned()
         weights = self._prepare(gate_up, down, weights)
         lora = None if self._lora is None else factors_of(self)
-        how = (self._options, move, weights, need, self, lora, self.local_biases())
+        biases = self.local_biases() if self.has_bias else None
+        how = (self._options, move, weights, need, self, lora, biases)
         return run(x, topk_idx, probs, gate_up, down, *how)
 
     def quantize_weights(self) -> Fp8Weights:

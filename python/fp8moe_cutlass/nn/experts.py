@@ -15,11 +15,11 @@ from fp8moe_cutlass import build_info
 from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.body import Biases
-from fp8moe_cutlass.autograd.torch_op import new_key, refuse_bias_main_grad
+from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
-from fp8moe_cutlass.distributed.shards import held, is_sharded, local, take_share, writable
+from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
 from fp8moe_cutlass.nn import fp8_checkpoint, lora
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
@@ -54,8 +54,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     of gate_up_proj take turns: gate 0, up 0, gate 1, ...
     bias: gate_up_proj_bias [E, 2I] (or up_proj_bias [E, I]), which z gets, and down_proj_bias
       [E, H], which a token's weight multiplies, too. Backward makes their gradients, with
-      delay_wgrad, too. Compiled or under shard_experts these are rounded to the bias's dtype and
-      go to .grad, and a main_grad is refused.
+      delay_wgrad, too.
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
       memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
@@ -76,7 +75,6 @@ class MoEExperts(ExpertBlock, nn.Module):
     or made for a gradient that nobody takes.
 
     A parameter with `main_grad` gets its gradient added there; else in .grad, in its grad_dtype.
-    Of biases see `bias`.
 
     group: a torch.distributed process group whose ranks share the experts: rank r of W owns
       experts [r E / W, (r + 1) E / W) (`local_experts`), and the parameters, their gradients and
@@ -103,8 +101,6 @@ class MoEExperts(ExpertBlock, nn.Module):
     who passed what; with a rank capacity, in the first forward of its kind. Afterwards `check()`
     raises, and so does the next first forward of a kind. docs/how-to/several-gpus.md.
     """
-
-    has_bias = False
 
     def __init__(
         self,
@@ -290,15 +286,8 @@ class MoEExperts(ExpertBlock, nn.Module):
         """The names of the two biases in the state_dict, if the layer has any."""
         return tuple(f"{name}_bias" for name in self.weight_names) if self.has_bias else ()
 
-    def local_biases(self) -> Biases | None:
-        """The biases of both projections as this rank holds them; None: there are none."""
-        if not self.has_bias:
-            return None
-        biases = Biases(*(getattr(self, name) for name in self.bias_names))
-        if self._average is None:
-            return biases
-        refuse_bias_main_grad(biases)
-        return Biases(*map(local, biases))
+    def own_biases(self) -> Biases | None:
+        return Biases(*(getattr(self, n) for n in self.bias_names)) if self.has_bias else None
 
     @property
     def local_experts(self) -> range:
