@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.streams import Written, capturing, written
-from fp8moe_cutlass.distributed.sizes import Returning
+from fp8moe_cutlass.distributed.sizes import Announced, Returning
 from fp8moe_cutlass.distributed.symmetric import (
     Memory,
     NoSharedMemory,
@@ -56,7 +57,7 @@ class Place(NamedTuple):
 
     rows: Tensor  # [n, bytes] u8, this rank's own
     peers: Tensor  # [ranks] i64, addresses
-    first: Tensor | None = None  # [ranks] i32, on the host: rows behind them
+    first: Any = None  # [ranks] i32, on the host: rows behind them
 
 
 class Needed(NamedTuple):
@@ -76,6 +77,7 @@ class _Area:
         self._mine = memory.mine.view(dtype)
         self._begin = self._mine.storage_offset()
         self._of = [share.data_ptr() for share in memory.of]
+        self.own = [memory.mine.data_ptr() + place * size for place in ends]
 
     def view(self, place: int, rows: int, columns: int) -> Tensor:
         """[rows, columns] in a place of this rank."""
@@ -151,6 +153,10 @@ class Peers:
         self._clear = False  # whether `place` may be written
         # Its kernels need few SMs, but soon.
         self._beside = torch.cuda.Stream(device, priority=-1) if self._gpu else None  # type: ignore[no-untyped-call]
+        events = (torch.cuda.Event() if self._gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
+        self._said: Any
+        self._fetched: Any
+        self._said, self._fetched = events
 
     def check(self) -> None:
         """RuntimeError if a rank did not come to a meeting in time. The device is not asked."""
@@ -180,13 +186,16 @@ class Peers:
         self._beside.wait_stream(here)
         return torch.cuda.stream(self._beside)
 
-    def tell(self, words: Tensor, more: Tensor) -> Tensor:
+    def tell(self, words: Tensor, more: Tensor) -> Announced:
         """words and more, n of i32 -> those of every rank [ranks, n], where the host reads them
         before the next call."""
         self._clear = True
         count = words.numel() + more.numel()
         told = self._told.as_strided((self.ranks, count), (count, 1))
-        return self._moving.meet(words, told, more)
+        self._moving.meet(words, told, more)
+        if self._said is not None:  # behind what is queued until then, the host would read too late
+            self._said.record(self._stream())
+        return Announced(told, self._said)
 
     def make_room(self, needed: Needed, fixed: bool) -> None:
         """Allocates for an exchange that takes `needed`, the same on all ranks; unless that is
@@ -213,7 +222,7 @@ class Peers:
             )
         self._has, self.full = size, False
 
-    def place(self, width: int, first: Tensor | None = None) -> Place | None:
+    def place(self, width: int, first: Any = None) -> Place | None:
         """The place for rows of `width` bytes; None: there is no memory yet. first [ranks] i32, on
         the host: they lie one rank's behind another's, this rank's from row first[r] on at rank r.
         """
@@ -264,8 +273,7 @@ class Peers:
 
     def holds(self, part: Tensor) -> bool:
         """Whether `part` is of `sums`."""
-        area = self._back(part.dtype)
-        return part.data_ptr() == area.address(self.rank, self._turn, 0, 0)
+        return part.data_ptr() == self._back(part.dtype).own[self._turn]
 
     def ready(self) -> None:
         """What goes back lies in `sums`, on all ranks."""
@@ -284,7 +292,7 @@ class Peers:
         assert self._room is not None
         return self._room.probs if dtype == torch.float32 else self._room.sums
 
-    def sum(self, part: Tensor, plan: RoutingPlan, first: Tensor) -> Tensor:
+    def sum(self, part: Tensor, plan: RoutingPlan, first: Any) -> Tensor:
         """Sums each token's rows of `part`, which is of `sums`, where they lie. first [ranks] i32,
         on the host: the row at which this rank's begin at each."""
         peers = self._back(part.dtype).peers[self._turn]
@@ -300,7 +308,7 @@ class Peers:
         # Each rank begins behind itself: no rank is read by all at once.
         turns = [(self.rank + n) % self.ranks for n in range(1, self.ranks + 1)]
         *into, total = accumulate(counts, initial=0)
-        places = torch.tensor(
+        places = np.array(
             [(area.address(r, self._turn, first[r], columns), counts[r], into[r]) for r in turns]
         )
         if self._beside is None:
@@ -308,7 +316,8 @@ class Peers:
             return Returning(got, None, part)
         # Copies between GPUs, which take no SMs.
         ops.copy_rows(got[:total], places, beside=self._beside.cuda_stream)
-        return Returning(got, self._beside.record_event(), part)
+        self._fetched.record(self._beside)
+        return Returning(got, self._fetched, part)
 
     def done(self) -> None:
         """All that reads the sums of this exchange is queued."""

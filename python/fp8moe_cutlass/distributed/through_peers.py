@@ -26,11 +26,7 @@ class ThroughPeers:
     def announce(self, terms: Tensor, counts: Tensor, differed: Tensor) -> Announced:
         """Tell the sizes, within `begin`."""
         more = torch.cat([counts.view(-1, 1), differed]) if self.segment else counts
-        message = self.peers.tell(terms, more)
-        if not terms.is_cuda:
-            return Announced(message, None)
-        # Behind what this rank queues until then, the host would read too late.
-        return Announced(message, torch.cuda.current_stream(terms.device).record_event())
+        return self.peers.tell(terms, more)
 
     def read(self, announced: Announced) -> list[list[int]]:
         """The message as lists, once it is there."""
