@@ -290,6 +290,18 @@ def test_a_page_is_as_its_records(page: str) -> None:
     assert pages.page(page) == (ROOT / page).read_text()
 
 
+def test_pages_follow_a_record_of_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures, GPU and commit; line breaks stay."""
+    monkeypatch.setattr(pages, "place", lambda name: {"gpu": "an H100", "commit": "abcdef1"})
+    monkeypatch.setattr(pages, "card", lambda name: "H100")
+    link = "[x.json](../benchmarks/layer.json), one"
+    assert pages.with_places(f"{link}\nH200, commit 0123456") == f"{link}\nH100, commit abcdef1"
+    text = pages.with_phrase(
+        "It takes 2.0 to\n3.0 ms.", r"takes [\d.]+ to [\d.]+", "takes 4.0 to 5.0"
+    )
+    assert text == "It takes 4.0 to\n5.0 ms."
+
+
 def test_every_record_and_plot_is_used_by_a_page() -> None:
     text = "".join((ROOT / page).read_text() for page in PAGES)
     here = {p.name for p in ROOT.glob("docs/benchmarks/*")}
