@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Case:
     config: dict[str, Any]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     lora: bool = False  # on the attention, everything else frozen
+    kind: str = "Qwen3Moe"
+    attention: str = "sdpa"
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -54,6 +56,16 @@ V3 = Case(
     sizes(2, 7168, 2048, 64),
     sgd,
 )
+GPT_OSS = Case(
+    "gpt-oss",
+    "four layers of GPT-OSS-20B, vocabulary 32,000",
+    sizes(4, 2880, 2880, 32)
+    | {"num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8}
+    | {"head_dim": 64},
+    adamw,
+    kind="GptOss",
+    attention="flex_attention",  # sdpa has no sinks
+)
 TINY = sizes(2, 128, 64, 8) | {"vocab_size": 256, "num_experts_per_tok": 2}
 TINY |= {"num_attention_heads": 4, "head_dim": 32}
 
@@ -65,9 +77,9 @@ class Bench:
         self, case: Case, tokens: int, device: torch.device, done: Callable[[Any], None]
     ) -> None:
         self.case, self.device, self.done = case, device, done
-        config = Qwen3MoeConfig(**case.config)
+        config = getattr(transformers, f"{case.kind}Config")(**case.config)
         self.shape = {"T": tokens, "H": config.hidden_size, "layers": config.num_hidden_layers}
-        of: Any = Qwen3MoeForCausalLM
+        of: Any = getattr(transformers, f"{case.kind}ForCausalLM")
         with torch.device(device):
             self.model: Any = of._from_config(config, dtype=torch.bfloat16).train()
         self.ids = torch.randint(config.vocab_size, (4, tokens // 4), device=device)

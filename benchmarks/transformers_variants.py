@@ -27,7 +27,7 @@ LARGE = replace(
     config=QWEN.config | {"vocab_size": 151936},
 )
 LORA = replace(QWEN, name="qwen3-30b-lora", model=QWEN.model + ", LoRA on the attention", lora=True)
-CASES = [QWEN, LARGE, V3, LORA]
+CASES = [QWEN, LARGE, V3, LORA, steps.GPT_OSS]
 Pieces = tuple[str, ...]
 
 
@@ -35,6 +35,8 @@ def variants_of(case: steps.Case) -> list[Pieces]:
     compiled, adamw = (LAYERS, LOSS), (LAYERS, LOSS, ADAMW)
     if case.lora:
         found = [(), compiled]
+    elif case.kind == "GptOss":
+        found = advised(case)
     elif case is V3:
         sgd, fp8 = (*compiled, BACKWARD), (*compiled, BACKWARD, HEAD, DENSE)
         found = [(), compiled, sgd, (*sgd, GRAPH), (*sgd, HEAD), fp8, (*fp8, GRAPH)]
@@ -52,6 +54,8 @@ def advised(case: steps.Case) -> list[Pieces]:
     """What docs/how-to/hugging-face.md has of a case."""
     if case.lora:
         return [(), (LAYERS, LOSS)]
+    if case.kind == "GptOss":
+        return [(), (LAYERS, LOSS, ADAMW)]
     fast = (LAYERS, LOSS, BACKWARD if case is V3 else ADAMW)
     found: list[Pieces] = [(), (LAYERS, LOSS), fast, (*fast, GRAPH)]
     return [found[0], *found[2:]] if case is LARGE else found
