@@ -141,7 +141,7 @@ def test_clamp(limit: float) -> None:
 def test_every_activation(name: str, dtype: torch.dtype) -> None:
     """Forward, backward and dprobs against float64, at sizes on and off the tile."""
     activation = ACTIVATIONS[name]
-    for inner in (16, 128, 176, 384, 704):
+    for inner in (16, 128, 176, 384, 704, 1856, 2880):
         z = awkward(40, activation.parts * inner, dtype)
         dh, probs = awkward(40, inner, dtype), torch.rand(40)
         want = truth(z, dh, probs, activation)
@@ -536,6 +536,7 @@ def test_activations_beside_the_cpu(name, columns):
         (176, "e4m3"),
         (704, "e5m2"),
         (16, "e4m3"),
+        (1856, "e4m3"),
         (2880, "e5m2"),
         (80, "e5m2"),  # [gate | up]: less than a tile, and a tile of dup alone
         (208, "e5m2"),  # more of dup waits for the next tile

@@ -135,8 +135,27 @@ def test_a_zero_bias_changes_no_bit(device: torch.device) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 129])
 def test_few_tokens(recipe: str, tokens: int, device: torch.device) -> None:
     """Zero, one and a tile and one; experts without tokens have gradients of zero."""
-    layer = layer_of("gpt-oss interleaved", 144, 208, recipe=RECIPES[recipe]).to(device)
-    given = inputs(tokens, 208)
+    check(recipe, "gpt-oss interleaved", 144, inputs(tokens, 208), device)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss interleaved", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("inner", [16, 704, 1856, 2880])
+def test_sizes_off_the_tile(inner: int, name: str, recipe: str, device: torch.device) -> None:
+    """Models' intermediate sizes, and the least."""
+    check(recipe, name, inner, inputs(200, 80), device)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", ["swiglu", "gpt-oss interleaved", "relu2"])
+def test_one_expert_takes_all(name: str, recipe: str, device: torch.device) -> None:
+    """And so every token has it twice."""
+    x, idx, probs, dout = inputs(150)
+    check(recipe, name, 176, (x, torch.ones_like(idx), probs, dout), device)
+
+
+def check(recipe: str, name: str, inner: int, given: Any, device: torch.device) -> None:
+    layer = layer_of(name, inner, given[0].shape[1], recipe=RECIPES[recipe]).to(device)
     got, want = run(layer, *given), truth(layer, *given)
     for what, a, b in zip(NAMES, got, want, strict=True):
         assert relative_error(a.cpu(), b) < 1.5 * BOUND[recipe], what
