@@ -108,8 +108,8 @@ class Recipe(steps.Bench):
         self.model.set_experts_implementation(BF16 if self.frozen else experts)
         for name, (plain, fp8) in self.frozen.items():
             self.model.set_submodule(name, fp8 if experts == OURS else plain)
-        own = "eager" if self.device.type == "cpu" else self.case.attention
-        self.model.set_attn_implementation(FULL if GRAPH in self.wants else own)
+        own = FULL if GRAPH in self.wants else self.case.attention
+        self.model.set_attn_implementation(own)
         for layer, compiled in zip(self.layers, self.calls, strict=True):
             layer._compiled_call_impl = compiled if LAYERS in self.wants else None
         self.model.loss_function = self.compiled_loss if LOSS in self.wants else self.loss
