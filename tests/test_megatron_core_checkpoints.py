@@ -113,8 +113,11 @@ def test_keys(pool: ranks.Pool, kind: str, single: bool) -> None:
         assert "decoder.layers.1.mlp.experts.experts.7.linear_fc1.weight_v" in keys
 
 
-def test_keys_without_a_gate(pool: ranks.Pool) -> None:
-    options = {"activation_func": squared_relu, "gated_linear_unit": False}
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_keys_of_other_experts(pool: ranks.Pool, gated: bool, biases: bool) -> None:
+    options: dict[str, Any] = {"add_bias_linear": biases}
+    options |= {} if gated else {"activation_func": squared_relu, "gated_linear_unit": False}
     for single in (False, True):
         given = {"singleton_local_shards": single}, options
         wanted = mc.on_two(pool, _keys, "sequential", *given)

@@ -5,6 +5,7 @@ Skipped without megatron-core; .ci/run has a step for it.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -122,6 +123,19 @@ def test_optimizers(pool: ranks.Pool, ep: int) -> None:
             for other in others:
                 assert near(other, plain, 2e-4)
                 assert mt.apart(other.weights, plain.weights) < 0.01
+
+
+def test_biases(pool: ranks.Pool) -> None:
+    """Their gradients reach main_grad by Megatron's hooks, overlapped or not, in both forms."""
+    jobs = [Job(kind=kind, ddp=ddp) for kind in ("experts", "layer") for ddp in ({}, GATHER)]
+    for trained in on_two(pool, jobs, ep=2, steps=3, config={"add_bias_linear": True}):
+        plain, *others = trained
+        of = [n for n in plain.first if re.search(r"experts\.linear_fc[12]\.bias\d$", n)]
+        assert len(of) == 2 * 2 * 4  # layers, projections, experts of a rank
+        assert all(plain.first[n].any() for n in of)
+        for other in others:
+            assert near(other, plain)
+            assert all(mt.apart({n: other.first[n]}, {n: plain.first[n]}) < 0.1 for n in of)
 
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}

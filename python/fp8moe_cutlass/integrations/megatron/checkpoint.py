@@ -7,6 +7,7 @@ build takes the key it is given, which the transformer block and the optimizer c
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +35,20 @@ def sharded_state_dict(
     place, local = experts.place, experts.num_local_experts
     found: dict[str, Any] = {}
     for linear in _LINEARS:
-        for e, weight in enumerate(getattr(experts, linear).weights):
+        of = getattr(experts, linear)
+        for e in range(local):
             at = place.rank * local + e
             shard = _Shard(at, place.ranks * local, single, tuple(sharded_offsets))
-            found[f"{prefix}{linear}.weight{e}"] = _factory(
-                f"{prefix}experts.{linear}.weight",
-                weight,
-                shard,
-                linear,
-                place.replica,
-                linear == "linear_fc1" and experts.activation.gated,
-            )
+            for name, parameters in (("weight", of.weights), ("bias", of.biases)):
+                for parameter in parameters[e : e + 1]:
+                    found[f"{prefix}{linear}.{name}{e}"] = _factory(
+                        f"{prefix}experts.{linear}.{name}",
+                        parameter,
+                        shard,
+                        linear,
+                        place.replica,
+                        linear == "linear_fc1" and experts.activation.gated,
+                    )
             # Theirs have one per linear, of nothing without FP8; strict loads look for it.
             found[f"{prefix}{linear}._extra_state{e}"] = make_sharded_object_for_checkpoint(
                 None,
@@ -58,11 +62,10 @@ def sharded_state_dict(
 def translate(state_dict: dict[str, Any], prefix: str, experts: int) -> None:
     """Translates what load_state_dict was given: drops extra states; the weights of SequentialMLP
     (local_experts.0.linear_fc1.weight), by local expert, get our names."""
-    for linear in _LINEARS:
-        for e in range(experts):
-            key = f"{prefix}local_experts.{e}.{linear}.weight"
-            if key in state_dict:
-                state_dict[f"{prefix}{linear}.weight{e}"] = state_dict.pop(key)
+    for linear, name, e in itertools.product(_LINEARS, ("weight", "bias"), range(experts)):
+        key = f"{prefix}local_experts.{e}.{linear}.{name}"
+        if key in state_dict:
+            state_dict[f"{prefix}{linear}.{name}{e}"] = state_dict.pop(key)
     for key in [k for k in state_dict if k.startswith(prefix) and "._extra_state" in k]:
         del state_dict[key]
 
@@ -91,8 +94,9 @@ class _Shard(NamedTuple):
 def _factory(
     key: str, weight: Tensor, shard: _Shard, linear: str, replica: int, halves: bool
 ) -> ShardedTensorFactory:
-    """Makes the factory of one expert's weight [N, K]; halves: [gate | up] along N, which Megatron
-    saves apart. weight is the Parameter itself: the optimizer finds its states by it."""
+    """Makes the factory of one expert's weight [N, K] or bias [N]; halves: [gate | up] along N,
+    which Megatron saves apart. weight is the Parameter itself: the optimizer finds its states by
+    it."""
 
     @torch.no_grad()
     def build(key: str, t: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:

@@ -15,6 +15,7 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import Fp8Weights
+from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.integrations.megatron import checkpoint, flags
 from fp8moe_cutlass.integrations.megatron.linears import ExpertLinear
 from fp8moe_cutlass.nn import MoEExperts
@@ -35,9 +36,10 @@ class Experts(MoEExperts):
     group: of MoELayer, whose experts exchange tokens themselves.
 
     Parameters: linear_fc1.weight{i} [2I, H] and linear_fc2.weight{i} [H, I] of each local expert,
-    as TEGroupedMLP's. main_grad is always added to. A parameter is an expert's to Megatron
-    (`allreduce`) as in TEGroupedMLP. Weight gradients wait for `backward_dw` with
-    delay_wgrad_compute or overlap_dispatch_backward_with_experts_wgrad.
+    as TEGroupedMLP's; with add_bias_linear also bias{i}, [2I] and [H], which start as zeros and
+    whose gradients Megatron's hooks add to main_grad. Those of weights always go there. A parameter
+    is an expert's to Megatron (`allreduce`) as in TEGroupedMLP. Weight gradients wait for
+    `backward_dw` with delay_wgrad_compute or overlap_dispatch_backward_with_experts_wgrad.
 
     is_first_microbatch: Megatron's schedules set it at the first microbatch of a step, but only
     with config.fp8, fp4, use_kitchen or quant_recipe. Then (and without
@@ -81,6 +83,7 @@ class Experts(MoEExperts):
             config.moe_latent_size or config.hidden_size,
             config.moe_ffn_hidden_size,
             activation=flags.activation_of(config),
+            bias=config.add_bias_linear,
             recipe=recipe,
             preactivation=preactivation,
             transposed_weights=transposed_weights,
@@ -102,7 +105,9 @@ class Experts(MoEExperts):
             weight: Any = self._parameters.pop(of)
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
             weight.allreduce, weight.skip_backward_post_hook = not own_groups, delay
-            self.add_module(linear, ExpertLinear(weight.shape, weight.dtype, vars(weight)))
+            self._parameters.pop(f"{of}_bias", None)
+            made = ExpertLinear(weight.shape, weight.dtype, vars(weight), self.has_bias)
+            self.add_module(linear, made)
         if not config.init_model_with_meta_device:
             self.to_empty(device="cpu" if config.use_cpu_initialization else _gpu())
             self.reset_parameters()
@@ -130,6 +135,11 @@ class Experts(MoEExperts):
     def local_weights(self) -> tuple[Tensor, Tensor]:
         """Both projections [E, N, K], whose gradients are those of the parameters."""
         return self.linear_fc1(self.delay_wgrad), self.linear_fc2(self.delay_wgrad)
+
+    def own_biases(self) -> Biases | None:
+        if not self.has_bias:
+            return None
+        return Biases(torch.stack(self.linear_fc1.biases), torch.stack(self.linear_fc2.biases))
 
     def forward(  # type: ignore[override]
         self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -173,7 +183,11 @@ class Experts(MoEExperts):
         """Runs the config's init methods, expert by expert, on a GPU under the expert-parallel
         state of Megatron's tracker. With use_cpu_initialization ranks that start from the same
         random state draw the experts of all ranks and keep theirs."""
-        if self.gate_up_proj.is_meta or not self.config.perform_initialization:
+        if self.gate_up_proj.is_meta:
+            return
+        for bias in (*self.linear_fc1.biases, *self.linear_fc2.biases):
+            bias.zero_()
+        if not self.config.perform_initialization:
             return
         weights = (self.gate_up_proj, self.down_proj)
         methods = (self.config.init_method, self.config.output_layer_init_method)

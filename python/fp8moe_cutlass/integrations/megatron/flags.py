@@ -45,7 +45,6 @@ def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
         f"moe_mlp_glu_interleave_size={c.moe_mlp_glu_interleave_size}": _given(
             c.moe_mlp_glu_interleave_size
         ),
-        "add_bias_linear": c.add_bias_linear,
         "use_te_activation_func": c.use_te_activation_func,
         "expert_tensor_parallel_size over 1": get_pg_size(groups.expt_tp) > 1
         or (c.expert_tensor_parallel_size or 1) > 1,

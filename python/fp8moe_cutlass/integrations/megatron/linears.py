@@ -22,26 +22,35 @@ class ExpertLinear(nn.Module):
     """weight0 [N, K] to weight{E-1}. Called, it gives [E, N, K], whose gradients are theirs.
 
     shape: (E, N, K). attributes: Megatron's, of each parameter, which a conversion may lose.
+    bias: also bias0 [N] to bias{E-1}, whose gradients come in the backward.
     """
 
     tensor_model_parallel = True  # Megatron-Bridge asks a module for this and partition_dim
 
-    def __init__(self, shape: Any, dtype: torch.dtype, attributes: dict[str, Any]) -> None:
+    def __init__(
+        self, shape: Any, dtype: torch.dtype, attributes: dict[str, Any], bias: bool = False
+    ) -> None:
         super().__init__()
         experts, *matrix = shape
         self.partition_dim = attributes["partition_dim"]
         self._attributes = {**attributes, "expert_stack": object()}
         self._later: Any = None
-        for e in reversed(range(experts)):
-            self.register_parameter(
-                f"weight{e}", nn.Parameter(torch.empty(matrix, dtype=dtype, device="meta"))
-            )
+        self._count = experts
+        for name, of in (("weight", matrix), ("bias", matrix[:1]))[: 1 + bias]:
+            for e in reversed(range(experts)):
+                made = nn.Parameter(torch.empty(of, dtype=dtype, device="meta"))
+                self.register_parameter(f"{name}{e}", made)
         self._stack()
 
     @property
     def weights(self) -> list[Any]:
-        """The parameters, from the first expert to the last."""
-        return [*reversed(self._parameters.values())]
+        """The weights, from the first expert to the last."""
+        return [*reversed(self._parameters.values())][-self._count :]
+
+    @property
+    def biases(self) -> list[Any]:
+        """The biases likewise; none without."""
+        return [*reversed(self._parameters.values())][: -self._count]
 
     def whole(self) -> Tensor:
         """[E, N, K] without a gradient; a copy, with a SlowPathWarning, where Megatron has put
@@ -100,11 +109,14 @@ class ExpertLinear(nn.Module):
     @torch.no_grad()
     def _stack(self) -> None:
         """Gives parameters Megatron's attributes, and one memory, which a conversion ends."""
-        weights = self.weights
-        for w in weights:
-            for name, value in self._attributes.items():
-                if not hasattr(w, name):
-                    setattr(w, name, value)
+        weights, own = self.weights, self._attributes
+        of_bias = {k: v for k, v in own.items() if k != "expert_stack"}
+        of_bias |= {"partition_dim": 0, "skip_backward_post_hook": False}
+        for parameters, attributes in ((weights, own), (self.biases, of_bias)):
+            for p in parameters:
+                for name, value in attributes.items():
+                    if not hasattr(p, name):
+                        setattr(p, name, value)
         if weights[0].is_meta or _one_tensor(weights[0], weights[-1], len(weights)) is not None:
             return
         for w, part in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
