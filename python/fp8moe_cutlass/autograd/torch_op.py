@@ -246,13 +246,16 @@ class Owner:
     _lora_average: Average | None = None  # of the gradients of low-rank terms
     key = -1
 
-    def own_biases(self) -> Biases | None:
-        """The biases of both projections, as `gate_up_proj` is; None: there are none."""
-        return None
+    has_bias = False
+
+    def own_biases(self) -> Biases:
+        """Where has_bias: the biases of both projections, as `gate_up_proj` is."""
+        raise NotImplementedError
 
     def owned(self) -> tuple[Any, ...]:
         """The two weights, and biases."""
-        return self.gate_up_proj, self.down_proj, *(self.own_biases() or ())
+        biases = self.own_biases() if self.has_bias else ()
+        return self.gate_up_proj, self.down_proj, *biases
 
 
 owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()

@@ -135,9 +135,8 @@ class _Registered(ExpertBlock):
         _raise(self._module, misfit(self._module, weights, self.recipe))
         return weights
 
-    def own_biases(self) -> Biases | None:
-        names = biases_of(self._module)
-        return Biases(*(getattr(self._module, name) for name in names)) if self.has_bias else None
+    def own_biases(self) -> Biases:
+        return Biases(*(getattr(self._module, name) for name in biases_of(self._module)))
 
     def __reduce__(self) -> Any:  # a copy of the module makes its own
         return type(None), ()

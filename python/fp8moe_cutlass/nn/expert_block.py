@@ -48,7 +48,6 @@ class ExpertBlock(Owner):
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
     _lora: tuple[int, float, list[Any]] | None = None  # of add_lora: rank, alpha / rank, Factors
     lora_enabled = True
-    has_bias = False
 
     @property
     def recipe(self) -> Fp8Recipe | None:
@@ -81,10 +80,10 @@ class ExpertBlock(Owner):
 
     def local_biases(self) -> Biases | None:
         """The biases of both projections, as of local_weights; None: there are none."""
+        if not self.has_bias:
+            return None
         biases = self.own_biases()
-        if self._average is None or biases is None:
-            return biases
-        return Biases(*map(local, biases))
+        return biases if self._average is None else Biases(*map(local, biases))
 
     @property
     def _exchange(self) -> Exchange | None:

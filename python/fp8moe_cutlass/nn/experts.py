@@ -286,8 +286,8 @@ class MoEExperts(ExpertBlock, nn.Module):
         """The names of the two biases in the state_dict, if the layer has any."""
         return tuple(f"{name}_bias" for name in self.weight_names) if self.has_bias else ()
 
-    def own_biases(self) -> Biases | None:
-        return Biases(*(getattr(self, n) for n in self.bias_names)) if self.has_bias else None
+    def own_biases(self) -> Biases:
+        return Biases(*(getattr(self, name) for name in self.bias_names))
 
     @property
     def local_experts(self) -> range:

@@ -136,9 +136,7 @@ class Experts(MoEExperts):
         """Both projections [E, N, K], whose gradients are those of the parameters."""
         return self.linear_fc1(self.delay_wgrad), self.linear_fc2(self.delay_wgrad)
 
-    def own_biases(self) -> Biases | None:
-        if not self.has_bias:
-            return None
+    def own_biases(self) -> Biases:
         return Biases(torch.stack(self.linear_fc1.biases), torch.stack(self.linear_fc2.biases))
 
     def forward(  # type: ignore[override]
