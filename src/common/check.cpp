@@ -276,12 +276,12 @@ void Checker::aligned(const Tensor& t, const char* name, const char* part) const
                " must start at a multiple of 16 bytes; got ", address % 16, " bytes past one");
 }
 
-int64_t Checker::values(const Tensor& t, const char* name, int64_t rows) const {
+int64_t Checker::values(const Tensor& t, const char* name, int64_t rows, int64_t factor) const {
   ndim(t, name, 2);
   const int64_t c = t.shape[1];
   tensor(t, name, {rows, c});
   dtype(t, name, {DType::f32, DType::f16, DType::bf16});
-  multiple(c, name, 16, ".shape[1]");
+  multiple(c, name, factor, ".shape[1]");
   aligned(t, name);
   return c;
 }

@@ -75,8 +75,8 @@ class Checker {
   void columns(const Fp8Tensor& t, const char* name, int64_t c, const RoutingPlan& plan) const;
   // Data rows and scales for the GEMM move in 16-byte pieces: they start at a multiple of 16 bytes.
   void aligned(const Tensor& t, const char* name, const char* part = "") const;
-  // Aligned values [rows, C] in f32, f16 or bf16, C a multiple of 16; C.
-  int64_t values(const Tensor& t, const char* name, int64_t rows) const;
+  // Aligned values [rows, C] in f32, f16 or bf16, C a multiple of `factor`; C.
+  int64_t values(const Tensor& t, const char* name, int64_t rows, int64_t factor = 16) const;
   // eps finite and not negative.
   void rule(ScaleRule rule) const;
   // Of an output that is given what tensor(), dtype() and, if `aligned`, aligned() check; one that

@@ -90,12 +90,7 @@ void outputs(UnpermuteUnpad& p) {
     check.ndim(p.y, "y", 2);
     rows = p.y.shape[0];
   }
-  check.ndim(p.y, "y", 2);
-  const int64_t c = p.y.shape[1];
-  check.tensor(p.y, "y", {rows, c});
-  check.dtype(p.y, "y", {DType::f32, DType::f16, DType::bf16});
-  check.multiple(c, "y", p.y.dtype == DType::f32 ? 4 : 16, ".shape[1]");
-  check.aligned(p.y, "y");
+  const int64_t c = check.values(p.y, "y", rows, p.y.dtype == DType::f32 ? 4 : 16);
   check.output(p.out, "out", {p.plan.tokens, c}, {p.y.dtype}, true);
   if (p.probs.defined()) {
     check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
