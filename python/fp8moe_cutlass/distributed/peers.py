@@ -72,7 +72,7 @@ class _Area:
     """A part of every rank's memory, in places of `size` bytes."""
 
     def __init__(self, memory: Memory, size: int, dtype: torch.dtype, ends: list[int]) -> None:
-        self.memory, self.size, self._dtype = memory, size // dtype.itemsize, dtype
+        self.memory, self.size = memory, size // dtype.itemsize
         self.peers = [memory.peers(place * size) for place in ends]  # [ranks] i64
         self._mine = memory.mine.view(dtype)
         self._begin = self._mine.storage_offset()
@@ -153,10 +153,8 @@ class Peers:
         self._clear = False  # whether `place` may be written
         # Its kernels need few SMs, but soon.
         self._beside = torch.cuda.Stream(device, priority=-1) if self._gpu else None  # type: ignore[no-untyped-call]
-        events = (torch.cuda.Event() if self._gpu else None for _ in range(2))  # type: ignore[no-untyped-call]
-        self._said: Any
-        self._fetched: Any
-        self._said, self._fetched = events
+        event: Any = torch.cuda.Event if self._gpu else lambda: None
+        self._said, self._fetched = event(), event()
 
     def check(self) -> None:
         """RuntimeError if a rank did not come to a meeting in time. The device is not asked."""
