@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 from page_records import Record, Rows, record, results
+from quality import seconds_to
 
 RECIPE, SEVERAL = "transformers-recipe.json", "several-gpus.json"
 LORA, LORA_MODEL = "lora.json", "lora-model.json"
@@ -295,11 +296,8 @@ def quality_seeds() -> Rows:
     for seed in sorted({seed for arm, seed in runs if arm == "noise"}):
         bf16, fp8, noise = (runs[arm, seed] for arm in ("bf16", "fp8", "noise"))
         (_, base, base_s), (_, own, _), (_, other, _) = bf16[-1], fp8[-1], noise[-1]
-        reached = next((k for k, (_, loss, _) in enumerate(fp8) if loss <= base), None)
-        time = "not reached"
-        if reached is not None:  # straight between evaluations
-            (_, a, then), (_, b, now) = fp8[reached - 1 : reached + 1]
-            time = f"{then + (a - base) / (a - b) * (now - then):.1f}"
+        reached = seconds_to({"heldout": fp8}, base)
+        time = "not reached" if reached is None else f"{reached:.1f}"
         cells = f"{base:.4f}", f"{own - base:+.4f}", f"{other - base:+.4f}", f"{base_s:.1f}", time
         found.append([str(seed), *cells])
     return found
