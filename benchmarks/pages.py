@@ -73,7 +73,7 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
     (MEGATRON, "megatron.json", models.megatron),
     *(
         (TITAN, name, lambda name=name: models.torchtitan(name))
-        for name in ("torchtitan.json", "torchtitan-ep.json")
+        for name in ("torchtitan.json", "torchtitan-2.json")
     ),
     (TITAN, "torchtitan-losses.json", models.torchtitan_losses),
     (JAX, "jax.json", models.jax),

@@ -4,10 +4,8 @@
 #   scripts/gpu.sh OUT_DIR [OPTION]...
 #
 # --tests      pytest -m gpu (the default), by TEST_WORKERS processes where pytest-xdist is there
-# --bench      benchmarks/ops.py: bench.json and bench.png
-# --layer      benchmarks/layer.py: layer.json and layer.png
-# --gemm       benchmarks/gemm.py in GEMM_SECONDS (360) and gemm_accuracy.py: gemm.json, accuracy.json
-# --sweep      benchmarks/sweep.py in SWEEP_SECONDS (90): sweep.json and sweep.png
+# --records    benchmarks/records.py: every record that this machine can make, in RECORD_SECONDS
+# --record NAME  this record; may be repeated
 # --ep         on all GPUs: the tests of distributed, ep.py (ep.json, ep.png), a trace (trace.json,
 #              trace.png), SOAK_STEPS (1000) of a soak by each transport
 # --oracle     builds CUTLASS's own grouped GEMM first, so that its tests run, too
@@ -15,7 +13,7 @@
 #              (memcheck racecheck synccheck), every SANITIZE_THIN-th (5) case of each test
 # --ncu        Nsight Compute's counters of every kernel of ops.py: ncu.csv
 # --only PATTERN  pytest -k, for --tests and --sanitize
-# --op OP      only this operator, for --bench and --ncu; may be repeated
+# --op OP      only this operator, for --ncu; may be repeated
 # --quick      tiny shapes
 # --pack       at the end all logs in one archive, logs.tgz
 #
@@ -28,10 +26,11 @@ cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/gpu.sh OUT_DIR [OPTION]...; the script begins with the list}
 shift
 declare -A on=()
-only= quick=() ops=()
+only= quick=() ops=() records=()
 while (($#)); do
   case $1 in
-    --tests | --bench | --layer | --gemm | --sweep | --ep | --oracle | --sanitize | --ncu | --pack) on[${1#--}]=1 ;;
+    --tests | --records | --ep | --oracle | --sanitize | --ncu | --pack) on[${1#--}]=1 ;;
+    --record) on[records]=1 records+=("$2"); shift ;;
     --only) only=$2; shift ;;
     --op) ops+=(--op "$2"); shift ;;
     --quick) quick=(--quick) ;;
@@ -40,7 +39,7 @@ while (($#)); do
   shift
 done
 chosen=
-for name in tests bench layer gemm sweep ep sanitize ncu; do chosen+=${on[$name]-}; done
+for name in tests records ep sanitize ncu; do chosen+=${on[$name]-}; done
 [[ $chosen ]] || on[tests]=1
 mkdir -p "$out"
 out=$(realpath "$out")
@@ -95,13 +94,9 @@ if [[ ${on[tests]-} ]]; then
   OMP_NUM_THREADS=$threads run tests -m pytest "${select[@]}" "${workers[@]}" --durations=8 \
     --junitxml="$out/tests.xml"
 fi
-[[ ${on[bench]-} ]] && { record bench ops "${ops[@]}"; draw bench; }
-[[ ${on[layer]-} ]] && { record layer layer; draw layer; }
-if [[ ${on[gemm]-} ]]; then
-  record gemm gemm --budget "${GEMM_SECONDS:-360}"
-  record accuracy gemm_accuracy
+if [[ ${on[records]-} ]]; then
+  run records benchmarks/records.py "$out" "${records[@]}" --seconds "${RECORD_SECONDS:-inf}" "${quick[@]}"
 fi
-[[ ${on[sweep]-} ]] && { record sweep sweep --budget "${SWEEP_SECONDS:-90}"; draw sweep; }
 if [[ ${on[ep]-} ]]; then
   ranks=$(nvidia-smi -L | wc -l)
   # NVLink multicast is shared by a whole host; the exchange has no use for it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,6 +17,7 @@ import torch
 import gemm
 import ops as ops_script
 import plot
+import records
 import table
 from cases import CASES
 from common import ignore
@@ -53,6 +55,26 @@ def test_every_operator_has_a_case() -> None:
         *("plan_from_counts", "plan_from_row_id_map", "packed_row_bytes", "zero_workspace"),
         *("share_words", "copy_rows"),
     }
+
+
+def test_records_knows_every_record() -> None:
+    """But for those of scripts that it names; and its commands' options exist."""
+    otherwise = {"quality", "rollout-losses", "gemm-candidates", "lora-losses", "torchtitan-losses"}
+    assert set(records.JOBS) | otherwise == {path.stem for path in RECORDS}
+    for job in records.JOBS.values():
+        for command in job.commands:
+            for name, options in re.findall(r"(benchmarks/\w+\.py)(.*)", command):
+                code = (ROOT / name).read_text()
+                assert all(f'"{of}"' in code for of in re.findall(r"(?<!\S)--[\w-]+", options))
+
+
+def test_records_makes_what_it_can(tmp_path: Path) -> None:
+    cpu = ["--device", "cpu", "--quick"]
+    assert records.main([str(tmp_path), "activations", *cpu]) == 0
+    assert json.loads((tmp_path / "activations.json").read_text())["results"]
+    assert "activations.py" in (tmp_path / "activations.log").read_text()
+    assert records.main([str(tmp_path), "layer", *cpu, "--seconds", "1"]) == 1
+    assert not (tmp_path / "layer.json").exists()
 
 
 def test_host_overhead() -> None:

@@ -1,0 +1,193 @@
+"""Makes the records of docs/benchmarks anew, of one commit, as many at once as there are GPUs for.
+
+    python benchmarks/records.py OUT [NAME ...] [--seconds N]
+
+NAME is a record's; without one, every record that this machine has the GPUs for. OUT gets NAME.json
+and NAME.log. --seconds: nothing begins that would end later. A record that takes a minute more than
+three times its estimate is given up. Exit status 1: one failed or was left out. The records of
+quality.py, gemm_candidates.py, lora_losses.py and torchtitan_losses.py are made by these alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Job(NamedTuple):
+    """How a record is made: so many GPUs, about so many seconds on H200s, commands, and the library
+    without which it would not be that record. Commands of benchmarks/ get --json, the same file."""
+
+    gpus: int
+    seconds: int
+    commands: tuple[str, ...]
+    needs: str | None = None
+
+
+def job(gpus: int, seconds: int, *commands: str, needs: str | None = None) -> Job:
+    return Job(gpus, seconds, tuple(f"python benchmarks/{of}" for of in commands), needs)
+
+
+def ranks(gpus: int, seconds: int, *commands: str, needs: str | None = None) -> Job:
+    """Of scripts that torchrun starts."""
+    start = f"torchrun --standalone --nproc-per-node {gpus} benchmarks/"
+    return Job(gpus, seconds, tuple(start + of for of in commands), needs)
+
+
+BESIDE_TE = ("DeepSeek-V3, 32", "Qwen3-235B, 16", "DeepSeek-V2-Lite, 64", "Qwen3-30B, 128")
+# In the order in which they are made: what README quotes comes first.
+JOBS = {
+    "layer": job(1, 90, "layer.py --steps"),
+    "ep-2": job(2, 80, "ep.py --ranks 2 --worlds 2 --routings random"),
+    "ep-4": job(4, 120, "ep.py --ranks 4 --worlds 4 --routings random"),
+    "transformers-recipe": job(
+        1,
+        330,
+        "transformers_recipe.py --advised --case qwen3-30b --case qwen3-30b-vocabulary"
+        " --case deepseek-v3-sizes --case qwen3-30b-lora",
+    ),
+    "several-gpus": ranks(2, 220, "several_gpus.py"),
+    "lora-model": job(1, 130, "lora_model.py"),
+    "sweep": job(1, 95, "sweep.py"),
+    "memory-bound": job(1, 115, "ops.py"),
+    "gemm": job(1, 195, "gemm.py --burst --seed 1", needs="deep_gemm"),
+    "bf16": job(1, 120, "bf16_layer.py"),
+    "layer-te": job(
+        1,
+        130,
+        "layer.py --steps" + "".join(f" --model '{model} experts'" for model in BESIDE_TE),
+        needs="transformer_engine",
+    ),
+    "router": job(1, 40, "router.py"),
+    "activations": job(1, 10, "activations.py"),
+    "activation-blocks": job(1, 110, "activation_blocks.py"),
+    "lora": job(1, 20, "frozen.py"),
+    "rollout": job(1, 20, "rollout.py"),
+    "quality-step": job(1, 90, "quality_step.py"),
+    "gemm-accuracy": job(1, 60, "gemm_accuracy.py", needs="deep_gemm"),
+    "torchtitan": job(
+        1,
+        115,
+        "torchtitan_step.py --compiled",
+        "torchtitan_step.py",
+        "torchtitan_step.py --graphs --who layer",
+        "torchtitan_step.py --words 151936 --who layer",
+        needs="torchtitan",
+    ),
+    "torchtitan-2": ranks(
+        2, 75, "torchtitan_step.py --ep", "torchtitan_step.py", needs="torchtitan"
+    ),
+    "jax": Job(
+        1,
+        140,
+        (
+            'cmake -S examples/jax_moe -B "$OUT/jax" -DPython_EXECUTABLE="$PYTHON"'
+            ' -Dfp8moe_ROOT="$(python -m fp8moe_cutlass --cmake-dir)"',
+            'cmake --build "$OUT/jax"',
+            'XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/jax_layer.py --build "$OUT/jax"',
+        ),
+        "jax",
+    ),
+    "megatron": job(2, 540, "megatron_step.py", needs="megatron"),
+    "ep-soak-4": job(4, 120, "ep_soak.py --ranks 4 --transport peer"),
+}
+ROOT = Path(__file__).parent.parent
+
+
+def script(name: str, more: str) -> str:
+    """The commands of a record, for bash. more: arguments of every script of benchmarks/."""
+    lines = ['python() { "$PYTHON" "$@"; }', "set -ex"]
+    for command in JOBS[name].commands:
+        of = f' --json "$OUT/{name}.json"{more}' if "benchmarks/" in command else ""
+        lines.append(command + of)
+    return "\n".join(lines)
+
+
+class Run(NamedTuple):
+    """A record in the making."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    gpus: list[str]
+    begun: float
+
+
+def make(names: list[str], out: Path, gpus: list[str], seconds: float, more: str) -> dict[str, int]:
+    """Exit status by record; -1 for those left out."""
+    clock, begun = time.monotonic, time.monotonic()
+    threads = max(1, (os.cpu_count() or 1) // len(gpus))
+    free, waiting, running, found = list(gpus), list(names), list[Run](), dict[str, int]()
+
+    def end(name: str, code: int, how: str) -> None:
+        found[name] = code
+        print(f"{clock() - begun:5.0f} s: {name} {how}", flush=True)
+
+    while waiting or running:
+        for run in list(running):
+            code = run.process.poll()
+            if code is not None:
+                running.remove(run)
+                free += run.gpus
+                how = "made" if code == 0 else f"failed ({code})"
+                end(run.name, code, f"{how} in {clock() - run.begun:.0f} s")
+        for name in list(waiting):
+            job = JOBS[name]
+            late = clock() - begun + job.seconds > seconds
+            if late or job.gpus > len(gpus) or (job.needs and not find_spec(job.needs)):
+                waiting.remove(name)
+                end(name, -1, f"left out: takes {job.seconds} s, {job.gpus} GPUs, {job.needs}")
+            elif job.gpus > len(free):
+                break  # in this order, so that what needs several GPUs gets them
+            else:
+                waiting.remove(name)
+                own, free = free[: job.gpus], free[job.gpus :]
+                with (out / f"{name}.log").open("wb") as log:
+                    env = {"OMP_NUM_THREADS": str(threads), **os.environ, "OUT": str(out)}
+                    env |= {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ",".join(own)}
+                    limit = ["timeout", "-k", "5", str(60 + 3 * job.seconds)]
+                    process = subprocess.Popen(
+                        [*limit, "bash", "-c", script(name, more)],
+                        cwd=ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=env,
+                    )
+                running.append(Run(name, process, own, clock()))
+        time.sleep(0.2)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("out", type=Path)
+    made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(JOBS)}")
+    made.add_argument("--seconds", type=float, default=float("inf"), help="for all together")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    made.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
+    given = made.parse_args(arguments)
+    unknown = [name for name in given.names if name not in JOBS]
+    if unknown:
+        made.error(f"no record {', '.join(unknown)}; there are {', '.join(JOBS)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    count = 4 if given.device == "cpu" else torch.cuda.device_count()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    gpus = [""] * count if given.device == "cpu" else shown[:count]
+    more = f" --device {given.device}" + " --quick" * given.quick
+    if not gpus:
+        made.error("no GPU is here; --device cpu is for a try")
+    names = given.names or [name for name, job in JOBS.items() if job.gpus <= count]
+    found = make(names, given.out.resolve(), gpus, given.seconds, more)
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
