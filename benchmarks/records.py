@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -104,66 +106,48 @@ ROOT = Path(__file__).parent.parent
 
 def script(name: str, more: str) -> str:
     """The commands of a record, for bash. more: arguments of every script of benchmarks/."""
-    lines = ['python() { "$PYTHON" "$@"; }', "set -ex"]
+    log = f'exec > "$OUT/{name}.log" 2>&1 < /dev/null'
+    lines = [log, 'python() { "$PYTHON" "$@"; }', "set -ex"]
     for command in JOBS[name].commands:
         of = f' --json "$OUT/{name}.json"{more}' if "benchmarks/" in command else ""
         lines.append(command + of)
     return "\n".join(lines)
 
 
-class Run(NamedTuple):
-    """A record in the making."""
+def make(names: list[str], out: Path, gpus: list[str], seconds: float, more: str) -> bool:
+    """Whether all were made."""
+    free: queue.Queue[str] = queue.Queue()
+    for gpu in gpus:
+        free.put(gpu)
+    begun = time.monotonic()
+    threads = str(max(1, (os.cpu_count() or 1) // len(gpus)))
 
-    name: str
-    process: subprocess.Popen[bytes]
-    gpus: list[str]
-    begun: float
+    def run(name: str, own: list[str], since: float) -> bool:
+        env = {"OMP_NUM_THREADS": threads, **os.environ, "OUT": str(out), "PYTHON": sys.executable}
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        limit = ["timeout", "-k", "5", str(60 + 3 * JOBS[name].seconds)]
+        command = [*limit, "bash", "-c", script(name, more)]
+        code = subprocess.run(command, cwd=ROOT, env=env).returncode
+        for gpu in own:
+            free.put(gpu)
+        took = time.monotonic() - begun - since
+        print(f"{name}: {'made' if code == 0 else f'failed ({code})'} in {took:.0f} s", flush=True)
+        return code == 0
 
-
-def make(names: list[str], out: Path, gpus: list[str], seconds: float, more: str) -> dict[str, int]:
-    """Exit status by record; -1 for those left out."""
-    clock, begun = time.monotonic, time.monotonic()
-    threads = max(1, (os.cpu_count() or 1) // len(gpus))
-    free, waiting, running, found = list(gpus), list(names), list[Run](), dict[str, int]()
-
-    def end(name: str, code: int, how: str) -> None:
-        found[name] = code
-        print(f"{clock() - begun:5.0f} s: {name} {how}", flush=True)
-
-    while waiting or running:
-        for run in list(running):
-            code = run.process.poll()
-            if code is not None:
-                running.remove(run)
-                free += run.gpus
-                how = "made" if code == 0 else f"failed ({code})"
-                end(run.name, code, f"{how} in {clock() - run.begun:.0f} s")
-        for name in list(waiting):
+    made = []
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for name in names:
             job = JOBS[name]
-            late = clock() - begun + job.seconds > seconds
-            if late or job.gpus > len(gpus) or (job.needs and not find_spec(job.needs)):
-                waiting.remove(name)
-                end(name, -1, f"left out: takes {job.seconds} s, {job.gpus} GPUs, {job.needs}")
-            elif job.gpus > len(free):
-                break  # in this order, so that what needs several GPUs gets them
-            else:
-                waiting.remove(name)
-                own, free = free[: job.gpus], free[job.gpus :]
-                with (out / f"{name}.log").open("wb") as log:
-                    env = {"OMP_NUM_THREADS": str(threads), **os.environ, "OUT": str(out)}
-                    env |= {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ",".join(own)}
-                    limit = ["timeout", "-k", "5", str(60 + 3 * job.seconds)]
-                    process = subprocess.Popen(
-                        [*limit, "bash", "-c", script(name, more)],
-                        cwd=ROOT,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=env,
-                    )
-                running.append(Run(name, process, own, clock()))
-        time.sleep(0.2)
-    return found
+            able = job.gpus <= len(gpus) and not (job.needs and find_spec(job.needs) is None)
+            own = [free.get() for _ in range(able * job.gpus)]  # waits until they are free
+            since = time.monotonic() - begun
+            if able and since + job.seconds <= seconds:
+                made.append(pool.submit(run, name, own, since))
+                continue
+            for gpu in own:
+                free.put(gpu)
+            print(f"{name}: left out; takes {job.seconds} s, {job.gpus} GPUs, {job.needs}")
+    return len(made) == len(names) and all(of.result() for of in made)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -185,8 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not gpus:
         made.error("no GPU is here; --device cpu is for a try")
     names = given.names or [name for name, job in JOBS.items() if job.gpus <= count]
-    found = make(names, given.out.resolve(), gpus, given.seconds, more)
-    return int(any(found.values()))
+    return int(not make(names, given.out.resolve(), gpus, given.seconds, more))
 
 
 if __name__ == "__main__":
