@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,13 +96,16 @@ def test_the_gil_is_free_during_a_call() -> None:
     assert done
 
 
-def test_any_number_of_openmp_threads_gives_the_same_bits(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "scripts" / "gate_digests.py"
+def test_any_number_of_openmp_threads_gives_the_same_bits() -> None:
     found = []
     for threads in ("1", "1", "2", "7"):
-        out = tmp_path / f"{len(found)}.json"
         env = {**os.environ, "OMP_NUM_THREADS": threads}
-        subprocess.run([sys.executable, script, out, "--shapes", "12"], check=True, env=env)
-        found.append(json.loads(out.read_text()))
-    assert sum(not digest.startswith("error") for digest in found[0].values()) > 200
-    assert all(digests == found[0] for digests in found)
+        done = subprocess.run([sys.executable, __file__], capture_output=True, check=True, env=env)
+        found.append(done.stdout)
+    assert len(found[0].split()) == 15
+    assert len(set(found)) == 1
+
+
+if __name__ == "__main__":
+    for made in (*block(0), *block(200), *step(0)):
+        print(hashlib.sha256(made.view(torch.uint8).numpy().tobytes()).hexdigest())
