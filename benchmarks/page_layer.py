@@ -42,7 +42,7 @@ def beside_te() -> Rows:
 def te_bursts() -> str:
     peers = by(BESIDE_TE, "model", "variant")["DeepSeek-V2-Lite, 64 experts"][REUSING]["peers"]
     each, reused, bf16 = (f"{peers[name]:.2f}" for name in (TE_EACH, TE, "TransformerEngine bf16"))
-    return f"takes {each}, {reused} and {bf16} ms of V2-Lite"
+    return f"V2-Lite: {each}, {reused} and {bf16} ms"
 
 
 def burst_shares() -> str:

@@ -97,7 +97,7 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
     (README, r"takes \[[\d.]+ times\]\S+ one GPU's, .*? as long", layer.over_alone),
     (PERFORMANCE, r"On the layer's H\d00 a copy .*?, torch [\d.]+\d", layer.software),
     (PERFORMANCE, r"takes [\d.]+ to [\d.]+ of these times", layer.burst_shares),
-    (PERFORMANCE, r"takes [\d.]+, [\d.]+ and [\d.]+ ms of V2-Lite", layer.te_bursts),
+    (PERFORMANCE, r"V2-Lite: [\d.]+, [\d.]+ and [\d.]+ ms", layer.te_bursts),
     (HELPS, r"With a quantization .*? tokens per expert on", layer.wins_from),
     (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+\d", layer.by_transport),
     (

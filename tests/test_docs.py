@@ -319,8 +319,8 @@ def test_readme_says_what_records_say() -> None:
     assert all(0.3 < share <= 0.5 for share in kept)
     assert "keeps a third to a half of [its activations]" in text
     times = [float(row[5]) for row in page_models.readme_steps()[:3]]
-    assert 1.85 < max(times) < 2.35
-    assert "A Hugging Face model trains up to twice as fast as by default" in text
+    assert 1.7 < min(times) <= max(times) < 2.35
+    assert "Compiled, a Hugging Face model trains about twice as fast as by default" in text
 
 
 def test_sweep_says_what_its_record_says() -> None:
