@@ -22,7 +22,7 @@ TEXTS = {  # where the site has pages of the repository; a README.md would be it
     "CONTRIBUTING.md": "contributing.md",
 }
 MODULES = ("", "nn", "ops", "autograd", "distributed", "telemetry")
-INTEGRATIONS = ("transformers", "megatron", "transformer_engine", "deepep")
+INTEGRATIONS = ("transformers", "megatron", "torchtitan", "transformer_engine", "deepep")
 LINK = re.compile(r"(!?\[[^\]]*\])\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 
 

@@ -307,7 +307,7 @@ FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan(const fp8moe_dispatch_plan_args*
 FP8MOE_C_API fp8moe_status fp8moe_dispatch_plan_workspace(const fp8moe_dispatch_plan_args* args,
                                                           int64_t* bytes);
 
-/* Bytes of a row on the wire (ops.h); -1 (and the message) for negative or absurd numbers. */
+/* Bytes of a packed row (ops.h); -1 (and the message) for negative or absurd numbers. */
 FP8MOE_C_API int64_t fp8moe_packed_row_bytes(int64_t hidden, int64_t slots);
 
 typedef struct fp8moe_quantize_pack_args {

@@ -421,7 +421,7 @@ FP8MOE_API void outputs(DispatchPlan& p);
 FP8MOE_API void dispatch_plan(const DispatchPlan& p, Stream stream = {});
 FP8MOE_API int64_t workspace_bytes(const DispatchPlan& p);  // of the plan's sizes and device
 
-// Bytes of a row on the wire: hidden codes | cdiv(hidden, 128) f32 scales | slots i32 ids | slots
+// Bytes of a packed row: hidden codes | cdiv(hidden, 128) f32 scales | slots i32 ids | slots
 // f32 probs | zeros up to a multiple of 16. slots 0: a gradient, codes and scales alone.
 constexpr int64_t packed_row_bytes(int64_t hidden, int64_t slots) {
   return round_up(hidden + 4 * cdiv(hidden, kTile) + 8 * slots, 16);

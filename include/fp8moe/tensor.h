@@ -78,7 +78,7 @@ struct Tensor {
 // Where the scales of an FP8 tensor [M, K] (or [E, M, K]) live; pictures:
 // docs/reference/layouts.md.
 enum class ScaleLayout : int32_t {
-  row,    // 1x128 tiles:   [M, cdiv(K,128)]          what travels on the wire
+  row,    // 1x128 tiles:   [M, cdiv(K,128)]          rows that travel
   gemm,   // 1x128 tiles:   [cdiv(K,128), pad4(M)]    M contiguous: what the GEMM's TMA reads
   block,  // 128x128 tiles: [(E,) cdiv(M,128), cdiv(K,128)]
 };

@@ -44,7 +44,7 @@ class Terms(NamedTuple):
 
 
 def recipe_word(recipe: Fp8Recipe | None) -> int:
-    """The word for what a recipe puts on the wire, and makes of what comes."""
+    """The word for what a recipe puts into packed rows, and makes of them."""
     if recipe is None:
         return 0
     of = recipe.scale, recipe.grad_dtype, recipe.weighting, recipe.rounding

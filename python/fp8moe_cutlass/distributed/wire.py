@@ -1,4 +1,4 @@
-"""Rows of the wire: what a token is on its way to another rank.
+"""Packed rows: what a token is on its way to another rank.
 
 In FP8 as ops.quantize_pack lays them out. Without a recipe, bytes: H bf16 | S i32 ids, of all
 experts | S f32 probs, rounded up to 16; of a gradient, H bf16.
@@ -35,7 +35,7 @@ def pack(
     tokens, hidden = x.shape
     slots = topk_idx.shape[1]
     width = row_bytes(hidden, slots, recipe)
-    # Every token as its row of the wire, and one that goes nowhere.
+    # Every token as its packed row, and one that goes nowhere.
     packed = torch.empty(tokens + 1, width, dtype=torch.uint8, device=x.device)
     rows, ids, weights = _parts(packed, hidden, slots)
     rows[:tokens], ids[:tokens], weights[:tokens] = x, topk_idx, probs

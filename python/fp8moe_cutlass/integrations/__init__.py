@@ -1,7 +1,8 @@
-"""The operators under the names of other libraries: a call site changes its import.
+"""Other libraries' models and names over this one: transformers, Megatron-Core, torchtitan,
+TransformerEngine, DeepEP.
 
 No arithmetic lives here: argument conventions, and the bookkeeping they need, over ops and
-autograd. docs/how-to/from-transformer-engine.md says what differs.
+autograd. docs/how-to/ says how.
 """
 
 from fp8moe_cutlass.integrations import deepep, megatron, transformer_engine

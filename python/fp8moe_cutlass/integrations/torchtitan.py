@@ -45,6 +45,9 @@ except ImportError as error:
     ) from error
 
 
+__all__ = ["Fp8GroupedExperts", "Fp8RoutedExperts", "fp8moe_experts", "fp8moe_layer"]
+
+
 class Fp8GroupedExperts(GroupedExperts):
     """torchtitan's GroupedExperts, its parameters and its forward's contract, in FP8."""
 

@@ -1,4 +1,4 @@
-"""Rows between ranks: their plan, quantized and packed for the wire, and unpacked; words."""
+"""Rows between ranks: their plan, packed rows in FP8, and unpacked ones; words."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def unpack(
 
     x is a view: its codes and scales stay where they arrived, rows packed_row_bytes apart, as
     permute_pad, permute_transpose_fp8 and count_codes read them (others refuse it). fp8_dtype and
-    pow2 are what quantize_pack was given; the wire does not carry them.
+    pow2 are what quantize_pack was given; packed rows do not carry them.
     """
     if type(pow2) is not bool:
         flag("unpack", "pow2", pow2)

@@ -126,7 +126,7 @@ void run(const DispatchPlan& p, Stream) {
 }
 
 // ---- quantize_pack ------------------------------------------------------------------------------
-// quantize_pack: a token is quantized into its first row of the wire and copied to the others; what
+// quantize_pack: a token is quantized into its first packed row and copied to the others; what
 // differs between them is which experts are local.
 
 namespace {

@@ -12,7 +12,7 @@ namespace fp8moe::cuda {
 
 // ---- quantize_pack ------------------------------------------------------------------------------
 // quantize_pack: a block per token (and some that mark the rows without one). It quantizes the
-// token into shared memory, as the row of the wire is, and from there one copy per rank brings
+// token into shared memory, as the packed row is, and from there one copy per rank brings
 // codes and scales to their rows; the few vectors behind them, which differ between ranks, are
 // stored by the thread of the rank. With peers the links set the time, and few blocks keep them
 // busy: each takes many tokens, and leaves its SM to what runs beside it.

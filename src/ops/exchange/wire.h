@@ -1,4 +1,4 @@
-// Where the parts of a row of the wire begin, in bytes (ops.h, packed_row_bytes).
+// Where the parts of a packed row begin, in bytes (ops.h, packed_row_bytes).
 #pragma once
 
 #include "fp8moe/ops.h"
