@@ -6,7 +6,7 @@
 # PYTHON (python3) brings torch and the command line's packages; the wheel goes into a new environment
 # beside them. No network, and nothing but that environment on PATH: neither compiler nor nvcc.
 set -euo pipefail
-wheel=$(realpath "$1")
+wheel=$(realpath "${1:?usage: scripts/first_minutes.sh WHEEL [cpu|cuda]}")
 device=${2:-cpu}
 python=$(command -v "${PYTHON:-python3}")
 folder=$(mktemp -d)

@@ -30,9 +30,10 @@ GLOSSARY = {  # what to write: what not to
     "tail tile, split tile": r"\b(?:low|flank|thin) tiles?\b",
     "192x128 tile": r"\btall tiles?\b",
     "wire format": r"\bthe wire\b(?! format)",
-    "dispatch layer": r"\bthe (?:one )?door\b",
+    "dispatch layer, integration": r"\bdoors?\b",
     "reference, baseline": r"\bat (?:its|their) best\b|\bas (?:it is )?usually written\b",
     "FP8 weight cache": r"\bFP8 copies\b",
+    "except": r"\bbut for\b|, but (?:that|where|while)\b",
     "who does what": r"\b(?:is|are|was|were) (?:asked|aimed)\b|\baimed at\b|\bas it comes\b",
     "no acceptance sheet": r"\b(?:bar|aim|target)s? (?:is|are|was|were) met\b|\b1\.\d+ asked\b",
 }
