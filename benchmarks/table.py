@@ -83,7 +83,7 @@ def environment_text(record: Record) -> str:
     e = record["environment"]
     parts = [e["gpu"] or f"{e['cpu']}, {e['threads']} threads", f"torch {e['torch']}"]
     if e.get("ranks"):
-        parts.append(f"{e['ranks']} ranks, {e['backend']}")
+        parts.append(f"{e['ranks']} ranks" + (f", {e['backend']}" if "backend" in e else ""))
     if e.get("launch_us"):  # older records have none
         parts.append(f"empty kernel {e['launch_us']:.1f} us")
     if e.get("copy_tb_s"):

@@ -171,7 +171,9 @@ def test_ranks_must_match_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_every_committed_record_is_a_table(path: Path) -> None:
+def test_every_committed_record_is_a_table(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["table.py", str(path)])
+    table.main()
     for head, *rows in table.tables_of(json.loads(path.read_text())):
         assert rows
         assert all(len(row) == len(head) for row in rows)
