@@ -288,6 +288,20 @@ def test_state_dict_has_pefts_names_and_loads() -> None:
         assert torch.equal(b[:, e::E], factors(layer)[3][e])
 
 
+@pytest.mark.parametrize("experts", [1, E])
+def test_a_state_dict_is_a_copy_and_loads_where_it_comes_from(experts: int) -> None:
+    layer = nn.MoEExperts(experts, H, I)
+    layer.add_lora(16, alpha=32)
+    state = layer.state_dict()
+    layer.load_state_dict(state)
+    kept = {name: state[name].clone() for name in NAMES}
+    for factor in factors(layer):
+        torch.nn.init.normal_(factor)
+    assert all(torch.equal(state[name], kept[name]) for name in NAMES)
+    layer.load_state_dict(state)
+    assert not any(factor.any() for factor in factors(layer)[1::2])
+
+
 def test_bad_state_dicts_name_the_key() -> None:
     layer = with_lora()
     state = layer.state_dict()

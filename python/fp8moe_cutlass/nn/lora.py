@@ -54,7 +54,9 @@ class Factor(nn.Module):
         key = prefix + "weight"
         w = destination[key]
         if not is_sharded(w):
-            destination[key] = w.flatten(0, 1) if self.is_a else w.permute(1, 2, 0).flatten(1)
+            shaped = w if self.is_a else w.permute(1, 2, 0)  # and a copy, also of one expert
+            shaped = shaped.clone(memory_format=torch.contiguous_format)
+            destination[key] = shaped.flatten(0, 1) if self.is_a else shaped.flatten(1)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         key = prefix + "weight"
