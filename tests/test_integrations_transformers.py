@@ -354,6 +354,24 @@ def test_llama4_by_swap(slots: int, recipe: Fp8Recipe | None) -> None:
         assert error(p.grad, its.grad) < bound, name
 
 
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies_of_a_swapped_llama4(copied: Any) -> None:
+    model = llama4(1)
+    fp8moe.swap(model)
+    copies = copied(model)
+    want = model(input_ids=tokens()).logits
+    for p in model.parameters():
+        p.detach().zero_()
+    torch._dynamo.reset()
+    for layer in copies.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert torch.equal(copies(input_ids=tokens()).logits, want)
+
+
 def test_llama4_in_a_block_of_another_class_is_refused() -> None:
     model = llama4(1)
     holder = nn.ModuleDict({"mine": model.model.layers[0].feed_forward.experts})

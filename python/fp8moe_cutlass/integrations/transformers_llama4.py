@@ -6,7 +6,7 @@ over E T rows. After `swap` it hands over those of the experts that were chosen.
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ def parent_of(model: nn.Module, name: str) -> nn.Module | None:
 
 def route(parent: Any) -> None:
     """Has the block call nn.MoEExperts."""
-    parent.forward = MethodType(_forward, parent)
+    parent.forward = partial(_forward, parent)  # which pickle finds again, as it does no method
 
 
 def _is(module: Any, name: str) -> bool:
