@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8moe_cutlass import Activation, Fp8Recipe, Fp8Tensor, autograd, nn, ops
+from fp8moe_cutlass.autograd import Options
 from moe_problem import problem
 
 P = problem(16)
@@ -53,6 +55,10 @@ WRONG: tuple[Any, ...] = (
 def reuse(module: Any, check: Any) -> None:
     with nn.reuse_fp8_weights(module, check=check):
         pass
+
+
+def block(options: Options = Options(), **given: Any) -> Tensor:  # noqa: B008 (frozen)
+    return autograd.experts(**BLOCK | given, options=options)
 
 
 ROUTE = {"x": P.x, "topk_idx": P.topk_idx, "padding": PADDING}
@@ -104,9 +110,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "shard_experts": (nn.shard_experts, {"model": MOE, "group": None}),
     "autograd.experts": (
         autograd.experts,
-        BLOCK | {"options": autograd.Options(), "move": None, "weights": None},
+        BLOCK | {"options": Options(), "move": None, "weights": None},
     ),
-    "autograd.experts in bf16": (autograd.experts, BLOCK | {"options": autograd.Options(None)}),
+    "autograd.experts in bf16": (autograd.experts, BLOCK | {"options": Options(None)}),
     "router_logits": (autograd.router_logits, {"x": P.x, "weight": torch.ones(4, 256)}),
     "autograd.permute_pad": (autograd.permute_pad, {"x": P.x, "plan": PLAN, "probs": P.probs}),
     "autograd.unpermute_unpad": (
@@ -298,10 +304,18 @@ ACCEPTED_ONCE: dict[str, Callable[[], Any]] = {
     "group of a module": lambda: nn.Router(16, 4, 2, group=torch.nn.Identity()),
     "a shared expert of a number": lambda: nn.MoE(ROUTER, LAYER, 3),
     "no sequences": lambda: ROUTER(P.x, sequences=0),
+    "an unknown preactivation": lambda: block(Options(preactivation="saved")),
+    "unknown transposed_weights": lambda: block(Options(transposed_weights="saved")),
+    "z in FP8 without a recipe": lambda: block(Options(None, "save_fp8")),
+    "ids of fewer tokens": lambda: block(Options(None), topk_idx=P.topk_idx[1:], probs=P.probs[1:]),
+    "weights without a recipe": lambda: block(Options(None), weights=LAYER.quantize_weights()),
+    "weights of other sizes": lambda: block(
+        weights=autograd.quantize_weights(torch.ones(4, 32, 256), torch.ones(4, 256, 16))
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ACCEPTED_ONCE)
 def test_what_only_looks_like_the_right_type(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^\[\w+\] .*(must be|needs) .*; got"):
+    with pytest.raises(ValueError, match=r"^\[\w+\] .*(must|needs) .*; got"):
         ACCEPTED_ONCE[name]()

@@ -1,4 +1,4 @@
-"""Checks of what a caller passes as a tensor, a plan or a routing."""
+"""Checks of what a caller passes as a tensor, a plan, a routing or options."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.activation import Activation
+from fp8moe_cutlass.activation import SWIGLU, Activation
+from fp8moe_cutlass.autograd.body import Options
 from fp8moe_cutlass.ops._words import refuse, shown
+from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -61,3 +63,31 @@ def check_weights(op: str, gate_up: Any, down: Any, activation: Activation | Non
             f"[{op}] gate_up must be {of} and down [E, H, I]; "
             f"got {tuple(gate_up.shape)} and {tuple(down.shape)}"
         )
+
+
+def check_word(op: str, name: str, value: Any, *words: str) -> None:
+    """ValueError unless value is one of the words."""
+    if not isinstance(value, str) or value not in words:
+        quoted = [repr(word) for word in words]
+        allowed = " or ".join([", ".join(quoted[:-1]), quoted[-1]])
+        raise ValueError(f"[{op}] {name} must be {allowed}; got {value!r}")
+
+
+def check_options(op: str, options: Options) -> None:
+    """ValueError unless the options are known, and go together."""
+    recipe, preactivation, transposed_weights, activation = options
+    if not isinstance(activation, Activation):
+        raise ValueError(f"[{op}] activation must be an Activation; got {activation!r}")
+    if not isinstance(recipe, Fp8Recipe | None):
+        raise ValueError(f"[{op}] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
+    if recipe is not None and recipe.rounding != "none" and activation != SWIGLU:
+        raise ValueError(
+            f"[{op}] recipe must not round ({recipe.rounding!r}) but a plain SwiGLU; "
+            f"got {activation}"
+        )
+    check_word(op, "preactivation", preactivation, "save", "save_fp8", "recompute")
+    if preactivation == "save_fp8" and recipe is None:
+        raise ValueError(
+            f"[{op}] preactivation must be 'save' or 'recompute' without a recipe; got 'save_fp8'"
+        )
+    check_word(op, "transposed_weights", transposed_weights, "save", "recompute")

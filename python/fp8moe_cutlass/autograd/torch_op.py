@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8moe_cutlass.autograd import block
-from fp8moe_cutlass.autograd.arguments import check_tensor, check_weights
+from fp8moe_cutlass.autograd.arguments import check_options, check_tensor, check_weights
 from fp8moe_cutlass.autograd.block import Grouped, Local, Move
 from fp8moe_cutlass.autograd.body import Biases, Counters, Lora, Need, Options
 from fp8moe_cutlass.autograd.weight_grad import (
@@ -59,6 +59,7 @@ def experts(
     """
     if not isinstance(options, Options):
         raise ValueError(f"[experts] options must be Options; got {type(options).__name__}")
+    check_options("experts", options)
     check_weights("experts", gate_up, down, options.activation)
     check_tensor("experts", "x", x)
     if x.ndim != 2 or x.shape[1] != down.shape[1]:
@@ -66,13 +67,17 @@ def experts(
     for name, t in (("topk_idx", topk_idx), ("probs", probs)):
         if t is not None:
             check_tensor("experts", name, t)
-    if topk_idx is not None and probs is not None and probs.shape != topk_idx.shape:
+    if topk_idx is not None and (topk_idx.ndim != 2 or len(topk_idx) != len(x)):
+        raise ValueError(f"[experts] topk_idx must be [{len(x)}, S]; got {tuple(topk_idx.shape)}")
+    of_probs, like = (x.shape[:1], "x's") if topk_idx is None else (topk_idx.shape, "topk_idx's")
+    if probs is not None and probs.shape != of_probs:
         raise ValueError(
-            f"[experts] probs must have topk_idx's shape {tuple(topk_idx.shape)}; "
-            f"got {tuple(probs.shape)}"
+            f"[experts] probs must be {like} {tuple(of_probs)}; got {tuple(probs.shape)}"
         )
     if not isinstance(weights, Fp8Weights | None):
         raise ValueError(f"[experts] weights must be Fp8Weights; got {type(weights).__name__}")
+    if weights is not None:
+        weights.check(gate_up, down, options.recipe)
     if move is not None and not hasattr(move, "send"):
         raise ValueError(f"[experts] move must be a Move or None; got {type(move).__name__}")
     move = move or Local(gate_up.shape[0])

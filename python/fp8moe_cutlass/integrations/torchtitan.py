@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8moe_cutlass.autograd import Grouped, Local, Move, Options
+from fp8moe_cutlass.autograd.arguments import check_options
 from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
 from fp8moe_cutlass.distributed import Exchange, GroupMove
-from fp8moe_cutlass.nn._validate import check_options, check_sizes
+from fp8moe_cutlass.nn._validate import check_sizes
 from fp8moe_cutlass.ops._torch import compiling
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.slow_path import slow_path
@@ -59,8 +60,8 @@ class Fp8GroupedExperts(GroupedExperts):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_sizes(config.num_experts, config.dim, config.hidden_dim, 16)
-        check_options(config.recipe, config.preactivation, "save", torch.bfloat16)
         self._options = Options(config.recipe, config.preactivation, "save")
+        check_options("MoEExperts", self._options)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Rows [R, D] in the order of the local experts, and how many each has -> [R, D]."""

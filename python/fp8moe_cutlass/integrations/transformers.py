@@ -21,6 +21,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.autograd.arguments import check_options
 from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.integrations.transformers_activation import activation_of
@@ -43,7 +44,6 @@ from fp8moe_cutlass.integrations.transformers_group import (
 from fp8moe_cutlass.integrations.transformers_peft import get_peft_model
 from fp8moe_cutlass.integrations.transformers_reuse import ReuseCallback
 from fp8moe_cutlass.integrations.transformers_swap import swap
-from fp8moe_cutlass.nn._validate import check_options
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, finders
 from fp8moe_cutlass.recipe import Fp8Recipe
 
@@ -74,10 +74,10 @@ def register(
     `model.set_experts_implementation(name)`. Parameters stay the model's own. A module that cannot
     run raises NotImplementedError in its first forward: transformers asks for nothing earlier.
     """
-    check_options(recipe, preactivation, transposed_weights, torch.bfloat16)
+    options = Options(recipe, preactivation, transposed_weights)
+    check_options("MoEExperts", options)
     if name not in registered and (name == "eager" or name in ALL_EXPERTS_FUNCTIONS):
         raise ValueError(f"[register] name must be none of transformers' own; got {name!r}")
-    options = Options(recipe, preactivation, transposed_weights)
 
     def forward(
         self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor

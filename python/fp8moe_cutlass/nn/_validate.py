@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd.arguments import as_counts, check_tensor
-from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 
 MOST_EXPERTS = 1024  # that a plan has, and that a router chooses among
@@ -37,14 +35,6 @@ def check_bool(op: str, name: str, value: Any) -> None:
     """ValueError unless value is True or False; 1 and a tensor are neither."""
     if type(value) is not bool:
         raise ValueError(f"[{op}] {name} must be True or False; got {value!r}")
-
-
-def check_word(op: str, name: str, value: Any, *words: str) -> None:
-    """ValueError unless value is one of the words."""
-    if not isinstance(value, str) or value not in words:
-        quoted = [repr(word) for word in words]
-        allowed = " or ".join([", ".join(quoted[:-1]), quoted[-1]])
-        raise ValueError(f"[{op}] {name} must be {allowed}; got {value!r}")
 
 
 def check_device(op: str, device: Any) -> None:
@@ -98,34 +88,6 @@ def check_sizes(num_experts: int, hidden_size: int, intermediate_size: int, mult
             raise ValueError(
                 f"[MoEExperts] {name} must be a positive multiple of {multiple}; got {size}"
             )
-
-
-def check_options(
-    recipe: Fp8Recipe | None,
-    preactivation: str,
-    transposed_weights: str,
-    dtype: torch.dtype,
-    activation: Activation = SWIGLU,
-) -> None:
-    """Checks the options of MoEExperts."""
-    if not isinstance(activation, Activation):
-        raise ValueError(f"[MoEExperts] activation must be an Activation; got {activation!r}")
-    if not isinstance(recipe, Fp8Recipe | None):
-        raise ValueError(f"[MoEExperts] recipe must be an Fp8Recipe or None (bf16); got {recipe!r}")
-    if recipe is not None and recipe.rounding != "none" and activation != SWIGLU:
-        raise ValueError(
-            f"[MoEExperts] recipe must not round ({recipe.rounding!r}) but a plain SwiGLU; "
-            f"got {activation}"
-        )
-    check_word("MoEExperts", "preactivation", preactivation, "save", "save_fp8", "recompute")
-    if preactivation == "save_fp8" and recipe is None:
-        raise ValueError(
-            "[MoEExperts] preactivation must be 'save' or 'recompute' without a recipe; "
-            "got 'save_fp8'"
-        )
-    check_word("MoEExperts", "transposed_weights", transposed_weights, "save", "recompute")
-    if dtype is not torch.float8_e4m3fn:
-        check_dtype("MoEExperts", dtype)
 
 
 def check_inputs(weight: Tensor, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:

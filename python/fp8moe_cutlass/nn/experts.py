@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp8moe_cutlass import build_info
 from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
+from fp8moe_cutlass.autograd.arguments import check_options, check_word
 from fp8moe_cutlass.autograd.body import Biases
 from fp8moe_cutlass.autograd.torch_op import new_key
 from fp8moe_cutlass.autograd.weights import is_codes
@@ -25,10 +26,9 @@ from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
     check_bool,
     check_device,
-    check_options,
+    check_dtype,
     check_size,
     check_sizes,
-    check_word,
 )
 from fp8moe_cutlass.nn.expert_block import ExpertBlock
 from fp8moe_cutlass.nn.fsdp import gathers_in_fp8, refuse_main_grad, refuse_mixed
@@ -123,7 +123,10 @@ class MoEExperts(ExpertBlock, nn.Module):
         super().__init__()
         self.key = new_key(self)
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
-        check_options(recipe, preactivation, transposed_weights, dtype, activation)
+        options = Options(recipe, preactivation, transposed_weights, activation)
+        check_options("MoEExperts", options)
+        if dtype is not torch.float8_e4m3fn:
+            check_dtype("MoEExperts", dtype)
         if dtype is torch.float8_e4m3fn and recipe is None:
             raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
         if dtype is torch.float8_e4m3fn and (activation.interleaved or not activation.gated):
@@ -141,7 +144,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self._options = Options(recipe, preactivation, transposed_weights, activation)
+        self._options = options
         self._delayed = [] if delay_wgrad else None
         self._move = _move(group, num_experts, rank_capacity, device, transport)
         _layers.add(self)

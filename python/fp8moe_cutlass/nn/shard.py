@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8moe_cutlass.autograd.arguments import check_word
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
 from fp8moe_cutlass.distributed.shards import Average, is_sharded
-from fp8moe_cutlass.nn._validate import check_word
 from fp8moe_cutlass.nn.experts import MoEExperts
 from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 
