@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -184,6 +185,10 @@ def test_refusals() -> None:
         telemetry.enable(p.experts(), every=0)
     with pytest.raises(ValueError, match="recipe"):
         telemetry.snr(p.experts(recipe=None), p.x, p.topk_idx, p.probs, p.dout)
+    layer = p.experts()
+    layer.add_lora(8, alpha=8)
+    with pytest.raises(ValueError, match="weights alone; got a LoRA of 8"):
+        telemetry.snr(layer, p.x, p.topk_idx, p.probs, p.dout)
     module = nn.Sequential(p.experts(), p.experts())
     with telemetry.watch(module[1]) as seen:
         with pytest.raises(RuntimeError, match=r"watched once at a time; got one .* already, 1"):
@@ -222,6 +227,11 @@ def test_snr_of_each_gemm() -> None:
     assert set(found) == {"fprop-1", "fprop-2", "dgrad-2", "dgrad-1", "wgrad-1", "wgrad-2"}
     assert all(27.5 < decibels < 30.5 for decibels in found.values()), found
     assert layer.gate_up_proj.grad is None
+    turned = copy.deepcopy(layer)  # weights [E, in, out], as swap has Llama 4's
+    turned._turned = True
+    for name in turned.weight_names:
+        setattr(turned, name, nn.Parameter(getattr(layer, name).detach().mT.contiguous()))
+    assert telemetry.snr(turned, p.x, p.topk_idx, p.probs, p.dout) == found
     coarse = telemetry.snr(
         p.experts(recipe=Fp8Recipe(grad_dtype="e5m2")), p.x, p.topk_idx, p.probs, p.dout
     )

@@ -136,8 +136,9 @@ def snr(
     recipe = layer.recipe
     if recipe is None:
         raise ValueError("[telemetry.snr] layer must have an FP8 recipe; got recipe=None")
-    if layer.local_biases() is not None:
-        raise ValueError("[telemetry.snr] layer must have no biases; got some")
+    if layer.has_bias or layer.lora_rank:
+        more = "biases" if layer.has_bias else f"a LoRA of {layer.lora_rank}"
+        raise ValueError(f"[telemetry.snr] layer must have weights alone; got {more}")
     if is_codes(layer.gate_up_proj):
         raise ValueError(
             "[telemetry.snr] layer must hold parameters before quantization; got one of from_fp8"
@@ -146,7 +147,8 @@ def snr(
         raise ValueError("[telemetry.snr] layer must hold all experts; got one with a group")
     probs = topk_weights.float().contiguous()
     plan = ops.route(layer.num_experts, topk_idx=topk_idx.contiguous())
-    w: Any = quantize_weights(layer.gate_up_proj, layer.down_proj, recipe)
+    weights = layer.local_weights()
+    w: Any = quantize_weights(*weights, recipe)
     x_q, dout_q = fp8.enter(x, recipe), fp8.enter(dout, recipe, gradient=True)
     activation = layer.activation
     how: Any = {"activation": activation, "scale": recipe.scale, "eps": recipe.eps}
@@ -167,7 +169,7 @@ def snr(
     at: Any = torch.arange(plan.rows, device=plan.device)
     defined = ((at < plan.row_offsets[-1]) & (plan.token_of_row >= 0))[:, None]
     token = plan.token_of_row.long().clamp(0, max(plan.tokens - 1, 0))  # any, where undefined
-    gate_up, down = layer.gate_up_proj.bfloat16(), layer.down_proj.bfloat16()
+    gate_up, down = (t.bfloat16() for t in weights)
     # Rows past the last expert's hold anything, NaN as well: a masked copy, not a product with 0.
     z, dh = (t.masked_fill(~defined, 0.0) for t in (z, dh))
     row_probs = row_probs.masked_fill(~defined[:, 0], 0.0)
