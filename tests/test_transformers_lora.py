@@ -101,10 +101,13 @@ def test_adapters_go_to_peft_and_back(checkpoint: Path, tmp_path: Path, on: torc
     for key, t in one.items():
         assert torch.equal(t, other[key]), key
 
-    again = fp8moe.get_peft_model(
-        swapped(checkpoint).to(on), peft.PeftConfig.from_pretrained(tmp_path / "theirs")
-    )
+    its = peft.PeftConfig.from_pretrained(tmp_path / "theirs")
+    again = fp8moe.get_peft_model(swapped(checkpoint).to(on), its)
+    assert not any(p.requires_grad for p in again.parameters())  # inference_mode, as PEFT writes it
+    its.inference_mode = False
+    again = fp8moe.get_peft_model(swapped(checkpoint).to(on), its)
     again.load_adapter(tmp_path / "theirs", "default", is_trainable=True)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
     assert torch.equal(again(input_ids=ids).logits, got)
 
 

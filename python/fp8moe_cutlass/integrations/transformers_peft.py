@@ -57,7 +57,8 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
         lora.add(layer, *terms[name])
         for owner in (layer.base_layer, layer):
             for key in ("lora_A", "lora_B"):
-                setattr(owner, key, _adapter_type()(layer, getattr(owner, key)[ADAPTER]))
+                adapter = _adapter_type()(layer, getattr(owner, key)[ADAPTER])
+                setattr(owner, key, adapter.requires_grad_(not own.inference_mode))
     for name, instead in REFUSED.items():
         setattr(made, name, _refusal(name, instead))
     # DistributedDataParallel would average what ranks hold of different experts:
