@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers")
 
@@ -148,6 +149,10 @@ def test_classes_of_other_activations(classes: dict[str, Any], name: str) -> Non
     layer = MoEExperts(E, H, I, activation=swapped.activation, dtype=torch.float32)
     layer.load_state_dict(swapped.state_dict())
     assert torch.equal(layer(x, ids, probs), registered)
+    for m in (module, swapped):  # as PEFT's target_parameters do, which derives a class
+        first = "gate_up_proj" if layer.activation.gated else "up_proj"
+        parametrize.register_parametrization(m, first, nn.Identity())
+        assert torch.equal(m(x, ids, probs), registered)
 
 
 def test_a_model_without_gates_trains_and_takes_lora(tmp_path: Any) -> None:

@@ -202,6 +202,31 @@ def test_lora() -> None:
         torch.testing.assert_close(merged[1].state_dict()[name], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["registered", "swapped"])
+def test_pefts_own_adapters_are_those_of_the_model(how: str) -> None:
+    """PEFT reads which way weights lie, and derives a class from the experts'."""
+    peft = pytest.importorskip("peft")
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=8, target_modules=[], target_parameters=targets)
+    models = [model_of("GptOss", layer_types=["full_attention"] * 2) for _ in range(2)]
+    if how == "swapped":
+        fp8moe.swap(models[0], recipe=None)
+    else:
+        fp8moe.register("fp8moe_bf16", recipe=None)
+        models[0].set_experts_implementation("fp8moe_bf16")
+    ours, theirs = (peft.get_peft_model(model, config) for model in models)
+    torch.manual_seed(2)
+    adapters = {
+        k: 0.05 * torch.randn_like(v) for k, v in peft.get_peft_model_state_dict(theirs).items()
+    }
+    for adapted in (ours, theirs):
+        peft.set_peft_model_state_dict(adapted, adapters)
+    want = theirs(input_ids=tokens()).logits
+    assert error(ours(input_ids=tokens()).logits, want) < 0.1
+    with ours.disable_adapter():
+        assert error(ours(input_ids=tokens()).logits, want) > 0.2
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "delay_wgrad"])
 def test_gradients_elsewhere_are_refused_by_name(name: str, compiled: bool) -> None:

@@ -63,7 +63,9 @@ def activation_of(module: Any) -> Activation:
         if isinstance(act, _GELU_TANH):
             return Activation("gelu_tanh")
         return SWIGLU if _is_silu(act) else _other(act)
-    kind = type(module)
+    gate = type(module)._apply_gate  # of a class that parametrize or fully_shard has derived, too
+    kinds = (kind for kind in type(module).__mro__ if vars(kind).get("_apply_gate") is gate)
+    kind = next(kinds, object)
     own = _OWN.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
     if own is None:
         raise UnknownActivation("a gate of its own")

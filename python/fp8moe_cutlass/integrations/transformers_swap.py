@@ -132,6 +132,7 @@ class SwappedExperts(MoEExperts):
             self._turned = True
             for name in self.weight_names:
                 setattr(self, name, nn.Parameter(getattr(self, name).detach().mT.contiguous()))
+        self.is_transposed = getattr(module, "is_transposed", False)  # which PEFT reads
         self.config = getattr(module, "config", None)
         self._implementation = getattr(self.config, "_experts_implementation", None)
         vars(self).update({name: vars(module)[name] for name in _HOOKS})  # whose handles remove

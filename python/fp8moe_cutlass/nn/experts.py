@@ -260,8 +260,8 @@ class MoEExperts(ExpertBlock, nn.Module):
                     nn.init.uniform_(expert, -bound, bound)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "gate_up_proj" and "up_proj" in self._parameters:  # one name inside
-            return self._parameters["up_proj"]
+        if name == "gate_up_proj" and not self.activation.gated:  # one name inside
+            return self.up_proj
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
