@@ -209,6 +209,10 @@ def test_one_adapter(checkpoint: Path) -> None:
         ({"lora_dropout": 0.1}, "lora_dropout must be 0.0 for LoRA on experts; got 0.1"),
         ({"use_dora": True}, "use_dora must be False for LoRA on experts; got True"),
         ({"bias": "all"}, "bias must be 'none' for LoRA on experts; got 'all'"),
+        ({"lora_bias": True}, "lora_bias must be False for LoRA on experts; got True"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out must be False for LoRA on experts; got True"),
+        ({"use_qalora": True}, "use_qalora must be False for LoRA on experts; got True"),
+        ({"layer_replication": [(0, 1)]}, "layer_replication must be None for LoRA on experts"),
         (
             {"target_parameters": EXPERTS[:1]},
             "target_parameters must name both .* one of them",

@@ -7,6 +7,7 @@ in a copy of all weights. integrations.transformers exports it. docs/how-to/lora
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +17,14 @@ from torch import nn
 from fp8moe_cutlass.nn import MoEExperts, lora
 
 ADAPTER = "default"
+# Of a LoraConfig, what experts follow, or what is of other modules: all else is a variant of LoRA.
+READ = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "r", "lora_alpha", "use_rslora", "rank_pattern"),
+    *("alpha_pattern", "target_parameters", "target_modules", "exclude_modules", "modules_to_save"),
+    *("layers_to_transform", "layers_pattern", "trainable_token_indices", "ensure_weight_tying"),
+    *("megatron_config", "megatron_core", "runtime_config"),
+}
 REFUSED = {  # of the PeftModel, and what to do instead
     "add_adapter": "give DPO or GRPO a reference model of its own (ref_model=), or beta 0",
     "delete_adapter": "load the model again",
@@ -32,7 +41,8 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     target_parameters names both gate_up_proj and down_proj of experts, as PEFT has them; all else
     of it is PEFT's. options: peft.get_peft_model's, but for adapter_name. Saving, loading,
     disable_adapter and merge_and_unload of the PeftModel take the experts along.
-    ValueError for what the experts' LoRA has not: dropout, DoRA, biases, another initialization.
+    ValueError for what the experts' LoRA has not: dropout, biases, another initialization, DoRA
+    and every other variant that the config asks for.
     """
     import peft
     from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -85,13 +95,10 @@ def _check(peft: Any, config: Any, options: dict[str, Any]) -> None:
         raise ValueError(
             f"[get_peft_model] config must be a peft.LoraConfig; got {type(config).__name__}"
         )
-    rules = {
-        "lora_dropout": (config.lora_dropout, 0.0),
-        "use_dora": (config.use_dora, False),
-        "bias": (config.bias, "none"),
-        "init_lora_weights": (config.init_lora_weights, True),
-        "adapter_name": (options.get("adapter_name", ADAPTER), ADAPTER),
-    }
+    usual = peft.LoraConfig()
+    names = [field.name for field in dataclasses.fields(usual) if field.name not in READ]
+    rules = {name: (getattr(config, name), getattr(usual, name)) for name in names}
+    rules["adapter_name"] = options.get("adapter_name", ADAPTER), ADAPTER
     if config.target_modules == "all-linear":
         raise ValueError(
             "[get_peft_model] target_modules must be names, such as ['q_proj', 'v_proj']; got "
