@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,23 @@ def test_moe() -> None:
 def test_checkpointed_moe() -> None:
     torch.manual_seed(0)
     assert_step_is_that_of(moe_of(), functools.partial(checkpoint, use_reentrant=False))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies_of_a_compiled_layer_compute_with_their_own_weights(copied: Any) -> None:
+    """A copy is not compiled, as of any module of torch's."""
+    layer = MoEExperts(4, 128, 128)
+    layer.compile(fullgraph=True, backend="aot_eager")
+    given = torch.randn(8, 128).bfloat16(), torch.zeros(8, 1).long(), torch.ones(8, 1)
+    want = layer(*given)
+    copies = copied(layer)
+    assert torch.equal(copies(*given), want)
+    copies.down_proj = torch.nn.Parameter(2 * layer.down_proj.detach())
+    assert torch.equal(copies(*given), 2 * want)
 
 
 def test_export_of_any_token_count() -> None:

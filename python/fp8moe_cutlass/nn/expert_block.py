@@ -285,7 +285,8 @@ class ExpertBlock(Owner):
     def __getstate__(self) -> dict[str, Any]:
         self._check_nothing_pending("a copy of the layer")
         own: Any = {"_delayed": None if self._delayed is None else []}
-        return {**self.__dict__, **own, "_reused": None, "_counters": None}
+        state = super().__getstate__()  # type: ignore[misc]  # a module's, without what compile() made
+        return {**state, **own, "_reused": None, "_counters": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
