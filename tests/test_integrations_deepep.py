@@ -300,6 +300,12 @@ def test_what_is_refused() -> None:
         deepep.experts(layer, None, data.bfloat16(), ids, probs, num_experts=4)
     with pytest.raises(ValueError, match="must be a multiple of the layer's 2; got 3"):
         deepep.experts(MoEExperts(2, 256, 128), None, data.bfloat16(), ids, probs, num_experts=3)
+    rows = deepep.received((data, scales), ids, probs, 2)
+    adapted = MoEExperts(2, 256, 128)
+    adapted.add_lora(8, alpha=8)
+    for layer, got in ((MoEExperts(2, 256, 128, bias=True), "biases"), (adapted, "a LoRA of 8")):
+        with pytest.raises(ValueError, match=rf"layer must have weights alone; got {got}"):
+            deepep.forward(layer, layer.quantize_weights(), rows)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="deep_ep is not installed")

@@ -34,6 +34,7 @@ from fp8moe_cutlass.autograd.activation import backward_of
 from fp8moe_cutlass.autograd.body import COUNTED
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn._validate import check_weights_alone
 from fp8moe_cutlass.nn.expert_block import ExpertBlock, blocks_of
 from fp8moe_cutlass.ops.quantize import COUNTS
 
@@ -136,9 +137,7 @@ def snr(
     recipe = layer.recipe
     if recipe is None:
         raise ValueError("[telemetry.snr] layer must have an FP8 recipe; got recipe=None")
-    if layer.has_bias or layer.lora_rank:
-        more = "biases" if layer.has_bias else f"a LoRA of {layer.lora_rank}"
-        raise ValueError(f"[telemetry.snr] layer must have weights alone; got {more}")
+    check_weights_alone("telemetry.snr", layer)
     if is_codes(layer.gate_up_proj):
         raise ValueError(
             "[telemetry.snr] layer must hold parameters before quantization; got one of from_fp8"

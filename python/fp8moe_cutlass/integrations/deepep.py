@@ -42,6 +42,7 @@ from fp8moe_cutlass.integrations.deepep_rows import (
     received_low_latency,
 )
 from fp8moe_cutlass.nn import MoEExperts
+from fp8moe_cutlass.nn._validate import check_weights_alone
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor
 
@@ -61,8 +62,10 @@ def forward(
 ) -> tuple[Tensor, fp8.Saved]:
     """This rank's partial sums [R, H] bf16, what combine takes, and what `backward` needs.
 
-    weights: layer.quantize_weights(). preactivation: as of MoEExperts.
+    weights: layer.quantize_weights(). preactivation: as of MoEExperts. ValueError for a layer with
+    biases or LoRA, which `experts` takes.
     """
+    check_weights_alone("deepep.forward", layer)
     options = Options(_recipe(layer), preactivation, activation=layer.activation)
     used = fp8.weights(layer.gate_up_proj, layer.down_proj, weights, options, Need())
     out, saved = fp8.forward(rows.x, rows.probs, rows.plan, used, options, Need(), layer._counters)

@@ -168,6 +168,13 @@ def _check_counts(experts: int, rows: int, counts: Any) -> None:
         )
 
 
+def check_weights_alone(op: str, layer: Any) -> None:
+    """ValueError for a layer whose projections have biases or LoRA beside their weights."""
+    if layer.has_bias or layer.lora_rank:
+        got = "biases" if layer.has_bias else f"a LoRA of {layer.lora_rank}"
+        raise ValueError(f"[{op}] layer must have weights alone; got {got}")
+
+
 def _check_ready(weight: Tensor) -> None:
     if weight.is_meta:
         raise RuntimeError(
