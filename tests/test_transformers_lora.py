@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,18 @@ def test_switches_of_peft(checkpoint: Path) -> None:
     assert torch.equal(ours(input_ids=IDS).logits, adapted)
     trained, _ = ours.get_nb_trainable_parameters()
     assert trained == sum(p.numel() for n, p in ours.named_parameters() if "lora_" in n)
-    assert copy.deepcopy(ours)(input_ids=IDS).logits.equal(adapted)
+    for copies in (copy.deepcopy(ours), saved_and_loaded(ours)):
+        assert copies(input_ids=IDS).logits.equal(adapted)
+        with copies.disable_adapter():
+            assert torch.equal(copies(input_ids=IDS).logits, base)
+            assert torch.equal(ours(input_ids=IDS).logits, adapted)
+
+
+def saved_and_loaded(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def test_merge_and_unload(checkpoint: Path) -> None:

@@ -70,7 +70,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
                 adapter = _adapter_type()(layer, getattr(owner, key)[ADAPTER])
                 setattr(owner, key, adapter.requires_grad_(not own.inference_mode))
     for name, instead in REFUSED.items():
-        setattr(made, name, _refusal(name, instead))
+        setattr(made, name, functools.partial(_refuse, name, instead))  # which pickle takes
     # DistributedDataParallel would average what ranks hold of different experts:
     shares = [found[name] for name in wanted if found[name].group is not None]
     if shares:
@@ -80,14 +80,11 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     return made
 
 
-def _refusal(name: str, instead: str) -> Any:
-    def refused(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(
-            f"[get_peft_model] {name} cannot be called of a model with LoRA on experts, which have "
-            f"one adapter; instead: {instead}"
-        )
-
-    return refused
+def _refuse(name: str, instead: str, *_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        f"[get_peft_model] {name} cannot be called of a model with LoRA on experts, which have one "
+        f"adapter; instead: {instead}"
+    )
 
 
 def _check(peft: Any, config: Any, options: dict[str, Any]) -> None:
@@ -169,6 +166,9 @@ def _adapter_type() -> Any:
             self[ADAPTER].requires_grad_(ADAPTER in names and not inference_mode)
             self._active_adapter = names
 
+        def __reduce__(self) -> Any:  # pickle does not find this class by its name
+            return _new_adapter, (), vars(self)
+
         def delete_adapter(self, adapter_name: str) -> None:
             if adapter_name == ADAPTER:
                 raise RuntimeError(
@@ -176,3 +176,7 @@ def _adapter_type() -> Any:
                 )
 
     return Adapter
+
+
+def _new_adapter() -> Any:
+    return _adapter_type().__new__(_adapter_type())
