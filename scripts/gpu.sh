@@ -94,13 +94,14 @@ if [[ ${on[tests]-} ]]; then
   OMP_NUM_THREADS=$threads run tests -m pytest "${select[@]}" "${workers[@]}" --durations=8 \
     --junitxml="$out/tests.xml"
 fi
+# NVLink multicast is shared by a whole host; the exchange has no use for it.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 if [[ ${on[records]-} ]]; then
   run records benchmarks/records.py "$out" "${records[@]}" --seconds "${RECORD_SECONDS:-inf}" "${quick[@]}"
 fi
 if [[ ${on[ep]-} ]]; then
   ranks=$(nvidia-smi -L | wc -l)
-  # NVLink multicast is shared by a whole host; the exchange has no use for it.
-  export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
   run ep-tests -m pytest -m gpu -q -p no:cacheprovider \
     tests/gpu/test_distributed_gpu.py tests/gpu/test_peers_gpu.py
   record ep ep --ranks "$ranks"
