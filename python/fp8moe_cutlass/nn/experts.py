@@ -260,7 +260,8 @@ class MoEExperts(ExpertBlock, nn.Module):
                     nn.init.uniform_(expert, -bound, bound)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "gate_up_proj" and not self.activation.gated:  # one name inside
+        # One name inside. A gated layer's is in _parameters, and asks no more.
+        if name == "gate_up_proj" and name not in self._parameters and not self.activation.gated:
             return self.up_proj
         return super().__getattr__(name)
 
