@@ -237,3 +237,19 @@ def test_snr_of_each_gemm() -> None:
     )
     for name in found:
         assert (coarse[name] < found[name] - 3) == (name not in ("fprop-1", "fprop-2")), coarse
+
+
+def test_snr_is_by_the_options_of_the_layer() -> None:
+    p = problem(512, 2, 4, 256, 256)
+    usual = telemetry.snr(p.experts(), p.x, p.topk_idx, p.probs, p.dout)
+    backward = {"dgrad-1", "wgrad-1", "wgrad-2"}  # what reads z again
+    found = telemetry.snr(p.experts(preactivation="save_fp8"), p.x, p.topk_idx, p.probs, p.dout)
+    assert {name for name in usual if found[name] < usual[name] - 1.5} == backward, found
+    for more in ({}, {"weighting": "output"}):
+        recipe = Fp8Recipe(activation_eps=1e6, **more)  # type: ignore[arg-type]
+        found = telemetry.snr(p.experts(recipe=recipe), p.x, p.topk_idx, p.probs, p.dout)
+        assert {name for name in usual if found[name] < usual[name] - 1.5} == {"fprop-2"}, found
+    found = telemetry.snr(
+        p.experts(recipe=Fp8Recipe.rollout("vllm")), p.x, p.topk_idx, p.probs, p.dout
+    )
+    assert all(27.5 < decibels < 30.5 for decibels in found.values()), found

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
-from fp8moe_cutlass.autograd.activation import backward_of
+from fp8moe_cutlass.autograd.activation import backward_of, forward_of
 from fp8moe_cutlass.autograd.body import COUNTED
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.nn import MoEExperts
@@ -131,8 +131,9 @@ def snr(
     """Signal to noise of each GEMM of an FP8 `layer`, dB: 10 log10(|D|^2 / |D_fp8 - D|^2).
 
     D is the GEMM in bfloat16 over what its operands were before quantization: x [T, H] and dout
-    [T, H], bf16 h and dz made from the FP8 flow's z and dh, and the parameters. topk_idx [T, S],
-    topk_weights [T, S]. Gradients are left alone. Waits for the device.
+    [T, H], bf16 h and dz made from the FP8 flow's z and dh, and the parameters. D_fp8 is by the
+    layer's recipe and, with preactivation "save_fp8", by the z that backward reads.
+    topk_idx [T, S], topk_weights [T, S]. Gradients are left alone. Waits for the device.
     """
     recipe = layer.recipe
     if recipe is None:
@@ -154,11 +155,13 @@ def snr(
     row_probs: Any
     rows, row_probs = ops.permute_pad(x_q, plan, probs)
     z = ops.grouped_gemm(rows, w.gate_up, plan)
-    made: Any = ops.act_quantize(z, plan, row_probs, **how)
-    y = ops.grouped_gemm(made, w.down, plan)
+    made: Any = fp8.hidden(z, plan, row_probs, layer._options, layer.preactivation == "save_fp8")
+    h_q, saved_z = made if isinstance(made, tuple) else (made, None)
+    saved_z = z if saved_z is None else ops.dequantize(saved_z)
+    y = ops.grouped_gemm(h_q, w.down, plan)
     dh = ops.grouped_gemm(ops.permute_pad(dout_q, plan)[0], w.down_t, plan)
     made = ops.act_quantize_backward(
-        dh, z, plan, row_probs, columns=recipe.columns, fp8_dtype=recipe.grad_dtype, **how
+        dh, saved_z, plan, row_probs, columns=recipe.columns, fp8_dtype=recipe.grad_dtype, **how
     )
     dz_q, dz_columns, h_columns, _ = made
     dx_rows = ops.grouped_gemm(dz_q, w.gate_up_t, plan)
@@ -175,10 +178,12 @@ def snr(
     x_rows = x.bfloat16()[token].masked_fill(~defined, 0.0)
     dy = dout.bfloat16()[token].masked_fill(~defined, 0.0)
     dz, _, h = backward_of(activation)(dh, z, row_probs)
+    last = recipe.weighting == "output"
+    h_forward = forward_of(activation)(z, torch.ones_like(row_probs)) if last else h
     ends = plan.row_offsets[1:].contiguous()
     pairs = {
         "fprop-1": (z, bf16.grouped_mm(x_rows, gate_up.mT, ends)),
-        "fprop-2": (y, bf16.grouped_mm(h, down.mT, ends)),
+        "fprop-2": (y, bf16.grouped_mm(h_forward, down.mT, ends)),
         "dgrad-2": (dh, bf16.grouped_mm(dy, down, ends)),
         "dgrad-1": (dx_rows, bf16.grouped_mm(dz, gate_up, ends)),
         "wgrad-1": (d_gate_up, bf16.grouped_mm(dz.mT, x_rows, ends)),

@@ -281,7 +281,7 @@ def forward(
     if behind is not None:
         z = _plus(z, behind.gate_up, plan)
     save_z: Any = need is not None and options.preactivation == "save_fp8"
-    made = _hidden(z, plan, row_probs, options, save_z)
+    made = hidden(z, plan, row_probs, options, save_z)
     h, z = made if isinstance(made, tuple) else (made, z)
     u2, pair = NONE if terms is None else terms.forward(DOWN, h, plan)
     if inside is not None:
@@ -358,7 +358,7 @@ def backward(
         if biases is not None and terms is not None:
             z = _plus(z, biases.gate_up, plan)
         if need.lora:
-            h = _hidden(z, plan, row_probs, options)
+            h = hidden(z, plan, row_probs, options)
         del rows
     elif isinstance(z, Fp8Tensor):
         z = ops.dequantize(z)
@@ -427,7 +427,7 @@ def _plus(y: Any, bias: Tensor, plan: RoutingPlan, weights: Tensor | None = None
     return plus(y, bias, expert) if weights is None else plus_weighted(y, bias, expert, weights)
 
 
-def _hidden(
+def hidden(
     z: Tensor, plan: RoutingPlan, row_probs: Tensor | None, options: Options, save_z: Any = False
 ) -> Any:
     """h of the forward; with save_z also Q(z)."""

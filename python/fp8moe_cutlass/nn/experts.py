@@ -57,8 +57,8 @@ class MoEExperts(ExpertBlock, nn.Module):
       delay_wgrad, too.
     recipe: how to quantize (Fp8Recipe), or None for bfloat16 throughout, in plain torch.
     preactivation: what backward reads of z = x gate_up^T. "save": z in bf16. "save_fp8": half the
-      memory; the weight gradient of down_proj then sees the quantized z. "recompute": x alone is
-      saved, and z computed again; the same bits as "save".
+      memory; gradients are then of the quantized z. "recompute": x alone is saved, and z computed
+      again; the same bits as "save".
     transposed_weights: what backward reads of the weights. "save": their FP8 codes, made in forward
       and kept until the backward, one byte per parameter for each forward in flight. "recompute":
       each backward makes them from the parameters, which must then be what they were (torch's
