@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass import Activation, Fp8Recipe
 from fp8moe_cutlass.nn import MoEExperts
 from moe_problem import assert_same, problem, run_unaligned
 
@@ -342,6 +342,22 @@ def test_autocast(recipe: Fp8Recipe | None) -> None:
     assert torch.equal(out, want.out)
     assert torch.equal(x.grad, want.dx.float())
     assert torch.equal(layer.gate_up_proj.grad, want.dgate_up)
+
+
+@FP8_AND_BF16
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"interleaved": True}], ids=str)
+def test_autocast_around_the_backward_too(
+    recipe: Fp8Recipe | None, dtype: torch.dtype, options: dict[str, bool]
+) -> None:
+    """torch's default on CUDA is float16, and the block's own tensors are bfloat16."""
+    p = problem(64, dtype=dtype)
+    activation = Activation(interleaved="interleaved" in options)
+    layer = p.experts(recipe=recipe, activation=activation, bias="bias" in options)
+    want = p.run(layer)
+    layer.zero_grad()
+    with torch.autocast("cpu", dtype):
+        assert_same(p.run(layer), want)
 
 
 def test_functional_call_uses_the_given_weights() -> None:

@@ -349,6 +349,20 @@ def test_merge(kind: str) -> None:
             assert torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("kind", ["codes", "values"])
+def test_autocast_changes_nothing_merged(kind: str) -> None:
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        layer = with_lora(kind).float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            written = dict(layer.fp8_tensors(fused=True))
+            layer.merge_lora()
+        found.append({**written, "of the layer": layer.down_proj.detach()})
+    for name, t in found[0].items():
+        assert torch.equal(t.view(torch.uint8), found[1][name].view(torch.uint8)), name
+
+
 def test_casts_and_copies_keep_codes_and_move_factors() -> None:
     layer = with_lora().float()
     assert factors(layer)[0].dtype == torch.float32

@@ -63,10 +63,11 @@ def backward_of(
         dgate, dup = dout * df * by, dout * f
         dup = dup if beyond is None else dup.masked_fill(beyond, 0.0)
         both = dgate.to(z.dtype), dup.to(z.dtype)
-        if activation.interleaved:
-            dz = torch.stack(both, dim=-1).flatten(-2)
-        else:
-            dz = torch.cat(both, dim=-1)
+        with torch.autocast(z.device.type, enabled=False):  # float16's takes no bfloat16 here
+            if activation.interleaved:
+                dz = torch.stack(both, dim=-1).flatten(-2)
+            else:
+                dz = torch.cat(both, dim=-1)
         h = f * by
         return dz, (h * dh).sum(dim=-1), (h * p[:, None]).to(z.dtype)
 

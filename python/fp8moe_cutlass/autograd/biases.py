@@ -40,7 +40,8 @@ def quantized(bias: Tensor) -> Fp8Tensor:
     and the rest. One scale per 128 of N; exact down to 2^-17 of their largest."""
     b = bias.detach().to(torch.bfloat16)
     high = (b.view(torch.int16) & -16).view(torch.bfloat16)
-    columns = F.pad(torch.stack((high, b - high), -1), (0, _DEPTH - 2))
+    columns = b.new_zeros(*b.shape, _DEPTH)
+    columns[..., 0], columns[..., 1] = high, b - high
     made: Any = ops.quantize_weight(columns, transposed=False)
     return made  # type: ignore[no-any-return]
 

@@ -212,7 +212,8 @@ def _fused(
     for of, (name, w) in enumerate(zip(WEIGHTS, (gate_up, down), strict=True)):
         if layer.lora_rank:
             made = [_quantized(layer, lora.merged(layer, of, n)[None]) for n in range(len(w))]
-            w, scale = (torch.cat(parts) for parts in zip(*made, strict=True))
+            with torch.autocast(w.device.type, enabled=False):  # which takes no FP8 here
+                w, scale = (torch.cat(parts) for parts in zip(*made, strict=True))
         elif is_codes(w):
             scale = getattr(layer, f"{name}_scale_inv").detach()
         else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -140,7 +141,7 @@ class FrozenShard(ExpertShard):
         held = self.as_subclass(Tensor).contiguous()
         held = held.view(torch.uint8) if held.element_size() == 1 else held
         padding = 0 if self.along else cdiv(self.whole[0], mesh.size()) - len(held)
-        return (torch.cat([held, held.new_zeros(padding, *held.shape[1:])]),), None
+        return (F.pad(held, [0, 0] * (held.ndim - 1) + [0, padding]),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None

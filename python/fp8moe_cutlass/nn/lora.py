@@ -164,7 +164,8 @@ def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
     else:
         value = w.float()
     assert layer._lora is not None
-    return torch.addmm(value, b, a, alpha=layer._lora[1])
+    with torch.autocast(value.device.type, enabled=False):
+        return torch.addmm(value, b, a, alpha=layer._lora[1])
 
 
 @torch.no_grad()
