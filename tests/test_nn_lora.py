@@ -349,6 +349,27 @@ def test_merge(kind: str) -> None:
             assert torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), Fp8Recipe(scale="fp32", columns="column")])
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.bfloat16, torch.float32], ids=str)
+def test_terms_are_written_merged_as_merge_lora_leaves_them(
+    dtype: torch.dtype, recipe: Fp8Recipe, fused: bool
+) -> None:
+    tensors = {
+        name: t.to(dtype) if name.endswith("scale_inv") else t
+        for name, t in base_layer("values").fp8_tensors()
+    }
+    layer = nn.MoEExperts.from_fp8(tensors, num_experts=E, recipe=recipe)
+    layer.add_lora(16, alpha=32)
+    for b in factors(layer)[1::2]:
+        torch.nn.init.normal_(b, std=0.05)
+    written = dict(layer.fp8_tensors(fused=fused))
+    layer.merge_lora()
+    for name, t in layer.fp8_tensors(fused=fused):
+        assert t.dtype == written[name].dtype, name
+        assert torch.equal(t.view(torch.uint8), written[name].view(torch.uint8)), name
+
+
 @pytest.mark.parametrize("kind", ["codes", "values"])
 def test_autocast_changes_nothing_merged(kind: str) -> None:
     found = []

@@ -229,7 +229,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         """The weights in the form of an FP8 checkpoint, as (name, tensor): `from_fp8`'s names, per
         expert or fused. FP8 weights are yielded as they lie, to the byte. Parameters are quantized
         by the recipe's rule in 128x128 blocks, one expert at a time, and so is the memory. A LoRA
-        is merged into what is yielded, which is then quantized anew.
+        is merged into what is yielded, which is then quantized anew, as by merge_lora.
 
         With group= or shard_experts a rank yields its own experts, by their numbers among all.
         """

@@ -210,13 +210,14 @@ def _fused(
     layer: MoEExperts, prefix: str, gate_up: Tensor, down: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     for of, (name, w) in enumerate(zip(WEIGHTS, (gate_up, down), strict=True)):
+        scale = getattr(layer, f"{name}_scale_inv").detach() if is_codes(w) else None
         if layer.lora_rank:
-            made = [_quantized(layer, lora.merged(layer, of, n)[None]) for n in range(len(w))]
+            made = [
+                _quantized(layer, lora.merged(layer, of, n)[None], scale) for n in range(len(w))
+            ]
             with torch.autocast(w.device.type, enabled=False):  # which takes no FP8 here
                 w, scale = (torch.cat(parts) for parts in zip(*made, strict=True))
-        elif is_codes(w):
-            scale = getattr(layer, f"{name}_scale_inv").detach()
-        else:
+        elif scale is None:
             w, scale = _quantized(layer, w)
         yield prefix + name, w
         yield f"{prefix}{name}_scale_inv", scale
@@ -228,22 +229,23 @@ def _by_expert(
     i, tiles = layer.intermediate_size, layer.intermediate_size // TILE
     for n, e in enumerate(layer.local_experts):
         both, mine = gate_up[n], down[n]
-        if layer.lora_rank:
-            both, mine = (lora.merged(layer, of, n) for of in range(2))
-        parts = both[:i], both[i:], mine
         scales: Any = None, None, None
         if is_codes(both):
             gate_up_scale, down_scale = (getattr(layer, name).detach()[n] for name in SCALES)
             scales = gate_up_scale[:tiles], gate_up_scale[tiles:], down_scale
+        if layer.lora_rank:
+            both, mine = (lora.merged(layer, of, n) for of in range(2))
+        parts = both[:i], both[i:], mine
         for name, w, scale in zip(_OF_AN_EXPERT, parts, scales, strict=True):
-            if scale is None:
-                (w,), (scale,) = _quantized(layer, w[None])
+            if not is_codes(w):
+                (w,), (scale,) = _quantized(layer, w[None], scale)
             yield f"{prefix}{e}.{name}.weight", w
             yield f"{prefix}{e}.{name}.weight_scale_inv", scale
 
 
-def _quantized(layer: MoEExperts, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of w [E, N, K] by the layer's rule."""
-    recipe: Any = layer.recipe
+def _quantized(layer: MoEExperts, w: Tensor, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of w [E, N, K] by the layer's rule; like: scales of FP8 weights, whose place
+    these take."""
+    recipe: Any = layer.recipe if like is None else lora.rule_of(layer, like)
     q, _ = quantize_weight(w, recipe, transposed=False)
-    return q.data, q.scale_inv
+    return q.data, q.scale_inv if like is None else q.scale_inv.to(like.dtype)
