@@ -439,6 +439,20 @@ def test_megatrons_bias_of_the_gate() -> None:
             SimpleNamespace(model_type="deepseek_v2", norm_topk_prob=True),
             "norm_topk_prob must be False; got True",
         ),
+        *(
+            (SimpleNamespace(model_type=model, norm_topk_prob=False), "must be True; got False")
+            for model in (
+                "mixtral",
+                "qwen3_5_moe_text",
+                "qwen3_vl_moe_text",
+                "ernie4_5_moe",
+                "hy_v3",
+            )
+        ),
+        (
+            SimpleNamespace(model_type="afmoe", route_norm=False),
+            "route_norm must be True; got False",
+        ),
         (
             SimpleNamespace(model_type="gemma4_text", enable_moe_block=False),
             "enable_moe_block must be True; got False",

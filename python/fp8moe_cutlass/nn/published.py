@@ -58,9 +58,15 @@ def _require(config: Any, name: str, *allowed: Any) -> None:
 
 
 def _softmax(config: Any) -> RoutingRule:
-    """Mixtral's: softmax, the top k, normalized unless the config says otherwise."""
-    _require(config, "router_jitter_noise", 0.0)
+    """Qwen3's: softmax, the top k, normalized unless the config says otherwise."""
     return RoutingRule(normalize=getattr(config, "norm_topk_prob", True))
+
+
+def _mixtral(config: Any) -> RoutingRule:
+    """Softmax, the top k, normalized whatever the config says."""
+    _require(config, "router_jitter_noise", 0.0)
+    _require(config, "norm_topk_prob", True)
+    return RoutingRule()
 
 
 def _softmax_of_the_chosen(config: Any) -> RoutingRule:
@@ -102,6 +108,7 @@ def _mistral4(config: Any) -> RoutingRule:
 
 
 def _ernie4_5(config: Any) -> RoutingRule:
+    _require(config, "norm_topk_prob", True)
     return RoutingRule(selection_bias=True)
 
 
@@ -156,6 +163,8 @@ def _sigmoid_times(factor: str | None = None) -> Callable[[Any], RoutingRule]:
         _require(config, "scoring_func", "sigmoid")
         _require(config, "router_jitter_noise", 0.0)
         _require(config, "moe_router_logit_softcapping", 0.0)
+        _require(config, "norm_topk_prob", True)
+        _require(config, "route_norm", True)
         times = 1.0 if factor is None else getattr(config, factor)
         return RoutingRule(score="sigmoid", selection_bias=True, routed_scaling_factor=times)
 
@@ -260,10 +269,10 @@ def megatron_rule(
 
 _FAMILIES: dict[Callable[[Any], RoutingRule], str] = {
     _softmax: (
-        "flex_olmo hunyuan_v1_moe mellum minimax mixtral olmoe qwen2_moe qwen3_5_moe_text "
-        "qwen3_moe qwen3_next qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text "
-        "qwen4_exp_text"
+        "flex_olmo mellum olmoe qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe_talker_text "
+        "qwen3_omni_moe_text qwen4_exp_text"
     ),
+    _mixtral: "hunyuan_v1_moe minimax mixtral qwen3_5_moe_text qwen3_vl_moe_text",
     _softmax_of_the_chosen: "granitemoe granitemoe_swa granitemoehybrid granitemoeshared jetmoe",
     _gpt_oss: "gpt_oss openai_privacy_filter",
     _gemma4: "diffusion_gemma_text gemma4_text",
