@@ -429,6 +429,11 @@ def test_megatrons_bias_of_the_gate() -> None:
         ),
         (megatron_config(moe_router_score_function="tanh"), "score_function must be one .*'tanh'"),
         (megatron_config(moe_router_enable_expert_bias=True), "with .*expert_bias; got 'softmax'"),
+        (megatron_config(moe_expert_capacity_factor=1.0), "capacity_factor must be None; got 1.0"),
+        (
+            megatron_config(moe_router_force_load_balancing=True),
+            "force_load_balancing must be False; got True",
+        ),
         (megatron_config(moe_input_jitter_eps=0.1), "moe_input_jitter_eps must be None; got 0.1"),
         (megatron_config(moe_router_topk=1), "top_k must be at least 2"),
         (

@@ -214,6 +214,8 @@ def _megatron(config: Any) -> RoutingRule:
                 f"'global_aux_loss' or 'none'; got {kind!r}"
             )
     _require(config, "moe_input_jitter_eps", None)
+    _require(config, "moe_expert_capacity_factor", None)
+    _require(config, "moe_router_force_load_balancing", False)
     return megatron_rule(
         config.moe_router_topk,
         score_function=config.moe_router_score_function,
