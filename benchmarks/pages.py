@@ -98,6 +98,11 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
     (PERFORMANCE, r"On the layer's H\d00 a copy .*?, torch [\d.]+\d", layer.software),
     (PERFORMANCE, r"takes [\d.]+ to [\d.]+ of these times", layer.burst_shares),
     (PERFORMANCE, r"V2-Lite: [\d.]+, [\d.]+ and [\d.]+ ms", layer.te_bursts),
+    (
+        SAME,
+        r"trains [\d.]+ times as fast: [\d,]+ and [\d,]+ tokens per second",
+        models.trains_as_fast,
+    ),
     (HELPS, r"With a quantization .*? tokens per expert on", layer.wins_from),
     (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+\d", layer.by_transport),
     (

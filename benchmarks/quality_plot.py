@@ -30,25 +30,25 @@ def plot(record: Record, path: Path) -> None:
     for row in record["results"]:
         arm = row["variant"]
         steps, found = gaps(record, arm)
-        if arm == "bf16" or not steps:
+        if arm == "bf16" or not steps or row["gap"]["seeds"] < 3:  # a band of two is all noise
             continue
         label = f"{row['about']}, {row['gap']['seeds']} seeds"
         top.plot(steps, [g["mean"] for g in found], color=COLORS[arm], label=label)
-        if found[0]["low"] is not None and arm in ("fp8", "noise"):
-            band: Any = [g["low"] for g in found], [g["high"] for g in found]
-            top.fill_between(steps, *band, color=COLORS[arm], alpha=0.18, linewidth=0)
+        band: Any = [g["low"] for g in found], [g["high"] for g in found]
+        top.fill_between(steps, *band, color=COLORS[arm], alpha=0.18, linewidth=0)
     top.axhline(0, color=style.LIMIT, linewidth=0.8)
     top.axhspan(-widest, widest, color=style.BF16, alpha=0.12, linewidth=0)
     top.set_ylim(-4 * widest, 4 * widest)
     top.set_xlabel("step")
     top.set_ylabel("loss above bf16, nats")
     top.set_title("Training loss beside bf16's of the same seeds; bands: 95%", loc="left")
-    top.legend(fontsize=8, ncols=2)
-    for arm in ("bf16", "fp8"):
+    if top.lines[1:]:  # beside zero
+        top.legend(fontsize=8, ncols=2)
+    for row in (r for r in record["results"] if r["variant"] in ("bf16", "fp8")):
+        arm, label = row["variant"], row["about"]
         runs = [run for run in record["runs"] if run["arm"] == arm and run["complete"]]
-        for n, run in enumerate(runs):
+        for n, run in enumerate(r for r in runs if r["environment"]["gpu"] == row["gpu"]):
             _, losses, seconds = zip(*run["heldout"], strict=True)
-            label = next(r["about"] for r in record["results"] if r["variant"] == arm)
             shown: Any = {"color": COLORS[arm], "label": label if n == 0 else None}
             bottom.plot(seconds, losses, "-", markersize=3, **shown)
     bottom.set_xlabel("seconds of training")

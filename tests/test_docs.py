@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ import page_layer
 import page_models
 import page_records
 import pages
+import quality
 from page_records import results
 
 ROOT = Path(__file__).parent.parent
@@ -344,18 +344,34 @@ def test_jax_has_the_bits_of_torch() -> None:
 
 
 def test_quality_says_what_its_record_says() -> None:
-    """FP8 was above at each evaluation, and clearly at eight."""
-    assert not results(page_models.QUALITY)[1]["bar"]["kept"]
+    """Where the gap's interval ends, and its sign on the way."""
+    rows = {r["variant"]: r for r in results(page_models.QUALITY)}
+    assert not rows["fp8"]["bar"]["interval"]
+    assert rows["fp8"]["bar"]["mean"]
+    assert rows["fp8"]["bar"]["no_growth"]
+    assert round(rows["fp8"]["gap"]["low"], 4) == -0.0114
+    assert round(rows["fp8"]["gap"]["high"], 4) == 0.0077
     runs = page_models.heldout()
-    apart = [
-        [a[1] - b[1] for a, b in zip(runs["fp8", seed], runs["bf16", seed], strict=True)]
-        for seed in range(5)
-    ]
-    means = [statistics.fmean(gaps) for gaps in zip(*apart, strict=True)]
-    halves = [2.776 * statistics.stdev(gaps) / 5**0.5 for gaps in zip(*apart, strict=True)]
-    assert len(means) == 42
-    assert min(means) > 0
     steps = [step for step, *_ in runs["bf16", 0]]
-    clear = [n for n, mean, half in zip(steps, means, halves, strict=True) if mean > half]
-    assert len(clear) == 8
-    assert clear[-1] == 330
+
+    def gaps(arm: str, seeds: range) -> list[tuple[float, float]]:
+        """At each evaluation the mean, and half of its interval."""
+        pairs = [(runs[arm, seed], runs["bf16", seed]) for seed in seeds]
+        each = [[a[1] - b[1] for a, b in zip(*pair, strict=True)] for pair in pairs]
+        found = [quality.interval(of) for of in zip(*each, strict=True)]
+        return [(of["mean"], of["high"] - of["mean"]) for of in found]
+
+    def above(arm: str, seeds: range) -> int:
+        return sum(mean > 0 for mean, _ in gaps(arm, seeds))
+
+    def clear(seeds: range) -> list[int]:
+        both = zip(steps, gaps("fp8", seeds), strict=True)
+        return [step for step, (mean, half) in both if abs(mean) > half]
+
+    assert len(steps) == above("fp8", range(5)) == 42
+    assert len(clear(range(5))) == 8
+    assert above("fp8", range(5, 10)) == 19
+    assert above("fp8", range(10)) == above("noise", range(5)) == 33
+    assert clear(range(10)) == [11, 154]
+    means = [mean for mean, _ in gaps("fp8", range(10))]
+    assert max(means[steps.index(396) :]) < 0
