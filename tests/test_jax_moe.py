@@ -104,6 +104,7 @@ def jax_run(device: str, *command: Any, **environment: str) -> None:
         "JAX_PLATFORMS": device,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONFAULTHANDLER": "1",  # where a crash was
     }
     done = subprocess.run(
         [sys.executable, *command],
