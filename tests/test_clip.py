@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import ranks
 from fp8moe_cutlass.nn import MoEExperts, clip_grad_norm_, shard_experts
@@ -25,6 +25,7 @@ NORMS: list[Any] = [2.0, 1, 3.0, 0.5, 0, math.inf, "inf", -math.inf, -1.0]
 
 
 pool = ranks.pool(2, timeout=20.0)
+quad = ranks.pool(4, timeout=20.0)
 
 
 def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
@@ -90,7 +91,7 @@ class Net(nn.Module):
             fully_shard(self.linear, mesh=DeviceMesh.from_group(group, "cpu"))
 
 
-def whole_gradients(net: Net) -> list[Tensor]:
+def whole_gradients() -> list[Tensor]:
     """Every rank draws the same; the first expert's are zeros, and some rank's are alone larger."""
     torch.manual_seed(4)
     shapes = [(H, H), (H,), (E, 2 * I, H), (E, H, I), (E, 2 * I, H), (E, H, I)]
@@ -105,7 +106,7 @@ def whole_gradients(net: Net) -> list[Tensor]:
 def clipped(group: Any, fsdp: bool, norm_type: Any, foreach: Any, bad: bool) -> Any:
     """Norms and gradients by torch, of whole ones, and by clip_grad_norm_, of this rank's."""
     net = Net(group, fsdp)
-    wholes, mine = whole_gradients(net), dist.get_rank(group)
+    wholes, mine = whole_gradients(), dist.get_rank(group)
     if bad:
         wholes[2][0, 0, 0] = math.inf  # on the first rank alone
     for p, g in zip(net.parameters(), wholes, strict=True):
@@ -129,6 +130,30 @@ def clipped(group: Any, fsdp: bool, norm_type: Any, foreach: Any, bad: bool) -> 
         else:
             pairs.append((p.grad, its.grad.chunk(2)[mine] if its.ndim == 3 else its.grad))
     return pairs
+
+
+def split_shares(group: Any) -> list[tuple[Tensor, Tensor]]:
+    """clipped, of a layer with a group whose shares fully_shard has split over other ranks."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "experts"))
+    layer = MoEExperts(E, H, I, group=mesh["experts"].get_group(), dtype=torch.float32)
+    fully_shard(layer, mesh=mesh["data"])
+    alone = [nn.Parameter(g) for g in whole_gradients()[2:4]]
+    for p, its in zip(layer.parameters(), alone, strict=True):
+        its.grad = its.detach().clone()
+        part = its.grad.chunk(2)[mesh["experts"].get_local_rank()]
+        p.grad = distribute_tensor(part.clone(), p.device_mesh, p.placements)
+    norm = clip_grad_norm_(layer.parameters(), 0.3)
+    pairs = [(norm, TORCHS(alone, 0.3))]
+    for p, its in zip(layer.parameters(), alone, strict=True):
+        part = its.grad.chunk(2)[mesh["experts"].get_local_rank()]
+        pairs.append((p.grad.full_tensor(), part))
+    return pairs
+
+
+def test_shares_that_fully_shard_has_split(quad: Pool) -> None:
+    for pairs in results(quad.run(4, split_shares)):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("foreach", [None, False])

@@ -22,9 +22,10 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_, with its arguments, for parameters of any kind at once: plain
-    tensors, which every rank holds; the plain shares of layers made with group=; and DTensors of
-    any meshes. Returns the norm of the whole model's gradient, a plain tensor, the same on every
-    rank. Collective where there are shares or DTensors: all ranks must have the same gradients.
+    tensors, which every rank holds; the shares of layers made with group=, plain or split by
+    fully_shard over other ranks; and DTensors of any meshes. Returns the norm of the whole model's
+    gradient, a plain tensor, the same on every rank. Collective where there are shares or DTensors:
+    all ranks must have the same gradients.
 
     Plain tensors that every rank holds must have their gradients of the whole batch already.
     """

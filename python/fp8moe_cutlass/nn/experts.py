@@ -379,13 +379,14 @@ _layers: WeakSet[MoEExperts] = WeakSet()  # of this process
 
 
 def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
-    """The group of each plain parameter of which every rank of a group holds a share."""
+    """The group of each parameter of which every rank of a group holds a share: a plain one, or one
+    that fully_shard has split over other ranks. A DTensor of shard_experts' is the whole."""
     return {
         p: m.group
         for m in _layers
         if m.group is not None
         for p in m.parameters()
-        if not is_sharded(p)
+        if m._average is None or not is_sharded(p)
     }
 
 
