@@ -289,6 +289,13 @@ def test_routings(pool: Pool, name: str) -> None:
         check(pool, [40, 0, 50, 30], batch(120, topk_idx=routings()[name]), rank_capacity=capacity)
 
 
+def test_a_first_exchange_of_no_rows() -> None:
+    own = Pool(2, {2: [0, 1]})
+    check(own, [0, 0], batch(0))
+    check(own, [7, 5], batch(12))
+    own.close()
+
+
 def in_flight(group: Any, p: Problem, capacity: Any) -> None:
     """Two layers and two batches: all forwards, then all backwards, the memory poisoned between."""
     mine = share(p, shares([60, 50])[rank_of(group)])

@@ -200,7 +200,7 @@ class Peers:
         fixed, a quarter more. The device is idle when there had to be more. What there was stays
         where a graph replays exchanges in it. NoSharedMemory on all ranks if one has no more; then
         what there was serves on."""
-        if all(n <= has for n, has in zip(needed, self._has, strict=True)):
+        if self._room is not None and all(map(int.__le__, needed, self._has)):
             return
         sizes = (n if fixed else n + n // 4 for n in needed)
         size = Needed(
