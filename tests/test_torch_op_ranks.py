@@ -70,12 +70,21 @@ def test_a_rank_receives_nothing(pool: Pool) -> None:
         (batch(60, seed=1), [0, 60]),
         (batch(60, topk_idx=ids), [60, 0]),
     ]
-    results(pool.run(2, zero_rows, problems))
+    results(pool.run(2, some_steps, problems, []))
 
 
-def zero_rows(group: Any, problems: Any) -> None:
+@pytest.mark.parametrize("frozen", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=str)
+def test_frozen_weights(pool: Pool, frozen: list[str]) -> None:
+    """No backward reads the rows that come, and none is kept."""
+    problems = [(batch(60, seed=n), counts) for n, counts in enumerate(([35, 25], [20, 40]))]
+    results(pool.run(2, some_steps, problems, frozen))
+
+
+def some_steps(group: Any, problems: Any, frozen: list[str]) -> None:
     torch._dynamo.reset()
     layer = layer_of(problems[0][0], group)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
     fast = compiled(layer)
     for p, counts in problems:
         mine = share(p, shares(counts)[rank_of(group)])

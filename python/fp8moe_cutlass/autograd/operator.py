@@ -136,13 +136,16 @@ def _fake(*arguments: Any) -> list[Tensor]:
         return [out]
     _, kind, *words = of.how.split()
     options, owner, route = _options_of(words), owners.get(of.key), []
+    buffer, size = of.plan if kind == "plan" else None, None
     if len(of.sizes) == 1:
         new_size: Any = torch.library.get_ctx().new_dynamic_size
         slots = 0 if of.topk_idx is None else of.topk_idx.shape[1]
-        of = of._replace(sizes=[new_size(), slots, of.gate_up.shape[0], 1, new_size()])
-    buffer = of.plan if kind == "plan" else None
+        # Each must be a size of an output. Where no rows are kept, the plan's is all that is known.
+        rows, size = (new_size(), None) if _keeps_x(of.need, options) else (0, new_size())
+        of = of._replace(sizes=[rows, slots, of.gate_up.shape[0], 1, new_size()])
     if buffer is None:
-        buffer = of.x.new_empty(buffer_words(*of.sizes), dtype=torch.int32)
+        size = buffer_words(*of.sizes) if size is None else size
+        buffer = of.x.new_empty(size, dtype=torch.int32)
     like = _fake_bf16 if options.recipe is None else _fake_fp8
     saved = like(of, buffer, options, kind)
     if kind == "group":
@@ -150,6 +153,12 @@ def _fake(*arguments: Any) -> list[Tensor]:
         saved, route = move.fake(saved, of.x, of.topk_idx, options.recipe, of.sizes[0])
     inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.biases, *of.lora)
     return [out, *_owned([*saved.tensors(), *route], inputs)]
+
+
+def _keeps_x(need: Sequence[bool], options: Options) -> bool:
+    """Whether a backward reads the rows of x, or, without a recipe, where they went."""
+    of_fp8 = options.preactivation == "recompute" or need[2] or need[4]
+    return options.recipe is None or of_fp8
 
 
 def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.Saved:
@@ -186,7 +195,7 @@ def _fake_fp8(of: _Forward, buffer: Tensor, options: Options, kind: str) -> fp8.
     return fp8.Saved(
         RoutingPlan(buffer, *sizes),
         codes((sizes[0], hidden), "gemm" if grouped else "row")
-        if again or need[2] or need[4]
+        if _keeps_x(need, options)
         else None,
         row_probs,
         z,
