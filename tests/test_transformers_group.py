@@ -399,6 +399,8 @@ def adapted_experts(ranks: int) -> dict[str, Tensor]:
         assert set(adapters) <= set(model._ddp_params_and_buffers_to_ignore)
         with pytest.raises(NotImplementedError, match=r"\[GroupMixin\] model must have no LoRA"):
             fp8moe.GroupTrainer(model, TrainingArguments("unused", use_cpu=True, report_to="none"))
+        with pytest.raises(NotImplementedError, match=r"\[get_peft_model\] save_pretrained writes"):
+            model.save_pretrained("unused")
     ids = tokens(4).chunk(ranks)[dist.get_rank() if ranks > 1 else 0]
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in adapters.values())

@@ -40,7 +40,8 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     model: with nn.MoEExperts, such as `swap` makes. config: a peft.LoraConfig whose
     target_parameters names both gate_up_proj and down_proj of experts, as PEFT has them; all else
     of it is PEFT's. options: peft.get_peft_model's, but for adapter_name. Saving, loading,
-    disable_adapter and merge_and_unload of the PeftModel take the experts along.
+    disable_adapter and merge_and_unload of the PeftModel take the experts along. Where ranks share
+    the experts, save_pretrained is refused: it would write one rank's.
     ValueError for what the experts' LoRA has not: dropout, biases, another initialization, DoRA
     and every other variant that the config asks for.
     """
@@ -77,6 +78,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
         of_ranks = {p for layer in shares for p in layer.parameters()}
         names = [name for name, p in made.named_parameters() if p in of_ranks]
         made._ddp_params_and_buffers_to_ignore = names
+        made.save_pretrained = functools.partial(_refuse_shares, shares[0].num_experts)
     return made
 
 
@@ -84,6 +86,13 @@ def _refuse(name: str, instead: str, *_: Any, **__: Any) -> None:
     raise NotImplementedError(
         f"[get_peft_model] {name} cannot be called of a model with LoRA on experts, which have one "
         f"adapter; instead: {instead}"
+    )
+
+
+def _refuse_shares(experts: int, *_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "[get_peft_model] save_pretrained writes the adapters of all experts, and the ranks of a "
+        f"group hold parts of {experts}; instead: save each rank's state_dict()"
     )
 
 

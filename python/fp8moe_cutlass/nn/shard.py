@@ -54,7 +54,8 @@ def shard_experts(
 
     FP8 weights, which are frozen, become plain parameters: this rank's part [E / W, ...], which the
     layer's state dict then holds. So are the parameters of add_lora, which must come after; their
-    gradients are averages, and DistributedDataParallel must be told to ignore them.
+    gradients are averages, and DistributedDataParallel must be told to ignore them. Of both
+    torch.distributed.checkpoint keeps one rank's for all.
     """
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     layers = [(name, m) for name, m in modules if isinstance(m, MoEExperts)]
