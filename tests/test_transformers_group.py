@@ -458,6 +458,19 @@ def test_a_model_without_a_group_is_refused(two: Pool) -> None:
     run(two, refused)
 
 
+def unknown_to_accelerate(group: Any) -> None:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    fp8moe.swap(model, group=group)
+    with pytest.raises(ValueError, match=r"\[GroupMixin\] accelerate must know .*; got 1"):
+        fp8moe.GroupTrainer(model, TrainingArguments("unused", use_cpu=True, report_to="none"))
+
+
+def test_processes_without_torchruns_environment_are_refused() -> None:
+    own = Pool(2, {2: [0, 1]})
+    results(own.run(2, unknown_to_accelerate))
+    own.close()
+
+
 def test_the_example_shares_experts_under_torchrun(tmp_path: Path) -> None:
     """Losses of a run that stopped and went on are those of one that did not."""
     root = Path(__file__).parent.parent

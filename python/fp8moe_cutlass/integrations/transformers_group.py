@@ -107,6 +107,11 @@ class GroupMixin:
         shared = [m for m in self.model.modules() if isinstance(m, MoEExperts) and m.group]
         if not shared:
             raise ValueError("[GroupMixin] model must have experts with a group; got none: swap")
+        if self.accelerator.num_processes < dist.get_world_size(shared[0].group):
+            raise ValueError(
+                "[GroupMixin] accelerate must know of the group's processes, or it averages no "
+                f"gradients: launch them by torchrun; got {self.accelerator.num_processes}"
+            )
         _refuse_codes("GroupMixin", self.model)
         if any(m.lora_rank for m in shared):
             raise NotImplementedError(
