@@ -388,15 +388,17 @@ def test_adapters_on_attention_with_frozen_experts(two: Pool, tmp_path: Path) ->
 def adapted_experts(ranks: int) -> dict[str, Tensor]:
     """Gradients of adapters on the experts, of this rank's."""
     peft = pytest.importorskip("peft")
-    model = model_of("Qwen3Moe", num_hidden_layers=1)
-    fp8moe.swap(model, group=dist.group.WORLD if ranks > 1 else None)
+    model = model_of("Qwen3Moe", num_hidden_layers=2)
+    names = fp8moe.swap(model, group=dist.group.WORLD if ranks > 1 else None)
+    of_experts = {p for name in names for p in model.get_submodule(name).parameters()}
     torch.manual_seed(1)
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    parameters = ["layers.1.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
     config = peft.LoraConfig(target_modules=[], target_parameters=parameters, lora_dropout=0.0)
     model = fp8moe.get_peft_model(model, config)
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
     if ranks > 1:
-        assert set(adapters) <= set(model._ddp_params_and_buffers_to_ignore)
+        ignored = set(model._ddp_params_and_buffers_to_ignore)
+        assert ignored == {n for n, p in model.named_parameters() if p in of_experts} | {*adapters}
         with pytest.raises(NotImplementedError, match=r"\[GroupMixin\] model must have no LoRA"):
             fp8moe.GroupTrainer(model, TrainingArguments("unused", use_cpu=True, report_to="none"))
         with pytest.raises(NotImplementedError, match=r"\[get_peft_model\] save_pretrained writes"):

@@ -72,13 +72,14 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
                 setattr(owner, key, adapter.requires_grad_(not own.inference_mode))
     for name, instead in REFUSED.items():
         setattr(made, name, functools.partial(_refuse, name, instead))  # which pickle takes
-    # DistributedDataParallel would average what ranks hold of different experts:
-    shares = [found[name] for name in wanted if found[name].group is not None]
+    # DistributedDataParallel would average and copy what ranks hold of different experts:
+    shares = [layer for layer in found.values() if layer.group is not None]
     if shares:
         of_ranks = {p for layer in shares for p in layer.parameters()}
         names = [name for name, p in made.named_parameters() if p in of_ranks]
         made._ddp_params_and_buffers_to_ignore = names
-        made.save_pretrained = functools.partial(_refuse_shares, shares[0].num_experts)
+    if any(found[name].group is not None for name in wanted):
+        made.save_pretrained = functools.partial(_refuse_shares, found[wanted[0]].num_experts)
     return made
 
 
