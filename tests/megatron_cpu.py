@@ -129,10 +129,10 @@ def called(group: Any, function: Any, args: Any) -> Any:
         raise RuntimeError(str(error)) from error
 
 
-_layouts: dict[tuple[int, int, int | None], dict[str, Any]] = {}  # parallel_state's variables
+_layouts: dict[tuple[int, int, int, int | None], dict[str, Any]] = {}  # parallel_state's variables
 
 
-def parallel(ep: int = 1, pp: int = 1, vpp: int | None = None) -> None:
+def parallel(ep: int = 1, pp: int = 1, vpp: int | None = None, tp: int = 1) -> None:
     """Megatron's process groups over the whole world, and empty loss trackers.
 
     The groups of a layout are made once per process: gloo's threads stay when groups go.
@@ -141,17 +141,17 @@ def parallel(ep: int = 1, pp: int = 1, vpp: int | None = None) -> None:
     from megatron.core.transformer.moe import moe_logging
 
     held = vars(parallel_state)
-    empty = _layouts.setdefault((0, 0, None), _variables(held))  # at the first call
-    held.update(_layouts.get((ep, pp, vpp), empty))
-    if (ep, pp, vpp) not in _layouts:
+    empty = _layouts.setdefault((0, 0, 0, None), _variables(held))  # at the first call
+    held.update(_layouts.get((tp, ep, pp, vpp), empty))
+    if (tp, ep, pp, vpp) not in _layouts:
         parallel_state.initialize_model_parallel(
-            1,
+            tp,
             pp,
             virtual_pipeline_model_parallel_size=vpp,
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=1,
         )
-        _layouts[ep, pp, vpp] = _variables(held)
+        _layouts[tp, ep, pp, vpp] = _variables(held)
     moe_logging.destroy_moe_metrics_tracker()  # it has a size for the layers it has seen
 
 

@@ -201,6 +201,40 @@ def test_probs_on_input(pool: ranks.Pool) -> None:
     assert max(mc.on_two(pool, _probs_on_input)) < 0.01
 
 
+def _shared_expert(kind: str, overlap: bool) -> list[torch.Tensor]:
+    """Output and gradients of a layer, a shared expert's halves on two ranks."""
+    mc.parallel(1, tp=2)
+    config = mc.config(
+        tensor_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+        moe_shared_expert_intermediate_size=64,
+        moe_shared_expert_gate=True,
+        moe_shared_expert_overlap=overlap,
+    )
+    layer = _moe(kind, config)
+    layer.set_layer_number(1)
+    torch.manual_seed(1)
+    rest = [p for n, p in layer.named_parameters() if not n.startswith("experts.")]
+    for p in rest:
+        p.data.normal_(std=0.1)
+    for p in layer.experts.parameters():  # the shared expert is alone
+        p.data.zero_()
+    x = torch.randn(6, 2, 128, requires_grad=True)
+    out = layer(x)[0]
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in rest)]  # type: ignore[list-item]
+
+
+def test_shared_expert_of_tensor_parallelism(pool: ranks.Pool) -> None:
+    """An overlapped shared expert communicates in the layer, too."""
+    right = mc.on_two(pool, _shared_expert, "sequential", False)
+    for kind in ("sequential", "experts", "layer"):
+        for found, wanted in zip(mc.on_two(pool, _shared_expert, kind, True), right, strict=True):
+            for mine, theirs in zip(found, wanted, strict=True):
+                assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "glu_linear_offset": {"glu_linear_offset": 0.5},
     "quick_gelu": {"activation_func": quick_gelu},

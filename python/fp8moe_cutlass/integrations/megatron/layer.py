@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 from megatron.core.transformer.moe import moe_layer
@@ -56,6 +58,8 @@ class MoELayer(moe_layer.MoELayer):
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         flags.check(config, pg_collection, name, layer=True)
+        if config.moe_shared_expert_overlap:
+            submodules = _not_overlapped(submodules)
         super().__init__(config, submodules, layer_number, pg_collection, is_mtp_layer, name)
         self.shared_expert_overlap = False
 
@@ -80,3 +84,15 @@ class MoELayer(moe_layer.MoELayer):
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         return output if shared_expert_output is None else output + shared_expert_output
+
+
+def _not_overlapped(submodules: Any) -> Any:
+    """`submodules` whose shared expert communicates itself: an overlapped one leaves that to
+    Megatron's dispatcher."""
+
+    def build(*, config: Any, **how: Any) -> Any:
+        own = copy.copy(config)
+        own.moe_shared_expert_overlap = False
+        return submodules.shared_experts(config=own, **how)
+
+    return dataclasses.replace(submodules, shared_experts=build)
