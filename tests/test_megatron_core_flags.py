@@ -309,6 +309,43 @@ def test_biases(pool: ranks.Pool, name: str, delay: bool) -> None:
     assert max(mc.on_two(pool, _biases, name, delay)) < 0.02
 
 
+def _frozen(frozen: list[str], delay: bool) -> None:
+    config = mc.config()
+    config.delay_wgrad_compute = delay
+    experts = _moe("experts", config).experts
+    given = (torch.randn(12, 128, requires_grad=True), torch.tensor([3, 0, 4, 5]), torch.rand(12))
+
+    def run() -> set[str]:
+        experts(*given)[0].square().sum().backward()
+        experts.backward_dw()
+        return {n for n, p in experts.named_parameters() if p.grad is not None}
+
+    everything = {n for n, _ in experts.named_parameters()}
+    assert run() == everything
+    experts.zero_grad()
+    for name in frozen:
+        for p in getattr(experts, name).parameters():
+            p.requires_grad_(False)
+    assert run() == {n for n in everything if n.split(".")[0] not in frozen}
+    experts.requires_grad_(True)
+    experts.zero_grad()
+    experts.linear_fc1.weight0.requires_grad_(False)
+    if not delay:
+        assert run() == everything - {"linear_fc1.weight0"}
+        for p in experts.parameters():
+            if p.requires_grad:
+                p.main_grad = torch.zeros_like(p)
+    with pytest.raises(NotImplementedError, match="trained or none; got 3 of 4"):
+        experts(*given)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("frozen", [["linear_fc1"], ["linear_fc2"], ["linear_fc1", "linear_fc2"]])
+def test_frozen(pool: ranks.Pool, frozen: list[str], delay: bool) -> None:
+    """Frozen projections get no gradient; a part of one is refused where it would lose some."""
+    mc.on_two(pool, _frozen, frozen, delay)
+
+
 def _parameters() -> Any:
     mc.forks.clear()
     config = mc.config()

@@ -74,12 +74,21 @@ class ExpertLinear(nn.Module):
         them to the parameters. Called as a module for the hooks that wait for gathered weights."""
         weights = self.weights
         whole = self._whole(weights)
+        trained = sum(w.requires_grad for w in weights)
+        if not trained:
+            self._later = None
+            return whole
+        if trained < len(weights) and (later or any(hasattr(w, "main_grad") for w in weights)):
+            raise NotImplementedError(
+                "[Experts] with main_grad or delayed weight gradients all experts of a projection "
+                f"are trained or none; got {trained} of {len(weights)}"
+            )
         if later:
             if self._later is None or self._later.data_ptr() != whole.data_ptr():
                 self._later = whole.requires_grad_()
             _give_main_grad(self._later, weights, None)
             return self._later  # type: ignore[no-any-return]
-        if not (torch.is_grad_enabled() and any(w.requires_grad for w in weights)):
+        if not torch.is_grad_enabled():
             return whole
         scratch: list[Tensor] = []
         made: Any = _Stacked.apply(whole, scratch, *weights)  # type: ignore[no-untyped-call]
