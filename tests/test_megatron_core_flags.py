@@ -471,6 +471,7 @@ def _specs() -> Any:
         get_gpt_mtp_block_spec,
     )
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     mc.parallel(1)
     config = mc.config(num_layers=3, moe_layer_freq=[0, 1, 1], mtp_num_layers=1)
@@ -493,6 +494,14 @@ def _specs() -> Any:
         once, twice = forms
         spec = megatron.swap(megatron.swap(layer, layer=once), layer=twice)
         assert type(spec.submodules.mlp(config=config).experts).__name__ == form
+    # A block of layers that name their MoE layer in both ways: none is left out.
+    block = get_gpt_decoder_block_spec(mc.config(), use_transformer_engine=False)
+    other: Any = copy.deepcopy(block.layer_specs[1])
+    parts = other.submodules.mlp
+    other.submodules.mlp = ModuleSpec(parts.func, submodules=parts.keywords["submodules"])
+    block.layer_specs[0] = other
+    model = GPTModel(mc.config(), megatron.swap(block), mc.VOCABULARY, mc.SEQUENCE)
+    assert {type(layer.mlp.experts).__name__ for layer in model.decoder.layers} == {"Experts"}
     return found
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import nn
 
 from fp8moe_cutlass.integrations.megatron.experts import Experts
@@ -39,6 +40,8 @@ def swap(
     found: list[Any] = []
 
     def walk(node: Any) -> Any:
+        if isinstance(node, ModuleSpec) and _is_moe_layer(node.module):
+            node = partial(node.module, submodules=node.submodules, **node.params)
         if isinstance(node, partial) and _is_moe_layer(node.func):
             found.append(node)
             return _swapped(node, layer, options)
