@@ -244,6 +244,23 @@ void meetings() {
   for (std::thread& t : threads) t.join();
 }
 
+// Ranks may meet without a word to say: then words and told have no memory.
+void a_meeting_without_words() {
+  const Owned mailbox = int32s({2, 1, 4}, {0, 0, 0, 0, 0, 0, 0, 0});
+  Owned peers(DType::i64, {1});
+  peers.as<int64_t>()[0] = reinterpret_cast<int64_t>(mailbox.as<int32_t>());
+  Owned calls = int32s({1}, {0}), ended = int32s({1}, {0}), late = int32s({1}, {0});
+  share_words({.words = Tensor(nullptr, DType::i32, {0}),
+               .peers = peers,
+               .mailbox = mailbox,
+               .calls = calls,
+               .ended = ended,
+               .late = late,
+               .told = Tensor(nullptr, DType::i32, {1, 0})});
+  CHECK(calls.as<int32_t>()[0] == 1);
+  CHECK(ended.as<int32_t>()[0] == 0);
+}
+
 // Rows that lie apart give what dense rows give. The memory ends with the last row.
 void strided_rows() {
   Random random(9);
@@ -359,6 +376,7 @@ int main() {
   problems();
   rows_at_ranks();
   meetings();
+  a_meeting_without_words();
   strided_rows();
   refusals();
 }

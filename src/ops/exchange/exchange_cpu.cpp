@@ -241,10 +241,9 @@ void run(const ShareWords& p, Stream) {
   using Clock = std::chrono::steady_clock;
   const int64_t ranks = p.peers.numel(), stride = p.mailbox.shape[2];
   const int64_t own = p.words.numel(), words = p.count();
-  const auto bytes = static_cast<size_t>(4 * words);
   int32_t *calls = p.calls.as<int32_t>(), *ended = p.ended.as<int32_t>();
   auto* told = p.told.as<int32_t>();
-  std::memset(told, 0, static_cast<size_t>(ranks) * bytes);
+  std::fill_n(told, ranks * words, 0);  // null where there are no words
   if (*ended != 0) return;
   const auto call = static_cast<int32_t>(static_cast<uint32_t>(*calls) + 1);
   *calls = call;
@@ -268,7 +267,7 @@ void run(const ShareWords& p, Stream) {
     for (; !here && Clock::now() < end; here = came())
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     if (here) {
-      std::memcpy(told + r * words, from + 1, bytes);
+      std::copy_n(from + 1, words, told + r * words);
     } else {
       ++p.late.as<int32_t>()[r];
       *ended = 1;
