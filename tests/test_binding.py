@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -637,6 +638,34 @@ def test_arguments_are_released() -> None:
             _C.quantize(x.T, p.x8, "pow2", 1e-10)
     gc.collect()
     assert (sys.getrefcount(x), sys.getrefcount(frozen)) == counts
+
+
+def test_what_properties_make_lives_as_long_as_the_call() -> None:
+    p, made, alive = problem(), [], []  # type: ignore[var-annotated]
+
+    def new(t: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(t := t.clone()))
+        return t
+
+    class Rows:
+        data = property(lambda _: new(p.x8.data))
+        scale_inv = property(lambda _: new(p.x8.scale_inv))
+        scale_layout, pow2, fp8_dtype = p.x8.scale_layout, p.x8.pow2, p.x8.fp8_dtype
+
+    class Plan:
+        buffer = property(lambda _: new(p.plan.buffer))
+        tokens, slots, experts, align, capacity = p.plan.sizes
+
+    class Probs(Lender):
+        def __dlpack__(self, **options: Any) -> Any:  # read after the others
+            alive.extend(ref() is not None for ref in made)
+            return super().__dlpack__(**options)
+
+    got, _ = ops.permute_pad(Rows(), Plan(), Probs(p.probs))
+    want, _ = ops.permute_pad(p.x8, p.plan, p.probs)
+    assert alive == [True] * 3
+    assert not any(ref() is not None for ref in made)
+    assert torch.equal(bits(got.data), bits(want.data))
 
 
 def test_many_types_do_not_confuse_the_type_cache() -> None:

@@ -280,6 +280,7 @@ void Reader::read(Fp8Tensor& q) {
     if (scale.is_valid()) {
       data = attribute(given, names[0]);
       word = attribute(given, names[2]);
+      kept_.insert(kept_.end(), {data, scale});  // a property may have made them
       if (!fp8_like_.is_valid()) fp8_like_ = given;
     }
   }
@@ -322,6 +323,7 @@ void Reader::read(RoutingPlan& plan) {
     if (!parts[i].is_valid()) refuse(given, "a RoutingPlan");
   }
   const bool refuses_grad = std::exchange(refuses_grad_, false);  // a plan's integers need none
+  kept_.push_back(parts[0]);
   plan.buffer = aligned_array(parts[0], "", false);
   refuses_grad_ = refuses_grad;
   plan.tokens = integer(parts[1], ".tokens");
@@ -405,7 +407,7 @@ void Reader::look_at(Object given, const Tensor& t, const char* part) {
 Tensor Reader::array_of_copy(Object given, const char* method, const char* part,
                              bool strided_rows) {
   const nb::object copy = given.attr(method)();
-  copies_.push_back(copy);
+  kept_.push_back(copy);
   return array(copy, part, strided_rows);
 }
 
@@ -619,8 +621,8 @@ void Reader::provide(Tensor& workspace, int64_t bytes, bool zero) {
   if (!is_torch(like_))
     fail("", "is allocated for torch only; give ", bytes, " bytes of uint8", zero ? ", zeros" : "");
   workspace = Tensor(nullptr, DType::u8, {bytes}, like_device_);
-  copies_.push_back(allocate(workspace));
-  if (zero) copies_.back().attr("zero_")();
+  kept_.push_back(allocate(workspace));
+  if (zero) kept_.back().attr("zero_")();
 }
 
 void Reader::count_versions() const {

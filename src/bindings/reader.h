@@ -117,8 +117,8 @@ class __attribute__((visibility("hidden"))) Reader {
   unsigned allows_ = 0;
 
   std::vector<nanobind::ndarray<nanobind::ro>> lent_;  // they end the loan when the call is over
-  std::vector<nanobind::object> copies_;
-  std::vector<PyObject*> written_;  // of torch, borrowed
+  std::vector<nanobind::object> kept_;                 // until the call is over
+  std::vector<PyObject*> written_;                     // of torch, borrowed
   std::vector<nanobind::object> results_;
   std::vector<nanobind::object> outputs_;  // as given, in the order of the fields
   size_t next_output_ = 0;
