@@ -136,14 +136,15 @@ def _fake(*arguments: Any) -> list[Tensor]:
         return [out]
     _, kind, *words = of.how.split()
     options, owner, route = _options_of(words), owners.get(of.key), []
-    buffer, size = of.plan if kind == "plan" else None, None
+    buffer: Any = of.plan
+    size: Any = None
     if len(of.sizes) == 1:
         new_size: Any = torch.library.get_ctx().new_dynamic_size
         slots = 0 if of.topk_idx is None else of.topk_idx.shape[1]
         # Each must be a size of an output. Where no rows are kept, the plan's is all that is known.
         rows, size = (new_size(), None) if _keeps_x(of.need, options) else (0, new_size())
         of = of._replace(sizes=[rows, slots, of.gate_up.shape[0], 1, new_size()])
-    if buffer is None:
+    if kind != "plan":
         size = buffer_words(*of.sizes) if size is None else size
         buffer = of.x.new_empty(size, dtype=torch.int32)
     like = _fake_bf16 if options.recipe is None else _fake_fp8
