@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -135,6 +136,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a rank that dies says where
     torch.set_num_threads(1)
     wait = timedelta(seconds=timeout)
     if backend == "nccl":
