@@ -591,6 +591,20 @@ def test_a_lost_peer_is_an_error_in_bounded_time(when: str) -> None:
     assert seconds < 2 + 5
 
 
+def one_forward(group: Any) -> None:
+    layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group, transport="peer")
+    layer(torch.zeros(2, HIDDEN).bfloat16(), torch.zeros(2, 1).long(), torch.ones(2, 1))
+
+
+def test_a_timeout_of_years() -> None:
+    """As training scripts give it that want none."""
+    pool = Pool(2, {2: [0, 1]}, timeout=1.8e8)
+    try:
+        results(pool.run(2, one_forward))
+    finally:
+        pool.close()
+
+
 def choices(group: Any) -> list[str]:
     layer = MoEExperts(EXPERTS, HIDDEN, INTERMEDIATE, group=group)
     with warnings.catch_warnings():

@@ -130,7 +130,7 @@ class Peers:
         self._group, self.device = ref(group), device
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         waits = group._get_backend(device).options._timeout
-        self.timeout_ms = int(waits.total_seconds() * 1000)
+        self.timeout_ms = min(int(waits.total_seconds() * 1000), 10**9)  # what share_words takes
         self._gpu = device.type == "cuda"
         self.late = torch.zeros(self.ranks, dtype=torch.int32, pin_memory=self._gpu)
         self._late = self.late.numpy()
