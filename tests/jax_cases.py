@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, sys.argv[1])
+import fp8moe_jax
 from fp8moe_jax import moe_experts
 
 NAMES = ("out", "dx", "dprobs", "dgate_up", "ddown")
@@ -100,7 +101,28 @@ def errors(x: Any, ids: Any, probs: Any, gate_up: Any, down: Any) -> Iterator[tu
         yield "check_vma", str(error)
 
 
+def say(begins: str) -> None:
+    """The last line of a process that dies tells where."""
+    print(begins, file=sys.stderr, flush=True)
+
+
+def first_steps() -> None:
+    """JAX alone, then one of our kernels."""
+    say("JAX finds its devices")
+    say(str(jax.devices()))
+    say("JAX copies there and back")
+    ones = jnp.asarray(np.ones((3, 32), np.uint8))
+    assert np.asarray(ones).all()
+    say("JAX compiles and runs")
+    assert int(jax.jit(jnp.sum)(ones)) == 96
+    say("a handler of one kernel")
+    outputs = [jax.ShapeDtypeStruct((3, 1), dtype) for dtype in (jnp.int32, jnp.float32)]
+    ids, _ = jax.jit(partial(fp8moe_jax._call, "unpack", outputs, hidden=16))(ones)
+    assert (np.asarray(ids) == 0x01010101).all()
+
+
 def main() -> None:
+    first_steps()
     problems, found = np.load(sys.argv[2]), {}
 
     def keep(case: str, results: Any, names: Any = NAMES) -> None:
@@ -115,18 +137,22 @@ def main() -> None:
             t.astype(dtype) if name not in ("topk_idx", "probs") else t
             for name, t in zip(names, given, strict=True)
         )
+        say(case)
         if case == "layers":
             run = partial(step, partial(over_layers, jax.checkpoint(moe_experts)))
             keep(case, jax.jit(run)(x, ids, probs, gate_up, down, dout))
             continue
         for way, block in blocks():
+            say(f"{case}, {way}")
             run = jax.jit(partial(step, block))
             keep(f"{case}, {way}", run(x, ids, probs, gate_up, down, dout))
+        say(f"{case}, alone and vmap")
         of_x = partial(forward, (ids, probs, gate_up, down))
         keep(f"{case}, alone", [jax.jit(of_x)(x)], ["out"])
         keep(f"{case}, vmap", jax.vmap(of_x)(x[None]), ["out"])
         if case != "bfloat16":
             continue
+        say("frozen and errors")
         frozen = jax.jit(lambda x, dout: jax.vjp(of_x, x)[1](dout))  # noqa: B023
         keep("frozen", frozen(x, dout), ["dx"])
         text = frozen.lower(x, dout).compile().as_text()
