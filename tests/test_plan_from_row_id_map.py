@@ -100,10 +100,23 @@ def test_rows_move_by_the_plan(probs: bool) -> None:
         assert torch.equal(ops.unpermute_unpad_backward(dout, plan).dy, dy)
         assert torch.equal(ops.permute_pad(dout, plan).y, dy)
     else:
-        into: Any = (torch.zeros(rows, 32), torch.full((40, 6), 7.0))
+        into: Any = (torch.full((rows, 32), 7.0), torch.full((40, 6), 7.0))
         found = ops.unpermute_unpad_backward(dout, plan, y, weights, out=into)
         assert torch.equal(found.dy, dy)
         assert not found.dprobs[~mask].any()
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_the_gradient_of_no_tokens_is_zero(probs: bool) -> None:
+    """Where no token is, every row is padding."""
+    of_map = ops.plan_from_row_id_map(torch.zeros(0, 5, dtype=torch.int32), rows=4)
+    nothing = torch.zeros(0, 2, dtype=torch.int64)
+    of_segments = ops.dispatch_plan(nothing, num_experts=4, ranks=2, segment=3).plan
+    for plan in [of_map] if probs else [of_map, of_segments]:
+        operands = (torch.randn(plan.rows, 32), torch.zeros(0, plan.slots)) if probs else ()
+        into: Any = (torch.full((plan.rows, 32), 7.0), torch.zeros(0, 2) if probs else None)
+        ops.unpermute_unpad_backward(torch.zeros(0, 32), plan, *operands, out=into)
+        assert not into[0].any()
 
 
 WRONG = {

@@ -46,20 +46,14 @@ def permute_pad(
     return y, row_probs
 
 
-def unpermute_unpad(
-    y: Tensor, plan: RoutingPlan, probs: Tensor | None = None, *, clear: bool = False
-) -> Tensor:
-    """ops.unpermute_unpad, differentiable in y and probs [T, S] float32.
-
-    clear: zero the whole gradient of y first, for a plan whose experts have more padding rows than
-    its align says.
-    """
+def unpermute_unpad(y: Tensor, plan: RoutingPlan, probs: Tensor | None = None) -> Tensor:
+    """ops.unpermute_unpad, differentiable in y and probs [T, S] float32."""
     if isinstance(y, Fp8Tensor):
         raise ValueError("[unpermute_unpad] sums high-precision rows; dequantize the Fp8Tensor")
     refuse_transforms("unpermute_unpad", y, probs)
     check_plan("unpermute_unpad", plan)
     out: Tensor = _UnpermuteUnpad.apply(  # type: ignore[no-untyped-call]
-        y, probs, plan.buffer, plan.sizes, clear
+        y, probs, plan.buffer, plan.sizes
     )
     return out
 
@@ -108,12 +102,9 @@ class _PermutePad(torch.autograd.Function):
 
 class _UnpermuteUnpad(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, probs: Tensor | None, buffer: Tensor, sizes: Sizes, clear: bool
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, probs: Tensor | None, buffer: Tensor, sizes: Sizes) -> Tensor:
         ctx.save_for_backward(buffer, *([] if probs is None else [y, probs]))
         ctx.sizes = sizes
-        ctx.clear = clear
         out: Tensor = ops.unpermute_unpad(y, RoutingPlan(buffer, *sizes), probs)
         return out
 
@@ -122,11 +113,5 @@ class _UnpermuteUnpad(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         buffer, *operands = ctx.saved_tensors
         plan = RoutingPlan(buffer, *ctx.sizes)
-        dout = dout.contiguous()
-        out = None
-        if ctx.clear:
-            zeros = dout.new_zeros(plan.rows, dout.shape[1])
-            dprobs = torch.empty_like(operands[1]) if operands else None
-            out = (zeros, dprobs)
-        dy, dprobs = ops.unpermute_unpad_backward(dout, plan, *operands, out=out)
-        return dy, dprobs, None, None, None
+        dy, dprobs = ops.unpermute_unpad_backward(dout.contiguous(), plan, *operands)
+        return dy, dprobs, None, None

@@ -135,7 +135,7 @@ void unpermute_unpad_backward(const UnpermuteUnpadBackward& given, Stream stream
   const Checker check("unpermute_unpad_backward", p.plan.buffer.device);
   check.disjoint({{p.dy, "dy"}, {p.dprobs, "dprobs"}},
                  {{p.dout, "dout"}, {p.y, "y"}, {p.probs, "probs"}, {p.plan.buffer, "plan"}});
-  if (p.plan.tokens == 0) return;
+  if (p.plan.tokens == 0 && p.plan.rows() == 0) return;
   dispatch(p, p.plan.buffer.device, stream);
 }
 

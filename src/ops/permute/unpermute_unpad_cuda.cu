@@ -132,23 +132,29 @@ namespace {
 
 // Zeroing the padding rows inside the experts, as blocks of a kernel that moves rows.
 
-constexpr int kZeroRows = 16;  // padding rows of one block
+constexpr int kZeroRows = 16;  // that one block looks at
 
-// An expert has at most align - 1 padding rows.
+// A plan of a row_id_map has one expert and align 1, and its padding lies anywhere. An expert of
+// any other has at most align - 1 padding rows, behind its tokens.
+inline bool padding_anywhere(const RoutingPlan& plan) {
+  return plan.experts == 1 && plan.align == 1;
+}
 inline unsigned zero_padding_blocks_an_expert(const RoutingPlan& plan) {
-  return static_cast<unsigned>(cdiv(plan.align - 1, kZeroRows));
+  const int64_t rows = padding_anywhere(plan) ? plan.rows() : plan.align - 1;
+  return static_cast<unsigned>(cdiv(rows, kZeroRows));
 }
 
 // Block `block` of experts * blocks_an_expert: its padding rows of y [R, vectors] of 16 bytes.
-__device__ __forceinline__ void zero_padding(const PlanView& plan, unsigned block,
+__device__ __forceinline__ void zero_padding(const PlanView& plan, bool anywhere, unsigned block,
                                              unsigned blocks_an_expert, char* y, int vectors) {
   const unsigned e = block / blocks_an_expert;
-  const int first = plan.row_offsets[e] + plan.tokens_per_expert[e] +
+  const int first = plan.row_offsets[e] + (anywhere ? 0 : plan.tokens_per_expert[e]) +
                     static_cast<int>(block % blocks_an_expert) * kZeroRows;
   const int rows = min(kZeroRows, plan.row_offsets[e + 1] - first);
   char* from = y + int64_t{first} * vectors * 16;
   for (int v = threadIdx.x; v < rows * vectors; v += blockDim.x)
-    store_streaming(from + int64_t{v} * 16, uint4{0, 0, 0, 0});
+    if (!anywhere || plan.token_of_row[first + v / vectors] < 0)
+      store_streaming(from + int64_t{v} * 16, uint4{0, 0, 0, 0});
 }
 
 constexpr int kBackwardBatch = 4;  // vectors of each operand in flight in a lane
@@ -166,6 +172,7 @@ struct BackwardParams {
   uint64_t read_policy;
   int64_t tokens;
   unsigned zero_blocks_an_expert;
+  bool padding_anywhere;
 };
 
 // The row of a kept slot, by one warp.
@@ -216,8 +223,8 @@ __global__ void __launch_bounds__(256, kBlocksPerSm)
   extern __shared__ KeptSlot kept[];
   const int64_t token = blockIdx.x;
   if (token >= p.tokens)  // last: they fill the end, where blocks of tokens take longer
-    return zero_padding(p.plan, static_cast<unsigned>(token - p.tokens), p.zero_blocks_an_expert,
-                        p.dy, p.vectors);
+    return zero_padding(p.plan, p.padding_anywhere, static_cast<unsigned>(token - p.tokens),
+                        p.zero_blocks_an_expert, p.dy, p.vectors);
   const int32_t* row_of = p.plan.row_of + token * p.slots;
   float* dprobs = p.dprobs + token * p.slots;
   const int n = keep_slots(row_of, p.probs + token * p.slots, p.slots, kept);
@@ -240,8 +247,8 @@ template <>
 void run(const UnpermuteUnpadBackward& p, Stream stream) {
   if (!p.probs.defined())
     return run(PermutePad{.x = {.data = p.dout}, .plan = p.plan, .y = {.data = p.dy}}, stream);
-  if (p.plan.tokens == 0) return;
   const DeviceGuard guard(p.dy.device);
+  if (p.plan.tokens == 0) return write_zeros(p.dy, stream);  // what rows there are are padding
   const auto zero_blocks_an_expert = zero_padding_blocks_an_expert(p.plan);
   const BackwardParams params{
       .dout = p.dout.as<const char>(),
@@ -254,7 +261,8 @@ void run(const UnpermuteUnpadBackward& p, Stream stream) {
       .vectors = static_cast<int>(p.dout.shape[1] * size_of(p.dout.dtype) / 16),
       .read_policy = read_once_policy(p.dy),
       .tokens = p.plan.tokens,
-      .zero_blocks_an_expert = zero_blocks_an_expert};
+      .zero_blocks_an_expert = zero_blocks_an_expert,
+      .padding_anywhere = padding_anywhere(p.plan)};
   const auto warps = static_cast<unsigned>(std::min<int64_t>(p.plan.slots, 8));
   dispatch_float(p.dout.dtype, [&]<typename T>() {
     launch("unpermute_unpad_backward", backward<T>,

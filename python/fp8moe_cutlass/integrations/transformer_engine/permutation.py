@@ -193,8 +193,7 @@ def moe_unpermute(
             )
         if plan is None:
             plan = ops.plan_from_row_id_map(row_id_map, rows=rows, pad_offsets=pad_offsets)
-        clear = pad_offsets is not None
-        return autograd.unpermute_unpad(inp.contiguous(), plan, weights, clear=clear)
+        return autograd.unpermute_unpad(inp.contiguous(), plan, weights)
     if pad_offsets is not None:
         raise ValueError(f"[{op}] an index map is never padded; got pad_offsets")
     if weights is not None and (weights.dim() != 2 or weights.numel() != row_id_map.numel()):
