@@ -352,8 +352,9 @@ __device__ __forceinline__ void token_gradient(const GradientParams& p, int64_t 
     const int64_t slot = t * p.top_k + lane;
     if (here) {
       const int64_t id = p.topk_idx[slot];  // one that names no expert meets none below
-      idx = 0 <= id && id < p.experts ? static_cast<unsigned>(id) : ~0u;
-      d = p.dweights[slot];
+      const bool named = 0 <= id && id < p.experts;
+      idx = named ? static_cast<unsigned>(id) : ~0u;
+      d = named ? p.dweights[slot] : 0.0f;
     }
     if (p.softmax_after_topk) {
       const float w = here ? p.weights[slot] : 0.0f;
