@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -241,8 +242,9 @@ def tree_dot(a: Tensor, b: Tensor) -> Tensor:
     return sum
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 128, 720])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [*product([16, 128, 720], DTYPES), (4, torch.float32), (532, torch.float32)]
+)
 def test_unpermute_backward(width: int, dtype: torch.dtype) -> None:
     for kind in KINDS:
         c = case(random_ids(kind), 6, 16)

@@ -360,7 +360,8 @@ FP8MOE_API void outputs(UnpermuteUnpad& p);
 FP8MOE_API void unpermute_unpad(const UnpermuteUnpad& p, Stream stream = {});
 
 // dy[row] = (probs[t,s] *) dout[t], padding rows zero; dprobs[t,s] = <y[row], dout[t]> in the
-// pinned order of common/reduce.h, 0 for a dropped slot. y, probs and dprobs: all or none.
+// pinned order of common/reduce.h, 0 for a dropped slot. y, probs and dprobs: all or none. C as of
+// unpermute_unpad.
 // The backward of an FP8 gradient without probs is permute_pad.
 struct UnpermuteUnpadBackward {
   static constexpr const char* op = "unpermute_unpad_backward";

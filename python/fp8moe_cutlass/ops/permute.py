@@ -116,8 +116,8 @@ def unpermute_unpad_backward(
 ) -> UnpermuteGradients:
     """The gradient: dy[row] = (prob *) dout[t], and dprobs[t, s] = <y[row], dout[t]>.
 
-    dout [T, C]; with probs [T, S] also y [R, C] is needed. Of an FP8 dout without probs it is
-    permute_pad.
+    dout [T, C], C as of `unpermute_unpad`; with probs [T, S] also y [R, C] is needed. Of an FP8
+    dout without probs it is permute_pad.
     """
     dy, dprobs = parts("unpermute_unpad_backward", out, "dy", "dprobs")
     if dprobs is None and probs is not None:

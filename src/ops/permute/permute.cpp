@@ -113,7 +113,8 @@ void unpermute_unpad(const UnpermuteUnpad& given, Stream stream) {
 void outputs(UnpermuteUnpadBackward& p) {
   const Checker check("unpermute_unpad_backward", p.plan.buffer.device);
   check.plan(p.plan);
-  const int64_t c = check.values(p.dout, "dout", p.plan.tokens);
+  const int64_t c =
+      check.values(p.dout, "dout", p.plan.tokens, p.dout.dtype == DType::f32 ? 4 : 16);
   check.output(p.dy, "dy", {p.plan.rows(), c}, {p.dout.dtype}, true);
   const bool dprobs = p.dprobs.defined() || p.dprobs.is_wanted();
   FP8MOE_CHECK(
