@@ -61,6 +61,25 @@ def test_compiled(pool: Pool, rank_capacity: Any, options: dict[str, Any], main_
     results(pool.run(2, both, problems, {**options, "rank_capacity": rank_capacity}, main_grad))
 
 
+@pytest.mark.parametrize("rank_capacity", [None, 60], ids=["exact", "capacity"])
+def test_layers_share_a_graph(pool: Pool, rank_capacity: int | None) -> None:
+    results(pool.run(2, one_by_one, [batch(60, seed=n) for n in range(3)], rank_capacity))
+
+
+def one_by_one(group: Any, problems: Any, rank_capacity: int | None) -> None:
+    """Layers of one configuration, compiled as the blocks of a model are."""
+    torch._dynamo.reset()
+    layers = [layer_of(p, group, rank_capacity=rank_capacity) for p in problems]
+    mine = share(problems[0], shares([35, 25])[rank_of(group)])
+    want = [step(layer, mine, layer) for layer in layers]
+    found = [step(compiled(layers[0]), mine, layers[0])]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found += [step(compiled(layer), mine, layer) for layer in layers[1:]]
+    for got, one in zip(found, want, strict=True):
+        equal(got, one)
+    assert not torch.equal(want[0][0], want[1][0])
+
+
 def test_a_rank_receives_nothing(pool: Pool) -> None:
     """Every token goes to the first rank's experts; then one rank has no tokens at all."""
     ids = torch.zeros(60, 3, dtype=torch.int64)

@@ -31,11 +31,11 @@ from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 _FORWARD = (
     "(Tensor x, Tensor? topk_idx, Tensor? probs, Tensor? plan, Tensor gate_up, Tensor down, "
     "Tensor? up, Tensor[] codes, Tensor[] biases, Tensor[] lora, float scaling, str how, "
-    "SymInt[] sizes, int key, bool[] need) -> Tensor[]"
+    "SymInt[] sizes, {} key, bool[] need) -> Tensor[]"
 )
 _NEED = len(Need._fields)
 _BACKWARD = (
-    "(Tensor dout, Tensor[] saved, str how, SymInt[] sizes, int key, bool[] need, int[] widths, "
+    "(Tensor dout, Tensor[] saved, str how, SymInt[] sizes, {} key, bool[] need, int[] widths, "
     "str dtypes, SymInt slots, float scaling) -> Tensor[]"
 )
 
@@ -55,8 +55,8 @@ class _Forward(NamedTuple):
     lora: list[Tensor]  # the factors of a Lora, or none
     scaling: float  # its
     how: str  # words: the version, what moves the tokens, the options
-    sizes: Sequence[int]  # of the plan
-    key: int  # of the owner; -1: none is needed
+    sizes: Sequence[int]  # of the plan; of a group, of what GroupMove.op_sizes says
+    key: int | Tensor  # of the owner, of a group a tensor; -1: none is needed
     need: list[bool]  # Need, and what has a main_grad, as Owner.owned; empty: there is no backward
 
 
@@ -67,7 +67,7 @@ class _Backward(NamedTuple):
     saved: list[Tensor]
     how: str
     sizes: Sequence[int]
-    key: int
+    key: int | Tensor
     need: list[bool]
     widths: list[int]  # E, H, I
     dtypes: str  # of the weights: gate_up, down and, where gate_up is the gate alone, up
@@ -109,7 +109,8 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
     x, topk_idx, probs, plan, gate_up, down, up, codes, biases, lora, scaling = of[:11]
     how, sizes, key, need = of[11:]
     _, kind, *words = how.split()
-    options, owner = _options_of(words), owners[key] if key >= 0 else None
+    options, number = _options_of(words), int(key)
+    owner = owners[number] if number >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
     out, saved, route = block.forward(
         *(x, topk_idx, probs, gate_up, down, options, move, _weights_of(codes, options)),
@@ -135,10 +136,13 @@ def _fake(*arguments: Any) -> list[Tensor]:
     if not of.need:
         return [out]
     _, kind, *words = of.how.split()
-    options, owner, route = _options_of(words), owners.get(of.key), []
+    options, route = _options_of(words), []
     buffer: Any = of.plan
     size: Any = None
-    if len(of.sizes) == 1:
+    sent: Sequence[Any] = ()
+    if kind == "group":
+        sent, of = of.sizes[:7], of._replace(sizes=of.sizes[7:])
+    if not of.sizes:
         new_size: Any = torch.library.get_ctx().new_dynamic_size
         slots = 0 if of.topk_idx is None else of.topk_idx.shape[1]
         # Each must be a size of an output. Where no rows are kept, the plan's is all that is known.
@@ -147,11 +151,16 @@ def _fake(*arguments: Any) -> list[Tensor]:
     if kind != "plan":
         size = buffer_words(*of.sizes) if size is None else size
         buffer = of.x.new_empty(size, dtype=torch.int32)
-    like = _fake_bf16 if options.recipe is None else _fake_fp8
+    like: Any = _fake_bf16 if options.recipe is None else _fake_fp8
     saved = like(of, buffer, options, kind)
-    if kind == "group":
-        move: Any = owner._move  # type: ignore[union-attr]
-        saved, route = move.fake(saved, of.x, of.topk_idx, options.recipe, of.sizes[0])
+    if sent:  # as GroupMove.owned and route_tensors
+        *plan, row_bytes, words = sent
+        if saved.x is not None:
+            saved = saved._replace(x=of.x.new_empty(of.sizes[0], row_bytes, dtype=torch.uint8))
+        if options.recipe is None:
+            saved = saved._replace(probs=None)
+        route = [of.x.new_empty(buffer_words(*plan), dtype=torch.int32)]
+        route += [torch.empty(words, dtype=torch.int64, device="cpu")] if words else []
     inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.biases, *of.lora)
     return [out, *_owned([*saved.tensors(), *route], inputs)]
 
@@ -266,12 +275,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     else:
         weights = codes or [gate_up, None, down, None, None, None, None, None]
         by_place = [plan, probs, *[None] * 4, *weights, *(biases or (None, None)), *lora]
-    ctx.save_for_backward(
-        *(by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:]))
-    )
+    saved = [by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:])]
+    ctx.key = None if isinstance(key, Tensor) else key
+    ctx.save_for_backward(*saved, *([key] if ctx.key is None else []))
     slots = 0 if topk_idx is None else topk_idx.shape[1]
     ctx.codes, ctx.biases, ctx.lora, ctx.scaling = len(codes), len(biases), len(lora), scaling
-    ctx.how = how, sizes, key, need
+    ctx.how, ctx.need = (how, sizes), need
     dtypes = " ".join(str(w.dtype) for w in (gate_up, down, up) if w is not None)
     ctx.shapes = [*down.shape], dtypes, slots
 
@@ -284,7 +293,9 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         return *(None,) * 7, *([None] * n for n in lists), *none
     if torch.is_grad_enabled() and not compiling():
         raise RuntimeError("[experts] has no second derivative; got create_graph=True")
-    made = op(dout.contiguous(), list(ctx.saved_tensors), *ctx.how, *ctx.shapes, ctx.scaling)
+    saved = list(ctx.saved_tensors)
+    key = ctx.key if ctx.key is not None else saved.pop()
+    made = op(dout.contiguous(), saved, *ctx.how, key, ctx.need, *ctx.shapes, ctx.scaling)
     dx, dprobs, *grads = (None if t.ndim == len(_ABSENT) else t for t in made)
     lists = [None] * ctx.codes, grads[3 : 3 + ctx.biases], grads[5:]
     return dx, None, dprobs, None, *grads[:3], *lists, *none
@@ -293,7 +304,7 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 def _backward_of(*arguments: Any) -> list[Tensor]:
     dout, saved, how, sizes, key, need, widths, dtypes, slots, scaling = _Backward(*arguments)
     _, kind, *words = how.split()
-    options, owner = _options_of(words), owners.get(key)
+    options, owner = _options_of(words), owners.get(int(key))
     asked = Need(*need[:_NEED])
     there = [None if t.ndim == len(_ABSENT) else t for t in saved]
     tensors = [t if t is None or is_turned(t) else t.contiguous() for t in there]
@@ -393,17 +404,17 @@ def _flops_backward(*shapes: Any, **_: Any) -> int:
     return flops
 
 
-def _define(name: str, *tags: torch.Tag) -> None:
+def _define(name: str, key: str, *tags: torch.Tag) -> None:
     backward = torch.library.custom_op(
         f"fp8moe::{name}_backward",
         _backward_of,
         mutates_args=(),
-        schema=_BACKWARD,
+        schema=_BACKWARD.format(key),
         tags=tags,
     )
     backward.register_fake(_fake_backward)
     forward = torch.library.custom_op(
-        f"fp8moe::{name}", _forward_of, mutates_args=(), schema=_FORWARD, tags=tags
+        f"fp8moe::{name}", _forward_of, mutates_args=(), schema=_FORWARD.format(key), tags=tags
     )
     forward.register_fake(_fake)
     op = getattr(torch.ops.fp8moe, f"{name}_backward")
@@ -412,5 +423,5 @@ def _define(name: str, *tags: torch.Tag) -> None:
     register_flop_formula(op)(_flops_backward)
 
 
-_define("experts")
-_define("group_experts", torch.Tag.cudagraph_unsafe)
+_define("experts", "int")
+_define("group_experts", "Tensor", torch.Tag.cudagraph_unsafe)

@@ -250,7 +250,7 @@ class Owner:
     _average: Average | None = None  # of shard_experts: the two are DTensors over a group's ranks
     _lora_average: Average | None = None  # of the gradients of low-rank terms
     key = -1
-
+    key_tensor: Tensor  # the same, for operators of a group: no constant, so layers share a graph
     has_bias = False
 
     def own_biases(self) -> Biases:
@@ -267,11 +267,12 @@ owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _keys = itertools.count()
 
 
-def new_key(owner: Owner) -> int:
-    """A number of this process by which an operator finds `owner`, as long as it lives."""
-    key = next(_keys)
-    owners[key] = owner
-    return key
+def give_key(owner: Owner) -> None:
+    """Gives owner a key, a number of this process by which an operator finds it while it lives."""
+    owner.key = next(_keys)
+    owners[owner.key] = owner
+    with torch.inference_mode(False):
+        owner.key_tensor = torch.tensor(owner.key, device="cpu")
 
 
 def _through_torch(
@@ -296,7 +297,10 @@ def _through_torch(
     if owner is not None and owner._average is not None:
         own = owner.owned()
     in_place = [w.requires_grad and getattr(w, "main_grad", None) is not None for w in own]
-    plan, op, key = None, torch.ops.fp8moe.experts, -1
+    plan, op = None, torch.ops.fp8moe.experts
+    key: int | Tensor = -1
+    if owner is not None and (any(in_place) or owner._counters is not None):
+        key = owner.key
     tokens, experts = x.shape[0], gate_up.shape[0]
     if isinstance(move, Local):
         kind, most, slots = "tokens", move.max_assignments, topk_idx.shape[1]
@@ -308,14 +312,12 @@ def _through_torch(
         elif not isinstance(plan, Tensor):
             plan = torch.tensor(plan, dtype=torch.int32)
     elif owner is not None and move is owner._move:
-        kind, op, key = "group", torch.ops.fp8moe.group_experts, owner.key
-        sizes = move.local_sizes(topk_idx.shape[1])  # type: ignore[attr-defined]
+        kind, op, key = "group", torch.ops.fp8moe.group_experts, owner.key_tensor
+        sizes = move.op_sizes(*x.shape, topk_idx.shape[1], options.recipe)  # type: ignore[attr-defined]
     else:
         raise RuntimeError(f"[MoEExperts] {type(move).__name__} cannot be traced or compiled")
-    if owner is not None and (any(in_place) or owner._counters is not None):
-        key = owner.key
     for weight, into in zip(own, in_place, strict=True):
-        _check_traceable(weight, into, key, need)
+        _check_traceable(weight, into, owner, need)
     codes: list[Tensor] = []
     if weights is not None:
         for part in weights.parts:
@@ -331,8 +333,8 @@ def _through_torch(
     return out
 
 
-def _check_traceable(weight: Tensor, into: bool, key: int, need: Need | None) -> None:
-    if into and key < 0:
+def _check_traceable(weight: Tensor, into: bool, owner: Owner | None, need: Need | None) -> None:
+    if into and owner is None:
         raise RuntimeError("[experts] main_grad can be traced and compiled in a layer alone")
     if into and need is not None and not (need.x or need.probs):
         raise RuntimeError(  # torch leaves a backward out that returns nothing

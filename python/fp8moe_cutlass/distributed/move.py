@@ -18,7 +18,7 @@ from fp8moe_cutlass.distributed.exchange import Carrier, Exchange
 from fp8moe_cutlass.distributed.peers import Place
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.distributed.sizes import Announced, Sizes
-from fp8moe_cutlass.routing import RoutingPlan, buffer_words
+from fp8moe_cutlass.routing import RoutingPlan
 
 
 class Route(NamedTuple):
@@ -126,13 +126,16 @@ class GroupMove:
 
     # ---- for the operator (autograd/torch_op.py), which takes and gives tensors and numbers
 
-    def local_sizes(self, slots: int) -> list[int]:
-        """The sizes of the plan of what arrives, with a rank capacity; else [-1]: the host does not
-        know them."""
-        if not self.exchange.segment:
-            return [-1]
-        fixed = self.exchange.fixed(self.terms(0, slots, None, None))
-        return self.sizes_of(Route(None, fixed, None))  # type: ignore[arg-type]
+    def op_sizes(self, tokens: int, hidden: int, slots: int, recipe: Any) -> list[int]:
+        """Sizes of what the operator saves: of the plan by which rows go, the bytes of a row, the
+        length of route_tensors' second; with a rank capacity, of the plan of what arrives."""
+        exchange = self.exchange
+        sizes = [*exchange.plan_sizes(tokens, slots), wire.row_bytes(hidden, slots, recipe)]
+        if not exchange.segment:
+            return [*sizes, 3 * exchange.ranks + 1]
+        fixed = exchange.fixed(self.terms(0, slots, None, None))
+        arrive = self.sizes_of(Route(None, fixed, None))  # type: ignore[arg-type]
+        return [*sizes, 0, *arrive]
 
     def sizes_of(self, route: Route) -> list[int]:
         """The sizes of the plan of what arrives."""
@@ -176,19 +179,3 @@ class GroupMove:
         sent, received, begins = words[:ranks], words[ranks : 2 * ranks], words[2 * ranks : -1]
         sizes = Sizes(terms, sent, received, sum(sent), sum(received), words[-1], begins)
         return Route(plan, sizes, carrier)
-
-    def fake(
-        self, saved: Any, x: Tensor, topk_idx: Tensor, recipe: Any, rows: int
-    ) -> tuple[Any, list[Tensor]]:
-        """Shapes alone: what `owned` returns for what a body has saved, and route_tensors."""
-        slots = topk_idx.shape[1]
-        words = buffer_words(*self.exchange.plan_sizes(x.shape[0], slots))
-        route = [x.new_empty(words, dtype=torch.int32)]
-        if not self.exchange.segment:
-            count = 3 * self.exchange.ranks + 1
-            route.append(torch.empty(count, dtype=torch.int64, device="cpu"))
-        width = wire.row_bytes(x.shape[1], slots, recipe)
-        packed = x.new_empty(rows, width, dtype=torch.uint8)
-        if saved.x is not None:
-            saved = saved._replace(x=packed)
-        return saved if recipe is not None else saved._replace(probs=None), route

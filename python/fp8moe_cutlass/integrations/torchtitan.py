@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8moe_cutlass.autograd import Grouped, Local, Move, Options
 from fp8moe_cutlass.autograd.arguments import check_options
-from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
+from fp8moe_cutlass.autograd.torch_op import Owner, give_key, run
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.nn._validate import check_sizes
 from fp8moe_cutlass.ops._torch import compiling
@@ -122,12 +122,13 @@ class _Group(Owner):
     gate_up_proj = down_proj = None
 
     def __init__(self, move: Move) -> None:
-        self._move, self.key = move, new_key(self)
+        self._move = move
+        give_key(self)
 
 
 @functools.cache
 def _group(group: Any, num_experts: int, device: str) -> _Group:
-    """One for all layers: torch compiles a block once, of which the key is a constant."""
+    """One for all layers, which agree on their terms once."""
     return _Group(GroupMove(Exchange(group, num_experts, device=device)))
 
 

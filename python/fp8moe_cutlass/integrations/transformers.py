@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.arguments import check_options
 from fp8moe_cutlass.autograd.body import Biases
-from fp8moe_cutlass.autograd.torch_op import new_key
+from fp8moe_cutlass.autograd.torch_op import give_key
 from fp8moe_cutlass.integrations.transformers_activation import activation_of
 from fp8moe_cutlass.integrations.transformers_check import (
     ExpertsFound,
@@ -165,7 +165,7 @@ def _find(module: Any) -> ExpertBlock | None:
     block = _kept(module, options)
     if block is None:
         block = module.__dict__["_fp8moe"] = _Registered(module, options)
-        block.key = new_key(block)
+        give_key(block)
     return block
 
 

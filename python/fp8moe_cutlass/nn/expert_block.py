@@ -20,7 +20,7 @@ from fp8moe_cutlass.autograd import (
     quantize_weights,
 )
 from fp8moe_cutlass.autograd.body import Biases
-from fp8moe_cutlass.autograd.torch_op import Owner, new_key, run
+from fp8moe_cutlass.autograd.torch_op import Owner, give_key, run
 from fp8moe_cutlass.autograd.weights import is_codes, of_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import local, whole
@@ -290,7 +290,7 @@ class ExpertBlock(Owner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        self.key = new_key(self)
+        give_key(self)
 
 
 Finder = Callable[[nn.Module], ExpertBlock | None]

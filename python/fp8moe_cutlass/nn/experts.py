@@ -16,7 +16,7 @@ from fp8moe_cutlass.activation import SWIGLU, Activation
 from fp8moe_cutlass.autograd import Local, Options
 from fp8moe_cutlass.autograd.arguments import check_options, check_word
 from fp8moe_cutlass.autograd.body import Biases
-from fp8moe_cutlass.autograd.torch_op import new_key
+from fp8moe_cutlass.autograd.torch_op import give_key
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
@@ -121,7 +121,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.key = new_key(self)
+        give_key(self)
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         options = Options(recipe, preactivation, transposed_weights, activation)
         check_options("MoEExperts", options)
