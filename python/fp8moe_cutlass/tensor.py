@@ -10,8 +10,6 @@ from fp8moe_cutlass.arrays import FLOATS, contiguous, dtype_name, zeros
 from fp8moe_cutlass.typing import Array, DType
 
 TILE = 128
-_FORMATS: dict[Any, str] = {}  # of the frameworks' FP8 dtypes, as they are met
-_FLOAT32: set[Any] = set()  # the frameworks' dtype of scales, as they are met
 LAYOUTS = ("row", "gemm", "block")
 
 
@@ -35,15 +33,13 @@ def scale_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def _format_of(data: Array, fp8_dtype: str | None) -> str:
-    """The format of data: its dtype's, which is then known, or the one given for uint8 codes."""
+    """The format of data: its dtype's, or the one given for uint8 codes."""
     if fp8_dtype is not None and (
         not isinstance(fp8_dtype, str) or fp8_dtype not in ("e4m3", "e5m2")
     ):
         raise ValueError(f"[Fp8Tensor] fp8_dtype must be 'e4m3' or 'e5m2'; got {fp8_dtype!r}")
     name = str(getattr(data, "dtype", None)).removeprefix("torch.")
     own = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}.get(name)
-    if own is not None:
-        _FORMATS[data.dtype] = own
     format = own or (fp8_dtype if name == "uint8" else None)
     if format is None:
         raise ValueError(
@@ -68,10 +64,8 @@ def _check_scales(data: Array, scale_inv: Array, layout: str) -> None:
             f"[Fp8Tensor] data must be {allowed} in {layout} layout; got {list(shape)}"
         )
     dtype = getattr(scale_inv, "dtype", None)
-    if dtype not in _FLOAT32:
-        if str(dtype).removeprefix("torch.") != "float32":
-            raise ValueError(f"[Fp8Tensor] scale_inv must be float32; got {dtype}")
-        _FLOAT32.add(dtype)
+    if str(dtype).removeprefix("torch.") != "float32":
+        raise ValueError(f"[Fp8Tensor] scale_inv must be float32; got {dtype}")
     if getattr(scale_inv, "is_nested", False):
         raise ValueError("[Fp8Tensor] scale_inv must be a dense array; got a nested tensor")
     want = scale_shape(shape, layout)
@@ -122,17 +116,14 @@ class Fp8Tensor:
         check: bool = True,
     ) -> None:
         """check=False: the caller knows that the scales and fp8_dtype, if given, fit the data."""
-        own_format = fp8_dtype
-        if check or own_format is None:
-            own_format = _FORMATS.get(getattr(data, "dtype", None))
-            if own_format is None or not (fp8_dtype is None or fp8_dtype is own_format):
-                own_format = _format_of(data, fp8_dtype)
+        if check or fp8_dtype is None:
+            fp8_dtype = _format_of(data, fp8_dtype)
         if check:
             _check_scales(data, scale_inv, scale_layout)
         # A step makes 17 of these, and a frozen dataclass's own __init__ takes twice as long.
         own = self.__dict__
         own["data"], own["scale_inv"] = data, scale_inv
-        own["scale_layout"], own["pow2"], own["fp8_dtype"] = scale_layout, pow2, own_format
+        own["scale_layout"], own["pow2"], own["fp8_dtype"] = scale_layout, pow2, fp8_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:

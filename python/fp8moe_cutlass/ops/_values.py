@@ -1,18 +1,13 @@
-"""Fp8Tensor and RoutingPlan as pytrees of torch's; torch's dtypes of codes and scales."""
+"""Fp8Tensor and RoutingPlan as pytrees of torch's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from fp8moe_cutlass.routing import RoutingPlan
-from fp8moe_cutlass.tensor import _FLOAT32, _FORMATS, Fp8Tensor
-
-# Known before a graph meets them: it would be traced once more, because what it read has changed.
-_FORMATS.update({torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"})
-_FLOAT32.add(torch.float32)
+from fp8moe_cutlass.tensor import Fp8Tensor
 
 
 def _kind(t: Fp8Tensor) -> tuple[Any, ...]:
