@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass import RoutingPlan
-from fp8moe_cutlass.routing import empty_plan
+from fp8moe_cutlass.routing import RoutingPlan, buffer_words
 from on_device import CPU_ONLY, ops
 from reference_te import random_mask, rows_of
 
@@ -151,7 +150,8 @@ def test_bad_cells(wrong: str) -> None:
     made = torch.tensor(cells, dtype=torch.int32)
     slots = how.get("slots", 2)
     tokens = len(made) // slots if "slots" in how else len(made)
-    out = empty_plan(lambda words: torch.full((words,), 7).int(), (tokens, slots, 1, 1, 4))
+    sizes = (tokens, slots, 1, 1, 4)
+    out = RoutingPlan(torch.full((buffer_words(*sizes),), 7).int(), *sizes)
     with pytest.raises(ValueError, match=message):
         ops.plan_from_row_id_map(made, rows=4, out=out, **given)
     assert (out.buffer == 7).all()

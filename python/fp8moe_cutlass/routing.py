@@ -153,11 +153,3 @@ def buffer_words(tokens: int, slots: int, experts: int, align: int, capacity: in
     rows, columns = rows_bound(capacity, experts, align), rows_bound(capacity, experts, TILE)
     words = words_before_rows(experts) + 2 * pad4(rows) + pad4(tokens * slots)
     return words + 4 * (columns // TILE)
-
-
-def empty_plan(buffer_of: Any, sizes: tuple[int, int, int, int, int]) -> RoutingPlan:
-    """A plan of these sizes whose buffer is what `buffer_of(words)` returns. Impossible sizes
-    get no words, and the op they are given to says what is wrong with them."""
-    _, _, experts, align, capacity = sizes
-    possible = experts > 0 and align > 0 and capacity >= 0
-    return RoutingPlan(buffer_of(buffer_words(*sizes) if possible else 0), *sizes)

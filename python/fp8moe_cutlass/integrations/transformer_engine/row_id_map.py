@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8moe_cutlass.routing import RoutingPlan, empty_plan
+from fp8moe_cutlass.routing import RoutingPlan, buffer_words
 
 
 def pad_offsets_of(plan: RoutingPlan) -> Tensor:
@@ -49,10 +49,8 @@ def repack(plan: RoutingPlan, rows: int) -> RoutingPlan:
     # The capacity for which R = align * floor((A + min(E, A) (align - 1)) / align) is `rows`.
     blocks = rows // align
     capacity = blocks if blocks <= experts else rows - experts * (align - 1)
-    new = empty_plan(
-        lambda words: torch.empty(words, dtype=torch.int32, device=plan.buffer.device),
-        (plan.tokens, plan.slots, experts, align, capacity),
-    )
+    sizes = (plan.tokens, plan.slots, experts, align, capacity)
+    new = RoutingPlan(plan.buffer.new_empty(buffer_words(*sizes)), *sizes)
     # Up to token_of_row, sections do not depend on the rows.
     head = plan.token_of_row.storage_offset() - plan.buffer.storage_offset()
     new.buffer[:head] = plan.buffer[:head]
