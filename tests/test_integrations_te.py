@@ -274,8 +274,8 @@ def test_fp8_of_any_number_of_tokens(device: str, layout: str, tokens: int) -> N
     equal(probs.grad, probs64.grad)
 
     rows = ref.rows_of(mask)
-    plain, _ = te.moe_permute(q, mask.to(device), len(rows.token), scale_layout="gemm")
-    assert plain.scale_layout == "gemm"
+    plain, _ = te.moe_permute(q, mask.to(device), len(rows.token))
+    assert plain.scale_layout == layout
     check_fp8(plain, q, rows, rows.valid[:, None])
 
 
@@ -419,15 +419,15 @@ def test_no_tokens(device: str) -> None:
     assert te.moe_unpermute(y4, map4, map_type="index").shape == (0, H)
     one = torch.tensor([0])
     assert te.moe_sort_chunks_by_index(x, one, one).shape == (0, H)
-    for given, asked in (("row", "gemm"), ("gemm", "row"), ("gemm", None)):
-        q = ops.quantize(x.detach(), scale_layout=given)
+    for layout in ("row", "gemm"):
+        q = ops.quantize(x.detach(), scale_layout=layout)
         for moved in (
-            te.moe_permute(q, mask, 4, scale_layout=asked)[0],
-            te.moe_permute(q, idx, map_type="index", scale_layout=asked)[0],
-            te.moe_sort_chunks_by_index(q, one, one, scale_layout=asked),
+            te.moe_permute(q, mask, 4)[0],
+            te.moe_permute(q, idx, map_type="index")[0],
+            te.moe_sort_chunks_by_index(q, one, one),
         ):
-            assert moved.scale_layout == (asked or given)
-            assert moved.scale_inv.shape == ((0, 1) if moved.scale_layout == "row" else (1, 0))
+            assert moved.scale_layout == layout
+            assert moved.scale_inv.shape == ((0, 1) if layout == "row" else (1, 0))
 
 
 def test_every_token_dropped(device: str) -> None:

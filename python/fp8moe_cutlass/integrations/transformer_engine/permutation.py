@@ -3,8 +3,8 @@
 Names, arguments, results and gradients are TransformerEngine's. What differs:
 docs/how-to/from-transformer-engine.md.
 `inp` is float32, float16 or bfloat16 of a hidden size that is a multiple of 16, or an Fp8Tensor,
-which is permuted as it is: any number of tokens, scales in the layout of `inp` unless scale_layout=
-says otherwise, no gradient. CPU tensors are taken too. uint8, float8_e4m3fn and float8_e5m2 are
+which is permuted as it is: any number of tokens, scales in the layout of `inp`, no gradient. CPU
+tensors are taken too. uint8, float8_e4m3fn and float8_e5m2 are
 codes of one scale per tensor (a Float8Tensor's `_data`), moved as they are: a hidden size that is
 a multiple of 32, no gradient.
 
@@ -42,7 +42,6 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
     *,
-    scale_layout: ScaleLayout | None = None,
     num_experts: int = MAX_EXPERTS,
 ) -> tuple[T, Tensor]:
     """Copies tokens [T, H] to rows grouped by expert, in token order within an expert.
@@ -57,18 +56,16 @@ def moe_permute(
     """
     if map_type == "mask":
         _check_rows("moe_permute", inp, num_out_tokens)
-        out, _, row_id_map = permute_by_mask(
-            "moe_permute", inp, None, routing_map, num_out_tokens, scale_layout
-        )
+        out, _, row_id_map = permute_by_mask("moe_permute", inp, None, routing_map, num_out_tokens)
         return out, row_id_map
     if map_type != "index":
         raise ValueError(f"[moe_permute] map_type must be 'mask' or 'index'; got {map_type!r}")
     _check_tokens("moe_permute", inp, routing_map)
     if inp.shape[0] == 0:
-        return _clone(inp, scale_layout), routing_map.new_empty(0, dtype=torch.int32)
+        return inp.clone(), routing_map.new_empty(0, dtype=torch.int32)
     rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     plan = ops.route(num_experts, topk_idx=routing_map.contiguous(), capacity=rows)
-    out, _ = _move("moe_permute", inp, plan, None, scale_layout)
+    out, _ = _move("moe_permute", inp, plan, None)
     return out, maps.index_map(plan)
 
 
@@ -77,8 +74,6 @@ def moe_permute_with_probs(
     probs: Tensor,
     routing_map: Tensor,
     num_out_tokens: int = -1,
-    *,
-    scale_layout: ScaleLayout | None = None,
 ) -> tuple[T, Tensor, Tensor]:
     """moe_permute by a mask, with the probs [T, E] (float32, float16 or bfloat16) of the rows.
 
@@ -88,9 +83,7 @@ def moe_permute_with_probs(
     op = "moe_permute_with_probs"
     _check_given(op, probs=probs)
     _check_rows(op, inp, num_out_tokens)
-    out, permuted_probs, row_id_map = permute_by_mask(
-        op, inp, probs, routing_map, num_out_tokens, scale_layout
-    )
+    out, permuted_probs, row_id_map = permute_by_mask(op, inp, probs, routing_map, num_out_tokens)
     assert permuted_probs is not None
     return out, permuted_probs, row_id_map
 
@@ -103,7 +96,6 @@ def moe_permute_and_pad_with_probs(
     align_size: int,
     *,
     num_out_tokens: int | None = None,
-    scale_layout: ScaleLayout | None = None,
 ) -> tuple[T, Tensor, Tensor, Tensor | None, Tensor]:
     """moe_permute_with_probs, each expert's rows padded to a multiple of align_size.
 
@@ -135,7 +127,7 @@ def moe_permute_and_pad_with_probs(
         pad_offsets = pad_offsets if padded else None
     else:
         _check_plan(plan)
-    out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=True)
+    out, permuted_probs = _move(op, inp, plan, probs, zero_unweighted=True)
     assert permuted_probs is not None
     target = plan.row_offsets.long().diff()
     return out, permuted_probs, maps.mask_map(plan, pad_offsets), pad_offsets, target
@@ -211,8 +203,6 @@ def moe_sort_chunks_by_index(
     inp: T,
     split_sizes: Tensor,
     sorted_index: Tensor,
-    *,
-    scale_layout: ScaleLayout | None = None,
 ) -> T:
     """The chunks of inp [N, H], split_sizes [C] rows each, in the order sorted_index [C], integers.
 
@@ -223,8 +213,8 @@ def moe_sort_chunks_by_index(
     op = "moe_sort_chunks_by_index"
     _check_chunks(op, inp, split_sizes, sorted_index)
     if inp.shape[0] == 0:
-        return _clone(inp, scale_layout)
-    return _move(op, inp, _chunks(inp, split_sizes, sorted_index), None, scale_layout)[0]
+        return inp.clone()
+    return _move(op, inp, _chunks(inp, split_sizes, sorted_index), None)[0]
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -232,8 +222,6 @@ def moe_sort_chunks_by_index_with_probs(
     probs: Tensor,
     split_sizes: Tensor,
     sorted_index: Tensor,
-    *,
-    scale_layout: ScaleLayout | None = None,
 ) -> tuple[T, Tensor]:
     """moe_sort_chunks_by_index, and the probs [N] of the rows likewise (float32, float16 or
     bfloat16)."""
@@ -241,9 +229,9 @@ def moe_sort_chunks_by_index_with_probs(
     _check_given(op, probs=probs)
     _check_chunks(op, inp, split_sizes, sorted_index)
     if inp.shape[0] == 0:
-        return _clone(inp, scale_layout), probs.clone()
+        return inp.clone(), probs.clone()
     plan = _chunks(inp, split_sizes, sorted_index)
-    out, sorted_probs = _move(op, inp, plan, probs.reshape(-1, 1), scale_layout)
+    out, sorted_probs = _move(op, inp, plan, probs.reshape(-1, 1))
     assert sorted_probs is not None
     return out, sorted_probs
 
@@ -257,7 +245,6 @@ def permute_by_mask(
     probs: Tensor | None,
     routing_map: Tensor,
     num_out_tokens: int,
-    scale_layout: ScaleLayout | None = None,
     zero_unweighted: bool = True,
 ) -> tuple[T, Tensor | None, Tensor]:
     """moe_permute(_with_probs) by a mask; zero_unweighted: rows of prob 0 are zero."""
@@ -266,12 +253,12 @@ def permute_by_mask(
     if tokens == 0:
         empty = routing_map.new_empty((0, 2 * experts + 1), dtype=torch.int32)
         none = None if probs is None else probs.flatten()
-        return _clone(inp, scale_layout), none, empty
+        return inp.clone(), none, empty
     plan = ops.route(experts, routing_map=_mask(routing_map), capacity=num_out_tokens)
     if num_out_tokens > 0:
         _check_plan(plan)
     zero = probs is not None and zero_unweighted
-    out, permuted_probs = _move(op, inp, plan, probs, scale_layout, zero_unweighted=zero)
+    out, permuted_probs = _move(op, inp, plan, probs, zero_unweighted=zero)
     return out, permuted_probs, maps.mask_map(plan, None)
 
 
@@ -280,7 +267,6 @@ def _move(
     inp: T,
     plan: RoutingPlan,
     probs: Tensor | None,
-    scale_layout: ScaleLayout | None,
     *,
     zero_unweighted: bool = False,
 ) -> tuple[T, Tensor | None]:
@@ -292,13 +278,13 @@ def _move(
                 f"{inp.shape[1]}"
             )
         pairs = inp.detach().contiguous().view(torch.bfloat16)
-        moved, permuted = _move(op, pairs, plan, probs, None, zero_unweighted=zero_unweighted)
+        moved, permuted = _move(op, pairs, plan, probs, zero_unweighted=zero_unweighted)
         return moved.view(inp.dtype), permuted
     weights = None if probs is None else _float32(op, probs)
     layout: ScaleLayout = "gemm"
     x: T = inp
     if isinstance(inp, Fp8Tensor):
-        layout = scale_layout or cast(ScaleLayout, inp.scale_layout)
+        layout = cast(ScaleLayout, inp.scale_layout)
     else:
         x = inp.contiguous()
     out, permuted = autograd.permute_pad(
@@ -389,9 +375,3 @@ def _check_tokens(op: str, inp: Tensor | Fp8Tensor, routing_map: Tensor) -> None
 def _check_rows(op: str, inp: Tensor | Fp8Tensor, num_out_tokens: int) -> None:
     if num_out_tokens < 0 and inp.shape[0] > 0:
         raise ValueError(f"[{op}] num_out_tokens must be given, 0 or more; got {num_out_tokens}")
-
-
-def _clone(inp: T, scale_layout: ScaleLayout | None) -> T:
-    if isinstance(inp, Fp8Tensor):
-        return inp.clone().to_layout(scale_layout or inp.scale_layout)
-    return inp.clone()
