@@ -16,27 +16,24 @@ except ModuleNotFoundError as error:
         raise
     torch = None  # type: ignore[assignment]
 
-TORCH_DTYPES: dict[str, Any] = {}
+TORCH_DTYPES: dict[str, Any] = {}  # of the parts of packed rows
 if torch is not None:
     TORCH_DTYPES = {
         "float32": torch.float32,
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
         "e4m3": torch.float8_e4m3fn,
         "e5m2": torch.float8_e5m2,
-        "int32": torch.int32,
-        "int64": torch.int64,
-        "uint8": torch.uint8,
     }
 
 
-def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str | None = None) -> Array:
-    """An uninitialized array of the framework and device of `like`; dtype None: its own too."""
-    if torch is None or not isinstance(like, torch.Tensor):
-        return _numpy(op, like, shape, dtype)
-    torch_dtype = like.dtype if dtype is None else TORCH_DTYPES[dtype]
-    # Sizes as arguments: torch reads them in two thirds of a tuple's time.
-    return torch.empty(*shape, dtype=torch_dtype, device=like.device)
+def empty(op: str, like: Array, shape: tuple[int, ...], dtype: str) -> Array:
+    """An uninitialized array of NumPy's, as `like` is; _C allocates torch's by itself."""
+    if not isinstance(like, np.ndarray):
+        raise ValueError(
+            f"[{op}] allocates outputs for torch and NumPy only; give out= for {type(like)}"
+        )
+    if dtype == "bfloat16":
+        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for 'float32'")
+    return np.empty(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype)
 
 
 def zero_workspace(like: Array) -> Array | None:
@@ -49,13 +46,3 @@ def zero_workspace(like: Array) -> Array | None:
         return None
     zeros: Array = torch.zeros(_C.ZERO_WORKSPACE_BYTES, dtype=torch.uint8, device=like.device)
     return zeros
-
-
-def _numpy(op: str, like: Array, shape: tuple[int, ...], dtype: str | None) -> Array:
-    if not isinstance(like, np.ndarray):
-        raise ValueError(
-            f"[{op}] allocates outputs for torch and NumPy only; give out= for {type(like)}"
-        )
-    if dtype == "bfloat16":
-        raise ValueError(f"[{op}] NumPy has no bfloat16; ask for 'float32'")
-    return np.empty(shape, "uint8" if dtype in ("e4m3", "e5m2") else dtype or like.dtype)
