@@ -113,17 +113,8 @@ def quantize_pack(
     if not isinstance(fp8_dtype, str) or fp8_dtype not in FORMATS:
         fp8_dtype = dtype_name("quantize_pack", "fp8_dtype", fp8_dtype, *FORMATS)
     packed: Array = _C.quantize_pack(
-        *(
-            x,
-            topk_idx,
-            probs,
-            0 if num_experts is None else num_experts,
-            plan,
-            peers,
-            first,
-            True if out is None else out,
-        ),
-        *(fp8_dtype, scale, eps),
+        *(x, topk_idx, probs, 0 if num_experts is None else num_experts, plan, peers, first),
+        *(True if out is None else out, fp8_dtype, scale, eps),
     )
     return packed
 
@@ -192,9 +183,6 @@ def share_words(
     without a rank, timeout_ms after they began. Its words are then 0, and every call from then on
     ends at once, with zeros.
     """
-    if type(rank) is not int or type(timeout_ms) is not int:
-        count("share_words", "rank", rank)
-        count("share_words", "timeout_ms", timeout_ms)
     wanted = True if out is None else out
     told: Array = _C.share_words(
         words, more, peers, mailbox, calls, ended, late, rank, timeout_ms, wanted
@@ -211,7 +199,5 @@ def copy_rows(out: Array, places: Array, *, beside: int = 0) -> Array:
     which takes no SMs. beside: a cudaStream_t on which it copies, behind what the current stream
     has until then; 0: on the current stream.
     """
-    if type(beside) is not int:
-        count("copy_rows", "beside", beside)
     copied: Array = _C.copy_rows(out, places, beside)
     return copied
