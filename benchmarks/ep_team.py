@@ -105,7 +105,7 @@ class Legs:
         """Quantize and pack, send, unpack."""
         ids, experts = (self.topk_idx, self.probs), self.exchange.num_experts
         with self.carrier.begin():
-            place = self.carrier.place(self.sizes.terms, self.slots)
+            place = self.carrier.place(self.sizes.terms)
             packed = ops.quantize_pack(self.x, self.plan, *ids, num_experts=experts, **_at(place))
         rows, _ = self.carrier.dispatch(packed, self.sizes, self.mark)
         ops.unpack(rows, self.hidden, self.slots)

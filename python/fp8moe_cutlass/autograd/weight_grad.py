@@ -138,7 +138,7 @@ class WeightGrads:
     up: torch.dtype | None = None  # of its gradient; not None: gate_up is the gate alone
     biases: Sequence[Destination | None] = ()  # None: nobody wants it
 
-    def returning(self, gate_up: bool, down: bool, biases: Sequence[Any] = ()) -> WeightGrads:
+    def returning(self, gate_up: bool, down: bool, biases: Sequence[Any]) -> WeightGrads:
         """The same, but for those gradients that autograd.grad returns. biases: whether each is
         wanted, and whether so."""
         return replace(
@@ -152,11 +152,7 @@ class WeightGrads:
         )
 
     def accept(
-        self,
-        gate_up: Any,
-        down: Any,
-        workspace: Tensor | None = None,
-        biases: Sequence[Tensor | None] = (None, None),
+        self, gate_up: Any, down: Any, workspace: Tensor | None, biases: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Run or defer both wgrads; what the backward returns for gate_up, down and up, and for the
         two biases, whose gradients these are.

@@ -55,7 +55,7 @@ class Collectives:
 
     begin = staticmethod(nullcontext)
 
-    def place(self, terms: Terms, slots: int) -> None:
+    def place(self, terms: Terms) -> None:
         """Rows are packed into a tensor."""
 
     def place_of_grad(self, sizes: Sizes) -> None:

@@ -63,7 +63,7 @@ class GroupMove:
             announced = exchange.announce(counts, terms)
             carrier = exchange.carrier(terms)
             # While the sizes are on their way:
-            place = carrier.place(terms, terms.slots)
+            place = carrier.place(terms)
             packed = wire.pack(*tokens, plan, recipe, exchange.num_experts, place)
         return Sent(packed, place, plan, announced, terms, mark, recipe, carrier, tokens)
 
@@ -80,7 +80,7 @@ class GroupMove:
         carrier = exchange.carrier(terms)
         if carrier.moved_on(sent.place):
             # There was no room for all rows: once more, to where there is.
-            place = carrier.place(terms, terms.slots)
+            place = carrier.place(terms)
             packed = wire.pack(*sent.tokens, sent.plan, recipe, exchange.num_experts, place)
         came, marks = carrier.dispatch(packed, sizes, sent.mark)
         rows, ids, row_probs = wire.unpack(came, terms.hidden_size, terms.slots, recipe, mine)

@@ -60,9 +60,9 @@ class ThroughPeers:
         needed = Needed(of_one * width, in_all * 2 * terms.hidden_size, in_all * probs)
         self.peers.make_room(needed, fixed=self.segment > 0)
 
-    def place(self, terms: Terms, slots: int) -> Place | None:
-        """Where quantize_pack stores rows with so many slots; None: there is no memory yet."""
-        return self.peers.place(ops.packed_row_bytes(terms.hidden_size, slots))
+    def place(self, terms: Terms) -> Place | None:
+        """Where quantize_pack stores rows; None: there is no memory yet."""
+        return self.peers.place(ops.packed_row_bytes(terms.hidden_size, terms.slots))
 
     def place_of_grad(self, sizes: Sizes) -> Place | None:
         """Where it stores gradients, one rank's behind another's."""

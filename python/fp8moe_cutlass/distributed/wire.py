@@ -25,7 +25,7 @@ def pack(
     plan: RoutingPlan,
     recipe: Fp8Recipe | None,
     num_experts: int,
-    place: Place | None = None,
+    place: Place | None,
 ) -> Tensor:
     """x [T, H], topk_idx [T, S] and probs [T, S] f32 -> rows [plan.rows, bytes]; in FP8, where
     `place` says so, at the peers."""
@@ -84,7 +84,7 @@ def viewed(saved: Any, hidden: int, slots: int, recipe: Fp8Recipe | None) -> Any
 
 
 def pack_grad(
-    dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None, place: Place | None = None
+    dout: Tensor, plan: RoutingPlan, recipe: Fp8Recipe | None, place: Place | None
 ) -> Tensor:
     """dout [T, H] -> rows [plan.rows, bytes], or [plan.rows, H] bf16."""
     if recipe is not None:
