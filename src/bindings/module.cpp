@@ -5,10 +5,7 @@
 // (reader.h). It returns the outputs, given or made. A workspace that is None is allocated.
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
-#include <initializer_list>
 #include <string>
-#include <string_view>
 #include <type_traits>
 
 #include "errors.h"

@@ -1,6 +1,5 @@
 // Plans, and the choice of experts, on the CPU: their definition.
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <vector>
 
