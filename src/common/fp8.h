@@ -1,5 +1,5 @@
-// FP8 codes (OCP E4M3 without infinities, E5M2): encode, decode, and the shift by a power of two
-// that the scaling-aware transpose is made of. Branch-free where a loop over them should vectorize.
+// FP8 codes (OCP E4M3 without infinities, E5M2): encode, decode, and which codes a shift by a power
+// of two makes zero. Branch-free where a loop over them should vectorize.
 #pragma once
 
 #include <cstdint>
@@ -65,31 +65,12 @@ FP8MOE_HD float fp8_decode(uint8_t code) {
   return bit_cast<float>(bits | sign);
 }
 
-// The code nearest (ties to even) to decode(code) * 2^-k, k >= 0; sign, NaN and Inf are kept.
-template <typename F>
-FP8MOE_HD uint8_t fp8_shift_down(uint8_t code, int k) {
-  constexpr int kM = F::kMantissa;
-  const int sign = code & 0x80;
-  const int magnitude = code & 0x7F;
-  const int exponent = magnitude >> kM;
-  const int exact = magnitude - (k << kM);  // still normal: the exponent field takes it all
-  // Otherwise shift the significand: a normal one has its leading 1 and one step less to go.
-  const int normal = exponent > 0;
-  const int significand = normal ? (1 << kM) | (magnitude & ((1 << kM) - 1)) : magnitude;
-  int h = normal ? k + 1 - exponent : k;
-  h = h < 1 ? 1 : h > kM + 2 ? kM + 2 : h;  // from kM+2 on everything rounds to zero
-  const int rounded = (significand + (1 << (h - 1)) - 1 + ((significand >> h) & 1)) >> h;
-  const bool stays_normal = exponent - k >= 1;
-  const bool kept = k == 0 || magnitude >= static_cast<int>(F::kFirstNan);
-  return static_cast<uint8_t>(kept ? code : (sign | (stays_normal ? exact : rounded)));
-}
-
 // Every finite code is zero after a shift by this much.
 template <typename F>
 constexpr int kFp8ShiftToZero = (1 << (7 - F::kMantissa)) + F::kMantissa + 1;
 
-// The largest magnitude code that fp8_shift_down by k makes zero; 0: none. Those codes stand for at
-// most half the subnormal unit after the shift, and half of it is even's.
+// The largest magnitude code whose decode(code) * 2^-k, k >= 0, rounds to zero; 0: none. Those
+// codes stand for at most half the subnormal unit after the shift, and half of it is even's.
 template <typename F>
 FP8MOE_HD uint32_t fp8_flushed_by(int k) {
   constexpr int kM = F::kMantissa;
@@ -98,8 +79,8 @@ FP8MOE_HD uint32_t fp8_flushed_by(int k) {
   return code < F::kMaxCode ? code : F::kMaxCode;
 }
 
-// Its inverse: the smallest k by which fp8_shift_down makes the magnitude code zero. 0: it is zero,
-// or never is (Inf, NaN).
+// Its inverse: the smallest k that makes the magnitude code zero. 0: it is zero, or never is (Inf,
+// NaN).
 template <typename F>
 FP8MOE_HD int fp8_flushing_shift(uint32_t magnitude) {
   constexpr int kM = F::kMantissa;
