@@ -43,7 +43,7 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
             setattr(plain, key, parameter)
         inputs = Inputs.random(shape, device)
         ways: Any = {name: layer, name + REUSED: layer, BF16: plain}
-        ways[AUTOGRAD] = TorchExperts(layer, shape["S"])
+        ways[AUTOGRAD] = TorchExperts(layer)
         steps: Any = {
             way: Contender(m, inputs, reuse=way.endswith(REUSED)).step for way, m in ways.items()
         }

@@ -32,7 +32,7 @@ def run(device: torch.device, given: argparse.Namespace, on_result: OnResult) ->
         for tokens in (shape["T"], 4 * shape["T"]):
             shape = {**shape, "T": tokens}
             inputs = Inputs.random(shape, device)
-            modules = {OURS: layer, TORCH: TorchExperts(layer, shape["S"])}
+            modules = {OURS: layer, TORCH: TorchExperts(layer)}
             runs: Runs = {name: Contender(module, inputs).step for name, module in modules.items()}
             samples = burst(runs, device, rounds=4)
             peers = {TORCH: samples[TORCH].ms}

@@ -81,8 +81,8 @@ def into(op: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[[]
     return (lambda: op(*args, **kwargs, out=out)), out
 
 
-def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+def normal(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).bfloat16()
 
 
 def top_k(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ class LayerBench:
 
     def add(self, name: str, factory: Factory) -> None:
         def build() -> None:
-            module = factory(self.layer, self.shape["S"])
+            module = factory(self.layer)
             Contender(module, self.inputs).step()
             self.modules[name] = module
 

@@ -18,24 +18,22 @@ from fp8moe_cutlass.nn import MoEExperts
 from torch_experts import TorchExperts, swiglu
 
 TORCH = "torch bf16"
-Factory = Callable[[MoEExperts, int], nn.Module]  # of the layer and the number of slots
+Factory = Callable[[MoEExperts], nn.Module]
 
 
 def peers(device: torch.device) -> dict[str, Factory]:
-    """name -> factory(layer, slots) of what can run here; torch at its best first."""
+    """What can run here, by name; torch at its best first."""
     found: dict[str, Factory] = {
         TORCH: TorchExperts,
         "torch bf16, index_select and index_add": IndexingTorchExperts,
     }
     if device.type == "cuda":
         if importable("transformer_engine.pytorch"):
-            found["TransformerEngine FP8"] = lambda layer, slots: TransformerEngineExperts(layer)
-            found["TransformerEngine FP8, quantized in each step"] = lambda layer, slots: (
-                TransformerEngineExperts(layer, reuse=False)
+            found["TransformerEngine FP8"] = TransformerEngineExperts
+            found["TransformerEngine FP8, quantized in each step"] = functools.partial(
+                TransformerEngineExperts, reuse=False
             )
-            found["TransformerEngine bf16"] = lambda layer, slots: TransformerEngineExperts(
-                layer, fp8=False
-            )
+            found["TransformerEngine bf16"] = functools.partial(TransformerEngineExperts, fp8=False)
         if importable("sonicmoe"):
             found["SonicMoE bf16"] = SonicExperts
     return found
@@ -108,7 +106,7 @@ class SonicExperts(nn.Module):
     """SonicMoE with the given routing. Its weights are in the layout it prefers: gate and up rows
     alternate."""
 
-    def __init__(self, layer: MoEExperts, slots: int) -> None:
+    def __init__(self, layer: MoEExperts) -> None:
         super().__init__()
         self.sonic: Any = importlib.import_module("sonicmoe.functional")
         self.swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU

@@ -41,10 +41,10 @@ LORA: dict[str, Any] = {
 }
 
 
-def batches(text: bytes, steps: int, seed: int, rows: int = 8, length: int = 64) -> torch.Tensor:
-    """[steps, rows, length] of the text's bytes, from random places."""
+def batches(text: bytes, steps: int, seed: int) -> torch.Tensor:
+    """[steps, 8, 64] of the text's bytes, from random places."""
     g = torch.Generator().manual_seed(seed)
-    at = torch.randint(len(text) - length, (steps, rows, 1), generator=g) + torch.arange(length)
+    at = torch.randint(len(text) - 64, (steps, 8, 1), generator=g) + torch.arange(64)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)[at].long()
 
 

@@ -62,9 +62,9 @@ class LoraLinear(nn.Module):
 class Bf16Experts(nn.Module):
     """torch's experts, with the sizes that MoE asks for: PEFT wraps what they lie in."""
 
-    def __init__(self, layer: MoEExperts, slots: int) -> None:
+    def __init__(self, layer: MoEExperts) -> None:
         super().__init__()
-        self.torch = TorchExperts(layer, slots)
+        self.torch = TorchExperts(layer)
         self.num_experts, self.hidden_size = layer.num_experts, layer.hidden_size
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor, **others: Any) -> Tensor:
@@ -90,7 +90,7 @@ class Layer(nn.Module):
             random_codes(experts)
             experts.add_lora(RANK, alpha=2 * RANK)
         else:
-            experts = Bf16Experts(experts.requires_grad_(False), sizes["top_k"])
+            experts = Bf16Experts(experts.requires_grad_(False))
         router = Router(hidden, sizes["experts"], sizes["top_k"], device=device)
         self.moe = MoE(router, experts)
         for part in (self.norms, router):

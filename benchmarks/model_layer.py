@@ -43,7 +43,7 @@ def measure(sizes: Sizes, tokens: int, device: torch.device) -> dict[str, Way]:
         contenders, peaks = {}, {}
         # The reusing one last: it holds FP8 weights, which are not the others' memory.
         for name in (BF16, QUANTIZING, REUSING):
-            module = TorchExperts(layer, k) if name == BF16 else layer
+            module = TorchExperts(layer) if name == BF16 else layer
             contenders[name] = Contender(module, inputs, reuse=name == REUSING)
             peaks[name] = peak_gib(contenders[name], device)
         times = burst({name: c.step for name, c in contenders.items()}, device)

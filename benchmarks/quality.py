@@ -188,7 +188,7 @@ def other_experts(a: Any, b: Any) -> Record:
     return {"tokens": float(1 - same.all(axis=-1).mean()), "assignments": float(1 - same.mean())}
 
 
-def gaps(record: Record, arm: str, points: int = 60) -> tuple[list[int], list[Record]]:
+def gaps(record: Record, arm: str) -> tuple[list[int], list[Record]]:
     """Steps, and the gap of the training loss to bf16 around each with its interval."""
     runs = [run for run in record["runs"] if run["complete"]]
     base = {run["seed"]: run for run in runs if run["arm"] == "bf16"}
@@ -196,7 +196,7 @@ def gaps(record: Record, arm: str, points: int = 60) -> tuple[list[int], list[Re
     if not pairs:
         return [], []
     each = [np.subtract(a["loss"], b["loss"]) for a, b in pairs]
-    edges = np.linspace(0, len(each[0]), min(points, len(each[0])) + 1).astype(int)
+    edges = np.linspace(0, len(each[0]), min(60, len(each[0])) + 1).astype(int)
     spans = [*itertools.pairwise(edges)]
     return [int(high) for _, high in spans], [
         interval([float(gap[low:high].mean()) for gap in each]) for low, high in spans

@@ -103,7 +103,7 @@ def point(shape: Shape, device: torch.device) -> Record:
         inputs = Inputs.random(shape, device)
         pair = {
             OURS: Contender(layer, inputs),
-            TORCH: Contender(TorchExperts(layer, shape["S"]), inputs),
+            TORCH: Contender(TorchExperts(layer), inputs),
         }
         ms = timed({name: c.step for name, c in pair.items()}, device)
         row |= {"ms": ms.pop(OURS), "peers": ms}

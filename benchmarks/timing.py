@@ -75,8 +75,9 @@ def balanced_orders(count: int) -> list[list[int]]:
 class CudaTimer:
     """Cold-L2 repetitions by events; `sustained` is the mean of a second of calls back to back."""
 
-    def __init__(self, repeats: int = 30) -> None:
-        self.repeats = repeats
+    repeats = 30
+
+    def __init__(self) -> None:
         self._random = random.Random(0)  # of all cases: none begins as the one before it
 
     @cached_property
@@ -123,8 +124,8 @@ class CudaTimer:
         torch.cuda.synchronize()
         return turns
 
-    def sustained(self, run: Run, seconds: float = 1.0) -> float:
-        """Milliseconds a call over about a second of calls back to back."""
+    def sustained(self, run: Run) -> float:
+        """Milliseconds per call over about a second of calls back to back."""
         count = 1
         while True:
             before, after = event(), event()
@@ -134,9 +135,9 @@ class CudaTimer:
             after.record()
             torch.cuda.synchronize()
             taken = float(before.elapsed_time(after))
-            if taken >= 500.0 * seconds or count >= 100_000:
+            if taken >= 500.0 or count >= 100_000:
                 return taken / count
-            count = int(count * min(1e3 * seconds / max(taken, 1e-3), 1000.0)) + 1
+            count = int(count * min(1e3 / max(taken, 1e-3), 1000.0)) + 1
 
 
 def burst(runs: Runs, device: torch.device, count: int = 12, rounds: int = 2) -> dict[str, Sample]:

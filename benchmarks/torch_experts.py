@@ -18,7 +18,7 @@ class TorchExperts(nn.Module):
     """grouped_mm, a compiled activation, gathers in both directions: no host sync, and no atomics
     but of biases. It shares the layer's parameters. On the CPU nothing is compiled."""
 
-    def __init__(self, layer: MoEExperts, slots: int) -> None:
+    def __init__(self, layer: MoEExperts) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = layer.gate_up_proj, layer.down_proj
         self.biases = nn.ParameterList(layer.local_biases() or ())

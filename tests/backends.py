@@ -150,9 +150,9 @@ def plan_of(
     return idx, ops.route(experts, topk_idx=idx, align=align)
 
 
-def awkward(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+def awkward(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Random normal values whose rows differ by many octaves, with zeros, and a whole zero row."""
-    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 8, (*shape[:-1], 1)).float()) * scale
+    x = torch.randn(shape) * torch.exp2(torch.randint(-12, 8, (*shape[:-1], 1)).float())
     x[torch.rand(shape) < 0.02] = 0.0
     if x.numel():
         x.view(-1, shape[-1])[0] = 0.0

@@ -21,7 +21,7 @@ def best(values: Tensor, count: int) -> Tensor:
 
 
 def route_deepseek_v3(
-    logits: Tensor, bias: Tensor, top_k: int, groups: int, open_groups: int, factor: float = 1.0
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, open_groups: int
 ) -> tuple[Tensor, Tensor]:
     """Ids and weights of logits [T, E] f32 and bias [E] f32, as FlashInfer's and vLLM's kernels
     choose; where theirs approximates tanh, torch's is exact."""
@@ -33,8 +33,7 @@ def route_deepseek_v3(
     is_open.scatter_(1, best(two.sum(2), open_groups), True)
     ids = best(by_group.masked_fill(~is_open[..., None], -torch.inf).flatten(1), top_k)
     chosen = scores.gather(1, ids)
-    scaled = (chosen * factor).double()
-    return ids, (scaled / (chosen.double().sum(1, keepdim=True) + 1e-20)).float()
+    return ids, (chosen.double() / (chosen.double().sum(1, keepdim=True) + 1e-20)).float()
 
 
 def route_qwen3(logits: Tensor, top_k: int, engine: str) -> tuple[Tensor, Tensor]:

@@ -66,12 +66,12 @@ def ordinal(codes: Tensor) -> Tensor:
     return torch.where(codes >= 0x80, -magnitude, magnitude)
 
 
-def assert_quantized(q: Fp8Tensor, values: Tensor, scale: str = "pow2", eps: float = 1e-10) -> None:
+def assert_quantized(q: Fp8Tensor, values: Tensor, scale: str = "pow2") -> None:
     """q is Q(values) [M, K] by 1x128 tiles, up to what float32 arithmetic may do to the values."""
     codes, scale_inv = codes_and_scales(q)
     fmt = ref.FORMATS[str(q.fp8_dtype)]
     want_codes, want_scale = ref.quantize(
-        values.float().numpy(), 1, str(q.fp8_dtype), scale, eps, ref.LARGEST["float32"]
+        values.float().numpy(), 1, str(q.fp8_dtype), scale, largest=ref.LARGEST["float32"]
     )
     tiles = torch.nn.functional.pad(values.abs(), (0, -values.shape[1] % TILE))
     amax = tiles.unflatten(-1, (-1, TILE)).amax(-1)

@@ -136,7 +136,7 @@ def test_saved_per_token_at_v3(keep: str, kib: float) -> None:
 def test_the_torch_peers_compute_the_block(peer: type[TorchExperts]) -> None:
     p = problem(200, 3, 5)
     layer = p.experts()
-    got, want = p.run(peer(layer, 3)), p.truth()
+    got, want = p.run(peer(layer)), p.truth()
     for name in vars(want):
         assert relative_error(getattr(got, name), getattr(want, name)) < 0.006, name
 
@@ -147,7 +147,7 @@ def test_the_torch_peer_has_the_biases() -> None:
     layer = MoEExperts(5, 64, 80, bias=True, recipe=None)
     p, x = problem(200, 3, 5), torch.randn(200, 64).bfloat16()
     made = []
-    for module in (layer, TorchExperts(layer, 3)):
+    for module in (layer, TorchExperts(layer)):
         layer.zero_grad()
         out = module(x, p.topk_idx, p.probs)
         out.backward(torch.ones_like(out))

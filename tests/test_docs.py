@@ -28,9 +28,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 )
-NOTES = "docs/notes/transformers-step.md"
 MEGATRON = "docs/how-to/megatron-core.md"  # tests/test_megatron_core_docs.py runs it
-ROLLOUT = "docs/how-to/rollout.md"
 JAX = "docs/how-to/jax.md"  # tests/test_jax_moe.py runs it
 TITAN = "docs/how-to/torchtitan.md"  # tests/test_torchtitan.py runs it
 CXX = shutil.which("c++") or shutil.which("g++")

@@ -91,7 +91,7 @@ def test_equals_the_layer_that_quantizes(name: str, fused: bool) -> None:
         assert torch.equal(got(p.x, p.topk_idx, p.probs), layer(p.x, p.topk_idx, p.probs))
 
 
-def any_scales(p: Problem, i: int, dtype: torch.dtype) -> tuple[Problem, dict[str, Tensor]]:
+def any_scales(p: Problem, dtype: torch.dtype) -> tuple[Problem, dict[str, Tensor]]:
     """Fused tensors, whose scales are powers of two in e8m0 alone; the problem of their values."""
     tensors, values = {}, []
     for name, w in (("gate_up_proj", p.gate_up), ("down_proj", p.down)):
@@ -106,7 +106,7 @@ def any_scales(p: Problem, i: int, dtype: torch.dtype) -> tuple[Problem, dict[st
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E8M0])
 def test_scales_of_any_kind(dtype: torch.dtype, i: int) -> None:
     """Beside float64's products of the exact weights: what activations lose alone."""
-    p, tensors = any_scales(problem(64, 2, E, H, i), i, dtype)
+    p, tensors = any_scales(problem(64, 2, E, H, i), dtype)
     layer = frozen(tensors)
     assert layer.gate_up_proj_scale_inv.dtype == layer.down_proj_scale_inv.dtype == dtype
     assert same_bytes(tensors_of(layer, fused=True), tensors)

@@ -25,12 +25,12 @@ def wrap(data: Tensor, scale: Tensor, layout: str) -> Fp8Tensor:
     return Fp8Tensor(data, scale, layout)
 
 
-def noise(*shape: int, layout: str, fp8: str = "e4m3", spread: int = 4) -> Fp8Tensor:
-    """Any finite codes; scales 2^-spread .. 2^spread with random mantissas."""
+def noise(*shape: int, layout: str, fp8: str = "e4m3") -> Fp8Tensor:
+    """Any finite codes; scales 1/16 .. 16 with random mantissas."""
     values = torch.arange(256, dtype=torch.uint8).view(FORMATS[fp8])
     finite = torch.arange(256, dtype=torch.uint8)[values.float().isfinite()]
     data = finite[torch.randint(len(finite), shape)].view(FORMATS[fp8])
-    scale = torch.exp2((torch.rand(scale_shape(shape, layout)) * 2 - 1) * spread)
+    scale = torch.exp2((torch.rand(scale_shape(shape, layout)) * 2 - 1) * 4)
     return wrap(data, scale, layout)
 
 

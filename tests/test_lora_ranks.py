@@ -96,7 +96,7 @@ def test_ranks_make_the_layer_of_one_process(pool: Pool, kind: str, compiled: bo
                 assert torch.equal(mine, want.view(len(want), 16, E)[..., local].flatten(1))
 
 
-def under_fully_shard(group: Any, kind: str, compiled: bool) -> list[Any]:
+def under_fully_shard(group: Any, kind: str) -> list[Any]:
     layer = layer_of(kind, None)
     fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
     found = []
@@ -129,7 +129,7 @@ def test_fully_shard_ignores_the_terms_of_shared_experts(pool: Pool, kind: str) 
 @pytest.mark.parametrize("kind", ["codes", "values"])
 def test_under_fully_shard_gradients_are_averages(pool: Pool, kind: str) -> None:
     halves = [step(layer_of(kind, None), rank, 2) for rank in range(2)]
-    for rank, found in enumerate(results(pool.run(2, under_fully_shard, kind, False))):
+    for rank, found in enumerate(results(pool.run(2, under_fully_shard, kind))):
         for got, want in zip(found[:3], halves[rank][:3], strict=True):
             assert torch.equal(got, want)
         for n, got in enumerate(found[3:]):

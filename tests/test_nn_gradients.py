@@ -28,9 +28,9 @@ def small(**options: Any) -> tuple[Problem, MoEExperts]:
     return p, p.experts(**options)
 
 
-def main_grads(layer: MoEExperts, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def main_grads(layer: MoEExperts) -> list[Tensor]:
     for w in layer.parameters():
-        w.main_grad = torch.zeros(w.shape, dtype=dtype)
+        w.main_grad = torch.zeros(w.shape)
     return [w.main_grad for w in layer.parameters()]
 
 

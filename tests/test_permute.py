@@ -57,8 +57,8 @@ def case(ids: Tensor, experts: int, align: int = 1, capacity: int | None = None)
     return Case(ids, plan, torch.from_numpy(want.sources()))
 
 
-def random_ids(kind: str, tokens: int = 57, experts: int = 6, slots: int = 3) -> Tensor:
-    ids = torch.rand(tokens, experts).topk(slots).indices
+def random_ids(kind: str, tokens: int = 57) -> Tensor:
+    ids = torch.rand(tokens, 6).topk(3).indices
     if kind == "dropped":
         ids[torch.rand(ids.shape) < 0.4] = -1
     elif kind == "one expert":

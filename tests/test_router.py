@@ -17,9 +17,9 @@ from reference_router import AFTER, RULES, V3, experts_of, scores_of, weights_of
 EACH = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
-def router_of(rule: RoutingRule, hidden: int = 32, experts: int = 12, top_k: int = 4) -> Router:
+def router_of(rule: RoutingRule) -> Router:
     """With no two parameters or biases alike."""
-    router = Router(hidden, experts, top_k, rule)
+    router = Router(32, 12, 4, rule)
     with torch.no_grad():
         for t in (router.bias, router.selection_bias, router.input_scale, router.expert_scale):
             if t is not None:
@@ -37,7 +37,7 @@ def logits_of(router: Router, x: Tensor) -> Tensor:
     return logits if router.bias is None else logits + router.bias.double()
 
 
-def balancing_loss_of(rule: RoutingRule, scores: Tensor, top_k: int) -> Tensor:
+def balancing_loss_of(scores: Tensor, top_k: int) -> Tensor:
     """E / (k T) sum_e n_e mean_t p_te, n_e by unbiased scores without groups."""
     tokens, experts = scores.shape
     counts = [0] * experts
@@ -94,7 +94,7 @@ def test_losses_against_float64(rule: RoutingRule, sequences: int, padded: bool)
     losses = {
         "balancing": (
             router.balancing_loss(routing, sequences=sequences),
-            sum(balancing_loss_of(rule, part, 4) for part in parts) / sequences,
+            sum(balancing_loss_of(part, 4) for part in parts) / sequences,
         ),
         "z": (z_loss(routing), (torch.logsumexp(logits[real], dim=1) ** 2).mean()),
     }

@@ -16,12 +16,12 @@ PLAN = ops.route(EXPERTS, topk_idx=IDS, align=16)
 ONE_TO_ONE = ops.route(1, topk_idx=torch.zeros(TOKENS, 1, dtype=torch.int64))
 
 
-def both(width: int, fp8: str = "e4m3", extra: int = 24) -> tuple[Fp8Tensor, Fp8Tensor]:
-    """Quantized tokens, dense, and the same as views into rows with `extra` bytes behind."""
+def both(width: int, fp8: str = "e4m3") -> tuple[Fp8Tensor, Fp8Tensor]:
+    """Quantized tokens, dense, and the same as views into rows with 24 bytes behind."""
     x = torch.randn(TOKENS, width) * torch.exp2(torch.randint(-9, 9, (TOKENS, 1)).float())
     q = ops.quantize(x, fp8_dtype=fp8)
     scales = width + q.scale_inv.shape[1] * 4
-    rows = torch.full((TOKENS, -(-(scales + extra) // 16) * 16), 0xA5, dtype=torch.uint8)
+    rows = torch.full((TOKENS, -(-(scales + 24) // 16) * 16), 0xA5, dtype=torch.uint8)
     rows[:, :width] = q.data.view(torch.uint8)
     rows[:, width:scales] = q.scale_inv.view(torch.uint8)
     data = rows[:, :width].view(q.data.dtype)

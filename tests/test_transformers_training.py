@@ -74,8 +74,8 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count_quantizations(monkeypatch)
 
 
-def examples(rows: int = 8) -> list[dict[str, Tensor]]:
-    return [{"input_ids": ids, "labels": ids} for ids in tokens(rows)]
+def examples() -> list[dict[str, Tensor]]:
+    return [{"input_ids": ids, "labels": ids} for ids in tokens(8)]
 
 
 def reuse(check: bool | None) -> Any:

@@ -122,10 +122,11 @@ def parts(x: F32, of_w2: bool) -> Quantized:
     return Quantized(np.concatenate(order, 1), high.scale)
 
 
-def dequantize(q: Quantized, rows: int = 1, fp8: str = "e4m3") -> F64:
+def dequantize(q: Quantized, rows: int = 1) -> F64:
+    """The values of E4M3 codes [M, K] in rows x 128 tiles."""
     m, k = q.codes.shape
     scale = np.repeat(np.repeat(q.scale, rows, 0)[:m], TILE, 1)[:, :k]
-    return FORMATS[fp8].values[q.codes] * scale
+    return FORMATS["e4m3"].values[q.codes] * scale
 
 
 # ---- routing ------------------------------------------------------------------------------------
