@@ -32,6 +32,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd import Counters, bf16, fp8, quantize_weights
 from fp8moe_cutlass.autograd.activation import backward_of, forward_of
 from fp8moe_cutlass.autograd.body import COUNTED
+from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.nn import MoEExperts
 from fp8moe_cutlass.nn._validate import check_weights_alone
@@ -165,8 +166,8 @@ def snr(
     )
     dz_q, dz_columns, h_columns, _ = made
     dx_rows = ops.grouped_gemm(dz_q, w.gate_up_t, plan)
-    d_gate_up = fp8.Wgrad("x", x_q, dz_columns, plan, recipe).run(None, False, "float32")
-    d_down = fp8.Wgrad("dout", dout_q, h_columns, plan, recipe).run(None, False, "float32")
+    d_gate_up = Wgrad("x", x_q, dz_columns, plan, recipe).run(None, False, "float32")
+    d_down = Wgrad("dout", dout_q, h_columns, plan, recipe).run(None, False, "float32")
 
     at: Any = torch.arange(plan.rows, device=plan.device)
     defined = ((at < plan.row_offsets[-1]) & (plan.token_of_row >= 0))[:, None]

@@ -113,7 +113,7 @@ class Wgrad(NamedTuple):
         self, out: Tensor | None, accumulate: bool, dtype: str, *of_fp8: Any, turned: bool = False
     ) -> Tensor:
         """dW [E, N, K], written (accumulate: added) to `out`; None: a new bf16 tensor. of_fp8: what
-        fp8.Wgrad takes besides. turned: as fp8.Wgrad has it."""
+        fp8_wgrad.Wgrad takes besides. turned: as it has it."""
         right = self.plan.rows_of(self.right) if self.gather else self.right
         if turned:
             dw = grouped_mm(right.t(), self.left, self.plan.offsets).mT
@@ -267,11 +267,13 @@ def expert_of(ends: Tensor, rows: Tensor) -> Tensor:
 
 @compiled
 def plus(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    """rows [R, N] + bias[expert] of bias [E, N] and expert [R], in f32, rounded once."""
     return (rows.float() + bias[expert].float()).to(rows.dtype)
 
 
 @compiled
 def plus_weighted(rows: Tensor, bias: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
+    """The same with weights[row] * bias[expert]; weights [R] f32."""
     return (rows.float() + bias[expert].float() * weights[:, None]).to(rows.dtype)
 
 

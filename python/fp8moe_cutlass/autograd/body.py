@@ -73,7 +73,7 @@ class Gradients(NamedTuple):
 
     dx: Tensor | None  # bf16, as x came: [T, H], or [R, H] grouped
     dprobs: Tensor | None  # f32, as the probs came
-    gate_up: Any  # fp8.Wgrad or bf16.Wgrad, still to be run
+    gate_up: Any  # fp8_wgrad.Wgrad or bf16.Wgrad, still to be run
     down: Any
     workspace: Tensor | None = None  # that both may share, in the order of the backward's stream
     lora: list[Tensor | None] = []  # noqa: RUF012 (never changed): of a Lora's factors

@@ -9,7 +9,6 @@ by expert already, in GEMM layout, with a plan of ops.plan_from_counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from fp8moe_cutlass.autograd import biases as bias_terms
 from fp8moe_cutlass.autograd.arguments import as_counts
 from fp8moe_cutlass.autograd.bf16 import expert_of, plus, plus_weighted
 from fp8moe_cutlass.autograd.body import (
-    COUNTED,
     Biases,
     Counters,
     ForwardWeights,
@@ -31,6 +29,7 @@ from fp8moe_cutlass.autograd.body import (
     Options,
     by_slot,
 )
+from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad, count
 from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, NONE, LoraSaved, Terms, saved_of
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import (
@@ -99,104 +98,6 @@ class Saved(NamedTuple):
         return saved._replace(biases=None if biases[0] is None else Biases(*biases), lora=lora)
 
 
-class Wgrad(NamedTuple):
-    """The gradient of one weight, still to be computed: over the rows of each expert, dz^T x of
-    gate_up or dy^T h of down."""
-
-    of: str  # "x" or "dout": what `rows` are
-    rows: Fp8Tensor
-    columns: Fp8Tensor  # of dz or h, transposed
-    plan: RoutingPlan
-    recipe: Fp8Recipe
-    counters: Counters | None = None
-    turned: Fp8Tensor | None = None  # the rows, transposed, if that is done
-
-    def apart(self, delayed: bool) -> Wgrad:
-        """The same without reading the rows where they are: transposed or, for long, copied."""
-        if not delayed:
-            return self._replace(turned=self._operands()[self.of == "x"])
-        r = self.rows
-        data, scale_inv = r.data.clone(), r.scale_inv.clone()
-        rows = Fp8Tensor(data, scale_inv, r.scale_layout, r.pow2, r.fp8_dtype, check=False)
-        return self._replace(rows=rows)
-
-    def scaled(self, by: float) -> Wgrad:
-        """`by` times this gradient, by an operand's scales: exact where `by` is a power of two."""
-        c = self.columns
-        scale_inv, pow2 = c.scale_inv * by, c.pow2 and math.frexp(by)[0] == 0.5
-        return self._replace(
-            columns=Fp8Tensor(c.data, scale_inv, c.scale_layout, pow2, c.fp8_dtype, check=False)
-        )
-
-    def run(
-        self,
-        out: Tensor | None,
-        accumulate: bool,
-        dtype: str,
-        workspace: Tensor | None = None,
-        *,
-        turned: bool = False,
-    ) -> Tensor:
-        """dW [E, N, K], written (accumulate: added) to `out`; None: to a new tensor of `dtype`,
-        "float32" or "bfloat16". workspace: the backward's, in its stream's order. turned: a new one
-        lies as [E, K, N], of gradients in E4M3."""
-        left, right = self._operands()
-        if turned and left.fp8_dtype == right.fp8_dtype == "e4m3":
-            dw = ops.grouped_gemm_wgrad(
-                right, left, self.plan, out_dtype=dtype, workspace=workspace
-            )
-            return dw.mT  # type: ignore[no-any-return]
-        dw = ops.grouped_gemm_wgrad(
-            left,
-            right,
-            self.plan,
-            out=out,
-            accumulate=accumulate,
-            out_dtype=dtype,
-            workspace=workspace,
-        )
-        return dw  # type: ignore[no-any-return]
-
-    def halves(self, dtype: str, workspace: Tensor | None) -> list[Tensor]:
-        """dW of the upper and of the lower half of N, each a tensor of its own; N a multiple of
-        256. Otherwise as `run`."""
-        left, right = self._operands()
-        n, layout = left.shape[0] // 2, left.scale_layout
-        if layout == "gemm":
-            left = left.to_layout("row")
-        return [
-            ops.grouped_gemm_wgrad(
-                half if layout == "block" else half.to_layout(layout),
-                right,
-                self.plan,
-                out_dtype=dtype,
-                workspace=workspace,
-            )
-            for half in (left[:n], left[n:])
-        ]
-
-    def _operands(self) -> tuple[Any, Any]:
-        """Only power-of-two scales can be shifted in FP8; float32 scales are dequantized and
-        quantized again, a second rounding."""
-        rows, recipe, plan, made = self.rows, self.recipe, self.plan, self.turned
-        if made is None:
-            shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
-            if shift and not grouped:
-                made = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
-            else:
-                made = ops.transpose_fp8(
-                    rows if grouped else ops.permute_pad(rows, plan)[0],
-                    plan,
-                    columns=recipe.columns,
-                    requantize=not shift,
-                    scale=recipe.scale,
-                    eps=recipe.eps,
-                )
-            if self.counters is not None:
-                count(self.counters, f"{self.of} columns", rows, plan, made)
-        return (self.columns, made) if self.of == "x" else (made, self.columns)
-
-
 def enter(t: Tensor, recipe: Fp8Recipe, *, gradient: bool = False, grouped: bool = False) -> Any:
     """A standalone cast of the block: t [T, H], or [R, H] grouped by expert."""
     return ops.quantize(
@@ -209,7 +110,7 @@ def enter(t: Tensor, recipe: Fp8Recipe, *, gradient: bool = False, grouped: bool
 
 
 def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> RoutingPlan:
-    """The plan of topk_idx [T, S]. On a CPU what finds no place in capacity raises."""
+    """The plan of topk_idx [T, S], of capacity assignments; None: of all."""
     plan: RoutingPlan = ops.route(num_experts, topk_idx=topk_idx, capacity=capacity)
     return plan
 
@@ -449,17 +350,3 @@ def weighted(rows: Any, row_probs: Tensor | None) -> Any:
     if row_probs is None:
         return rows
     return torch.mul(rows, row_probs[:, None], out=torch.empty_like(rows))
-
-
-def count(
-    counters: Counters,
-    name: str,
-    t: Fp8Tensor,
-    plan: RoutingPlan,
-    columns: Fp8Tensor | None = None,
-) -> None:
-    """Adds to the counters of `name`; nothing for columns with float32 scales, which have no
-    shifts."""
-    if columns is None or (t.pow2 and columns.pow2):
-        row = counters.counts[COUNTED.index(name)]
-        ops.count_codes(t, plan, row, columns=columns, stride=counters.every)

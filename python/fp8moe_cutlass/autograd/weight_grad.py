@@ -109,7 +109,7 @@ class Pending:
     """A weight gradient whose backward has run but whose GEMM has not."""
 
     to: Destination
-    wgrad: Any  # fp8.Wgrad or bf16.Wgrad
+    wgrad: Any  # fp8_wgrad.Wgrad or bf16.Wgrad
     operands: Written | None
 
     def run(self) -> None:
