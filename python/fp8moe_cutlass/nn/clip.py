@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8moe_cutlass.distributed.shards import whole
-from fp8moe_cutlass.nn.experts import groups_of_shares
+from fp8moe_cutlass.distributed.shards import is_sharded, whole
+from fp8moe_cutlass.nn.experts import layers
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def clip_grad_norm_(
     Plain tensors that every rank holds must have their gradients of the whole batch already.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm_type, groups = float(norm_type), groups_of_shares()
+    norm_type, groups = float(norm_type), _groups_of_shares()
     kinds: dict[Any, list[Tensor]] = {}
     for n, p in enumerate(given):
         if p.grad is not None:
@@ -51,6 +51,18 @@ def clip_grad_norm_(
     for of_a_kind in kinds.values():
         nn.utils.clip_grads_with_norm_(of_a_kind, max_norm, total, foreach)
     return total
+
+
+def _groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
+    """The group of each parameter of which every rank of a group holds a share: a plain one, or one
+    that fully_shard has split over other ranks. A DTensor of shard_experts' is the whole."""
+    return {
+        p: m.group
+        for m in layers
+        if m.group is not None
+        for p in m.parameters()
+        if m._average is None or not is_sharded(p)
+    }
 
 
 def _over(group: dist.ProcessGroup, norm: Tensor, norm_type: float) -> Tensor:

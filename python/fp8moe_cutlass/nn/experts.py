@@ -125,18 +125,12 @@ class MoEExperts(ExpertBlock, nn.Module):
         check_sizes(num_experts, hidden_size, intermediate_size, 8 if recipe is None else 16)
         options = Options(recipe, preactivation, transposed_weights, activation)
         check_options("MoEExperts", options)
-        if dtype is not torch.float8_e4m3fn:
-            check_dtype("MoEExperts", dtype)
-        if dtype is torch.float8_e4m3fn and recipe is None:
-            raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
-        if dtype is torch.float8_e4m3fn and (activation.interleaved or not activation.gated):
-            raise ValueError(
-                "[MoEExperts] FP8 weights must be those of an activation with a gate that is not "
-                f"interleaved; got {activation}"
-            )
         check_bool("MoEExperts", "bias", bias)
-        if bias and dtype is torch.float8_e4m3fn:
-            raise ValueError("[MoEExperts] FP8 weights have no biases; got bias=True")
+        trained = dtype is not torch.float8_e4m3fn
+        if trained:
+            check_dtype("MoEExperts", dtype)
+        else:
+            fp8_checkpoint.check_options(options, bias)
         check_device("MoEExperts", device)
         check_bool("MoEExperts", "delay_wgrad", delay_wgrad)
         check_word("MoEExperts", "transport", transport, *TRANSPORTS)
@@ -147,7 +141,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         self._options = options
         self._delayed = [] if delay_wgrad else None
         self._move = _move(group, num_experts, rank_capacity, device, transport)
-        _layers.add(self)
+        layers.add(self)
         factory: Any = {"dtype": dtype, "device": device}
         e, h, i = len(self.local_experts), hidden_size, intermediate_size
         if recipe is not None and e > MOST_EXPERTS:
@@ -155,7 +149,6 @@ class MoEExperts(ExpertBlock, nn.Module):
                 f"[MoEExperts] num_experts must be at most {MOST_EXPERTS} per rank with an FP8 "
                 f"recipe; got {e}"
             )
-        trained = dtype is not torch.float8_e4m3fn
         self.gate_up_proj = nn.Parameter(
             torch.empty(e, activation.parts * i, h, **factory), trained
         )
@@ -165,9 +158,8 @@ class MoEExperts(ExpertBlock, nn.Module):
             for name, w in zip(self.bias_names, (self.gate_up_proj, self.down_proj), strict=True):
                 setattr(self, name, nn.Parameter(torch.empty(w.shape[:2], **factory)))
         if not trained:
-            for name, w in zip(
-                fp8_checkpoint.SCALES, (self.gate_up_proj, self.down_proj), strict=True
-            ):
+            for name, of in zip(fp8_checkpoint.SCALES, fp8_checkpoint.WEIGHTS, strict=True):
+                w = getattr(self, of)
                 shape = scale_shape(tuple(w.shape), "block")
                 scale = torch.empty(shape, dtype=torch.float32, device=w.device)
                 setattr(self, name, nn.Parameter(scale, False))
@@ -323,7 +315,7 @@ class MoEExperts(ExpertBlock, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _layers.add(self)
+        layers.add(self)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self._check_nothing_pending("state_dict()")
@@ -375,19 +367,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         return ", ".join(said)
 
 
-_layers: WeakSet[MoEExperts] = WeakSet()  # of this process
-
-
-def groups_of_shares() -> dict[Tensor, dist.ProcessGroup]:
-    """The group of each parameter of which every rank of a group holds a share: a plain one, or one
-    that fully_shard has split over other ranks. A DTensor of shard_experts' is the whole."""
-    return {
-        p: m.group
-        for m in _layers
-        if m.group is not None
-        for p in m.parameters()
-        if m._average is None or not is_sharded(p)
-    }
+layers: WeakSet[MoEExperts] = WeakSet()  # of this process
 
 
 def _move(

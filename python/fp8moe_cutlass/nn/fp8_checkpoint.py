@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fp8moe_cutlass.autograd.body import Options
 from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
 from fp8moe_cutlass.distributed.shards import is_sharded
 from fp8moe_cutlass.nn import lora
@@ -26,6 +27,19 @@ NAMES = WEIGHTS + SCALES
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _OF_AN_EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+
+def check_options(options: Options, bias: bool) -> None:
+    """ValueError for options that a layer of FP8 weights cannot have."""
+    if options.recipe is None:
+        raise ValueError("[MoEExperts] FP8 weights need an FP8 recipe; got recipe=None")
+    if options.activation.interleaved or not options.activation.gated:
+        raise ValueError(
+            "[MoEExperts] FP8 weights must be those of an activation with a gate that is not "
+            f"interleaved; got {options.activation}"
+        )
+    if bias:
+        raise ValueError("[MoEExperts] FP8 weights have no biases; got bias=True")
 
 
 def sizes(
