@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -136,15 +136,10 @@ def _recipe(layer: MoEExperts) -> Fp8Recipe:
     return recipe
 
 
-class _Route(NamedTuple):
-    """DeepEP's handle of a dispatch, for its gradient and both combines."""
-
-    handle: Any
-
-
 @dataclass(frozen=True)
 class _DeepEp:
-    """The move by a buffer of either generation (autograd/block.py)."""
+    """The move by a buffer of either generation (autograd/block.py). Its route is the handle of the
+    dispatch, which its gradient and both combines take."""
 
     buffer: Any
     num_experts: int  # of all ranks
@@ -157,29 +152,29 @@ class _DeepEp:
         self, x: Tensor, topk_idx: Tensor, probs: Tensor, recipe: Any, need: Need | None
     ) -> Arrived:
         rows, handle = self._dispatch(fp8.enter(x, recipe), topk_idx, probs)
-        return Arrived(rows.x, rows.probs, rows.plan, _Route(handle))
+        return Arrived(rows.x, rows.probs, rows.plan, handle)
 
     def receive(self, sent: Arrived) -> Arrived:
         return sent
 
-    def combine(self, out: Tensor, route: _Route) -> Tensor:
+    def combine(self, out: Tensor, route: Any) -> Tensor:
         combined: Tensor = self._combine(out, route)[0]
         return combined
 
     def send_grad(
-        self, dout: Tensor, route: _Route, recipe: Any, meanwhile: Any
+        self, dout: Tensor, route: Any, recipe: Any, meanwhile: Any
     ) -> tuple[Fp8Tensor, None]:
         sent = fp8.enter(dout, recipe, gradient=True)
         options = {k: v for k, v in self.dispatch_options.items() if k in ("config", "num_sms")}
-        pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route.handle, **options)[0]
+        pair = self.buffer.dispatch((sent.data, sent.scale_inv), handle=route, **options)[0]
         return fp8_rows("experts", pair, sent.pow2), None
 
     def return_grads(
-        self, dx: Tensor | None, dprobs: Tensor | None, route: _Route, beside: bool
+        self, dx: Tensor | None, dprobs: Tensor | None, route: Any, beside: bool
     ) -> Any:
         return self._combine(dx, route, dprobs)
 
-    def receive_grads(self, returning: Any, route: _Route) -> Any:
+    def receive_grads(self, returning: Any, route: Any) -> Any:
         return returning
 
     def _dispatch(self, x: Fp8Tensor, topk_idx: Tensor, weights: Tensor) -> Any:
@@ -207,9 +202,7 @@ class _DeepEp:
         rows = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
         return received(data, ids, probs, local, counts=counts, rows=rows, pow2=x.pow2), handle
 
-    def _combine(self, rows: Any, route: _Route, weights: Tensor | None = None) -> Any:
+    def _combine(self, rows: Any, handle: Any, weights: Tensor | None = None) -> Any:
         """(sums [T, H] bf16, sums of the weights [T, S] | None)."""
-        combined = self.buffer.combine(
-            rows, route.handle, topk_weights=weights, **self.combine_options
-        )
+        combined = self.buffer.combine(rows, handle, topk_weights=weights, **self.combine_options)
         return combined[:2]

@@ -188,9 +188,8 @@ class ExpertBlock(Owner):
         transposed = self.transposed_weights == "save" and torch.is_grad_enabled()
         with torch.no_grad():
             gate_up, down = self.local_weights()
-        if is_codes(gate_up):
-            return self._codes(transposed)
-        with torch.no_grad():
+            if is_codes(gate_up):
+                return self._codes(transposed)
             gate_up, down = whole(gate_up.detach()), whole(down.detach())
         gathered = gathered_weights(gate_up, down)
         if gathered is not None:  # fully_shard frees them: a value has its own
