@@ -401,7 +401,7 @@ void Reader::look_at(Object given, const Tensor& t, const char* part) {
       !torch->forward_ad.attr("unpack_dual")(given).attr("tangent").is_none())
     fail(part,
          "must not have a tangent, which would be lost: ops have no forward-mode AD; got one");
-  if (role_ == Role::out || role_ == Role::optional_out) written_.push_back(given.ptr());
+  if (makes()) written_.push_back(given.ptr());
 }
 
 Tensor Reader::array_of_copy(Object given, const char* method, const char* part,

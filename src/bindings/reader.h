@@ -45,8 +45,7 @@ class __attribute__((visibility("hidden"))) Reader {
     name_ = field.name, role_ = field.role;
     if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, Fp8Tensor> ||
                   std::is_same_v<T, RoutingPlan>)
-      if (field.role == Role::out || field.role == Role::optional_out)
-        results_.push_back(made(p.*field.at));
+      if (makes()) results_.push_back(made(p.*field.at));
   }
   void provide(Tensor& workspace, int64_t bytes, bool zero);
 
@@ -99,10 +98,7 @@ class __attribute__((visibility("hidden"))) Reader {
     return role_ == Role::optional_in || role_ == Role::optional_out || is_workspace(role_);
   }
   bool makes() const { return role_ == Role::out || role_ == Role::optional_out; }
-  bool output() const {
-    return role_ == Role::out || role_ == Role::optional_out || role_ == Role::status ||
-           is_workspace(role_);
-  }
+  bool output() const { return makes() || role_ == Role::status || is_workspace(role_); }
   // Throws "[op] <name><part> must be <rule>[ or None]; got <given>".
   [[noreturn]] void refuse(Object given, const std::string& rule, const char* part = "") const;
   template <typename... Parts>
