@@ -54,7 +54,6 @@ class Asked(NamedTuple):
     models: Sequence[str] = ()  # none: all
     worlds: Sequence[int] = WORLDS
     routings: Sequence[str] = ("random", "zipf")  # with exact sizes
-    bf16: bool = True
 
 
 EVERYTHING = Asked()
@@ -98,7 +97,7 @@ class Group:
         variant = f"{kind}, {'exact' if rank_capacity is None else f'capacity {SPARE}'}"
         yield from self._exchanges(legs, variant)
         yield from self._layers(layers, inputs, legs[TRANSPORTS[0]], variant)
-        if self.asked.bf16 and variant == "random, exact":
+        if variant == "random, exact":
             # By itself: each step leaves the next one a colder host.
             bf16 = {SAME_EXCHANGE: Contender(Bf16Layer(layers[TRANSPORTS[0]], None), inputs)}
             beside = f"{variant}, beside bf16"
@@ -255,7 +254,6 @@ def main() -> None:
     arguments.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="groups' sizes")
     arguments.add_argument("--model", action="append", default=[], help="only this; repeatable")
     arguments.add_argument("--routings", nargs="+", default=("random", "zipf"))
-    arguments.add_argument("--no-bf16", action="store_true", help="without the bf16 layer")
     given = arguments.parse_args()
     ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
     with processes(ranks, torch.device(given.device)) as device:
@@ -264,7 +262,7 @@ def main() -> None:
         keep: OnResult = ignore
         if first:  # a run that is ended keeps the shapes it has done
             on_result, keep = show, lambda record: write(record, given.json)
-        asked = Asked(given.model, given.worlds, given.routings, not given.no_bf16)
+        asked = Asked(given.model, given.worlds, given.routings)
         run_ep(device, given.quick, on_result, asked, keep)
 
 

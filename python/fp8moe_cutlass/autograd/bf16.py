@@ -244,8 +244,8 @@ def backward(
         Wgrad(dz, x, plan, gather=True) if need.gate_up else None,
         Wgrad(dy, h, plan) if need.down else None,
         biases=(
-            _sums(dz, torch.ones_like(row_probs), plan, gate_up_bias),
-            _sums(dy, row_probs, plan, down_bias),
+            _sums(dz, torch.ones_like(row_probs), plan),
+            _sums(dy, row_probs, plan),
         )
         if gate_up_bias is not None and down_bias is not None and need.biases
         else (None, None),
@@ -282,8 +282,8 @@ def _dots(rows: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
     return (rows.float() * bias[expert].float()).sum(dim=-1)
 
 
-def _sums(rows: Tensor, weights: Tensor, plan: Plan, bias: Tensor) -> Tensor:
-    """The gradient of bias [E, N] in bf16: the sum of weights[row] * rows[row] of each expert, in
+def _sums(rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """The gradient of a bias [E, N] in bf16: the sum of weights[row] * rows[row] of each expert, in
     one order."""
     u = weights.bfloat16()[:, None].repeat(1, 8)  # what torch multiplies at least
     return grouped_mm(u.t(), rows, plan.offsets)[:, 0].contiguous()
