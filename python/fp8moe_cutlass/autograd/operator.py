@@ -75,12 +75,11 @@ class _Backward(NamedTuple):
     scaling: float  # of a Lora; 0: there is none
 
 
-def _options_of(words: list[str]) -> Options:
-    preactivation, transposed, word, *recipe = words
-    activation = Activation.of_word(word)
-    if not recipe:
-        return Options(None, preactivation, transposed, activation)
-    return Options(Fp8Recipe.of_word(*recipe), preactivation, transposed, activation)
+def _read(how: str) -> tuple[str, Options]:
+    """What moves the tokens, and the options."""
+    _, kind, preactivation, transposed, word, *words = how.split()
+    recipe = Fp8Recipe.of_word(*words) if words else None
+    return kind, Options(recipe, preactivation, transposed, Activation.of_word(word))
 
 
 def _move_of(kind: str, plan: Tensor | None, sizes: Sequence[int], owner: Owner | None) -> Move:
@@ -108,8 +107,7 @@ def _forward_of(*arguments: Any) -> list[Tensor]:
     of = _Forward(*arguments)
     x, topk_idx, probs, plan, gate_up, down, up, codes, biases, lora, scaling = of[:11]
     how, sizes, key, need = of[11:]
-    _, kind, *words = how.split()
-    options, number = _options_of(words), int(key)
+    (kind, options), number = _read(how), int(key)
     owner = owners[number] if number >= 0 else None
     move = _move_of(kind, plan, sizes, owner)
     out, saved, route = block.forward(
@@ -135,8 +133,7 @@ def _fake(*arguments: Any) -> list[Tensor]:
     out = of.x.new_empty(of.x.shape)
     if not of.need:
         return [out]
-    _, kind, *words = of.how.split()
-    options, route = _options_of(words), []
+    (kind, options), route = _read(of.how), []
     buffer: Any = of.plan
     size: Any = None
     sent: Sequence[Any] = ()
@@ -248,7 +245,6 @@ def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf1
     return bf16.Saved(offsets, order, row_of, padding, x, z, probs, gate_up, down, *of.biases)
 
 
-_WORDS_OF_BF16 = 5
 _ABSENT, _AN_INPUT = (0,) * 4, (0,) * 5  # the shapes that stand for a saved tensor
 
 
@@ -269,7 +265,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     by_place: list[Tensor | None]  # inputs, where the body saves them
-    if len(how.split()) == _WORDS_OF_BF16:
+    if _read(how)[1].recipe is None:
         of_weights = gate_up, down, *(biases or (None, None))
         by_place = [None, None, None, None, x, None, probs, *of_weights]
     else:
@@ -303,8 +299,7 @@ def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 def _backward_of(*arguments: Any) -> list[Tensor]:
     dout, saved, how, sizes, key, need, widths, dtypes, slots, scaling = _Backward(*arguments)
-    _, kind, *words = how.split()
-    options, owner = _options_of(words), owners.get(int(key))
+    (kind, options), owner = _read(how), owners.get(int(key))
     asked = Need(*need[:_NEED])
     there = [None if t.ndim == len(_ABSENT) else t for t in saved]
     tensors = [t if t is None or is_turned(t) else t.contiguous() for t in there]
@@ -358,7 +353,7 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     given = _Backward(*arguments)
     dout, need, slots, (experts, hidden, width) = given.dout, given.need, given.slots, given.widths
     tokens, (of, up) = dout.shape[0], _dtypes(given.dtypes)
-    options = _options_of(given.how.split()[2:])
+    options = _read(given.how)[1]
     parts = 1 if up is not None else options.activation.parts
     shapes: Any = (
         ((tokens, hidden), dout.dtype),
@@ -397,7 +392,7 @@ def _flops(*shapes: Any, **_: Any) -> int:
 
 def _flops_backward(*shapes: Any, **_: Any) -> int:
     of: Any = _Backward(*shapes)
-    options, need = _options_of(of.how.split()[2:]), of.need
+    options, need = _read(of.how)[1], of.need
     again, parts = options.preactivation == "recompute", options.activation.parts
     gemms = 1 + parts * (need[0] + need[2] + again) + need[3]
     flops: int = 2 * of.dout[0] * max(of.slots, 1) * of.widths[1] * of.widths[2] * gemms

@@ -45,7 +45,7 @@ def swap(
         if isinstance(node, partial) and _is_moe_layer(node.func):
             found.append(node)
             return _swapped(node, layer, options)
-        if isinstance(node, list | tuple) and type(node) in (list, tuple):
+        if type(node) in (list, tuple):
             return type(node)(walk(one) for one in node)
         if isinstance(node, dict):
             return {key: walk(one) for key, one in node.items()}
