@@ -104,6 +104,12 @@ void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<in
                " has no memory behind it (a meta or fake tensor); got a null pointer");
 }
 
+void Checker::tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+                     std::initializer_list<DType> dtypes) const {
+  tensor(t, name, shape, "");
+  dtype(t, name, dtypes);
+}
+
 void Checker::dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
                     const char* part) const {
   for (DType d : allowed)
@@ -146,8 +152,7 @@ void Checker::workspace(const Tensor& t, int64_t bytes) const {
   FP8MOE_CHECK(t.defined(), "[", op_, "] workspace must be given on ", name_of(device_), ", ",
                bytes, " bytes of uint8; got none");
   ndim(t, "workspace", 1);
-  tensor(t, "workspace", {t.shape[0]});
-  dtype(t, "workspace", {DType::u8});
+  tensor(t, "workspace", {t.shape[0]}, {DType::u8});
   aligned(t, "workspace");
   FP8MOE_CHECK(t.shape[0] >= bytes, "[", op_, "] workspace must have at least ", bytes,
                " bytes; got ", t.shape[0]);
@@ -206,8 +211,7 @@ void Checker::plan_sizes(const RoutingPlan& plan) const {
 
 void Checker::plan(const RoutingPlan& plan) const {
   plan_sizes(plan);
-  tensor(plan.buffer, "plan", {plan.buffer_size()});
-  dtype(plan.buffer, "plan", {DType::i32});
+  tensor(plan.buffer, "plan", {plan.buffer_size()}, {DType::i32});
   aligned(plan.buffer, "plan");
   plan_ = &plan;
 }
@@ -225,8 +229,7 @@ void Checker::output(Tensor& t, const char* name, std::initializer_list<int64_t>
     this->dtype(t, name, dtypes);
     return;
   }
-  tensor(t, name, shape);
-  dtype(t, name, dtypes);
+  tensor(t, name, shape, dtypes);
   if (aligned) this->aligned(t, name);
 }
 
@@ -279,8 +282,7 @@ void Checker::aligned(const Tensor& t, const char* name, const char* part) const
 int64_t Checker::values(const Tensor& t, const char* name, int64_t rows, int64_t factor) const {
   ndim(t, name, 2);
   const int64_t c = t.shape[1];
-  tensor(t, name, {rows, c});
-  dtype(t, name, {DType::f32, DType::f16, DType::bf16});
+  tensor(t, name, {rows, c}, {DType::f32, DType::f16, DType::bf16});
   multiple(c, name, factor, ".shape[1]");
   aligned(t, name);
   return c;
@@ -311,8 +313,7 @@ void Checker::disjoint(std::initializer_list<Memory> outputs,
 
 void check_first(const char* op, const Tensor& first, int64_t ranks) {
   const Checker host(op, Device{DeviceType::cpu, 0});
-  host.tensor(first, "first", {ranks});
-  host.dtype(first, "first", {DType::i32});
+  host.tensor(first, "first", {ranks}, {DType::i32});
   FP8MOE_CHECK(ranks <= kMostPeers, "[", op, "] peers are at most ", kMostPeers, " ranks; got ",
                ranks);
 }

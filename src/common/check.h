@@ -52,6 +52,9 @@ class Checker {
   // part: what of `name` it is (".scale_inv"), for the message.
   void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
               const char* part = "") const;
+  // The same, and of one of these dtypes.
+  void tensor(const Tensor& t, const char* name, std::initializer_list<int64_t> shape,
+              std::initializer_list<DType> dtypes) const;
   void ndim(const Tensor& t, const char* name, int ndim) const;
   void dtype(const Tensor& t, const char* name, std::initializer_list<DType> allowed,
              const char* part = "") const;

@@ -50,8 +50,7 @@ void check_act(const Checker& check, int64_t rows, const RoutingPlan& plan, cons
                  " rows; got ", rows);
   }
   if (probs.defined()) {
-    check.tensor(probs, "probs", {rows});
-    check.dtype(probs, "probs", {DType::f32});
+    check.tensor(probs, "probs", {rows}, {DType::f32});
   }
 }
 
@@ -112,8 +111,7 @@ void outputs(ActQuantizeBackward& p) {
   check_act(check, rows, p.plan, p.probs);
   check.tensor(p.dh, "dh", {rows, inner});
   check.aligned(p.dh, "dh");
-  check.tensor(p.z, "z", {rows, width});
-  check.dtype(p.z, "z", {DType::f32, DType::f16, DType::bf16});
+  check.tensor(p.z, "z", {rows, width}, {DType::f32, DType::f16, DType::bf16});
   check.aligned(p.z, "z");
   check.output(p.dz, "dz", {rows, width}, {ScaleLayout::row, ScaleLayout::gemm});
   if (p.dprobs.defined() || p.dprobs.is_wanted()) {

@@ -33,8 +33,8 @@ void outputs(DispatchPlan& p) {
   }
   check.output(p.plan);
   check_ranks(check, p.plan);
-  check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.topk_idx.shape[1]});
-  check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
+  check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.topk_idx.shape[1]},
+               {DType::i32, DType::i64});
   FP8MOE_CHECK(p.topk_idx.numel() <= kMaxInt,
                "[dispatch_plan] topk_idx must have less than 2^31 entries; got ",
                p.topk_idx.numel());
@@ -48,8 +48,7 @@ void outputs(DispatchPlan& p) {
                p.plan.capacity, " / ", p.plan.experts, ", a whole number); got ", p.segment);
   check.output(p.counts, "counts", {p.plan.experts, 2}, {DType::i32});
   if (p.dropped.defined() || p.dropped.is_wanted()) {
-    check.tensor(p.dropped, "dropped", {3});
-    check.dtype(p.dropped, "dropped", {DType::i64});
+    check.tensor(p.dropped, "dropped", {3}, {DType::i64});
   }
 }
 
@@ -83,10 +82,8 @@ void outputs(QuantizePack& p) {
   if (p.topk_idx.defined()) {
     check.ndim(p.topk_idx, "topk_idx", 2);
     slots = p.topk_idx.shape[1];
-    check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, slots});
-    check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
-    check.tensor(p.probs, "probs", {p.plan.tokens, slots});
-    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, slots}, {DType::i32, DType::i64});
+    check.tensor(p.probs, "probs", {p.plan.tokens, slots}, {DType::f32});
     FP8MOE_CHECK(
         p.num_experts >= 1 && p.num_experts <= kMaxInt && p.num_experts % p.plan.experts == 0,
         "[quantize_pack] num_experts must be a positive multiple of the ranks (", p.plan.experts,
@@ -95,8 +92,7 @@ void outputs(QuantizePack& p) {
   const int64_t bytes = packed_row_bytes(hidden, slots);
   int64_t rows = p.plan.rows();
   if (p.peers.defined()) {
-    check.tensor(p.peers, "peers", {p.plan.experts});
-    check.dtype(p.peers, "peers", {DType::i64});
+    check.tensor(p.peers, "peers", {p.plan.experts}, {DType::i64});
     FP8MOE_CHECK(!p.packed.is_wanted(),
                  "[quantize_pack] peers need packed, what this rank's points at; got none");
     check.ndim(p.packed, "packed", 2);
@@ -131,8 +127,7 @@ void outputs(Unpack& p) {
   FP8MOE_CHECK(p.hidden >= 0 && p.hidden <= kMaxInt,
                "[unpack] hidden must not be negative or over 2^31 - 1; got ", p.hidden);
   check.multiple(p.hidden, "hidden", 16);
-  check.tensor(p.packed, "packed", {rows, packed_row_bytes(p.hidden, slots)});
-  check.dtype(p.packed, "packed", {DType::u8});
+  check.tensor(p.packed, "packed", {rows, packed_row_bytes(p.hidden, slots)}, {DType::u8});
   check.aligned(p.packed, "packed");
   check.output(p.topk_idx, "topk_idx", {rows, slots}, {DType::i32});
   check.output(p.probs, "probs", {rows, slots}, {DType::f32});
@@ -155,28 +150,22 @@ void outputs(ShareWords& p) {
   check.tensor(p.words, "words", {p.words.numel()});
   if (p.more.defined()) {
     check.ndim(p.more, "more", 2);
-    check.tensor(p.more, "more", {p.more.shape[0], p.more.shape[1]});
-    check.dtype(p.more, "more", {DType::i32});
+    check.tensor(p.more, "more", {p.more.shape[0], p.more.shape[1]}, {DType::i32});
   }
   const int64_t words = p.count();
-  check.tensor(p.peers, "peers", {ranks});
-  check.dtype(p.peers, "peers", {DType::i64});
+  check.tensor(p.peers, "peers", {ranks}, {DType::i64});
   check.ndim(p.mailbox, "mailbox", 3);
-  check.tensor(p.mailbox, "mailbox", {2, ranks, p.mailbox.shape[2]});
-  check.dtype(p.mailbox, "mailbox", {DType::i32});
+  check.tensor(p.mailbox, "mailbox", {2, ranks, p.mailbox.shape[2]}, {DType::i32});
   FP8MOE_CHECK(p.mailbox.shape[2] > words,
                "[share_words] mailbox must have room for more than the ", words, " words; got ",
                p.mailbox.shape[2]);
-  check.tensor(p.calls, "calls", {1});
-  check.dtype(p.calls, "calls", {DType::i32});
-  check.tensor(p.ended, "ended", {1});
-  check.dtype(p.ended, "ended", {DType::i32});
+  check.tensor(p.calls, "calls", {1}, {DType::i32});
+  check.tensor(p.ended, "ended", {1}, {DType::i32});
   const auto either = [&](const Tensor& t) {  // on the device or on the host
     const bool on_host = !t.is_wanted() && t.device.type == DeviceType::cpu;
     return Checker("share_words", on_host ? t.device : p.words.device);
   };
-  either(p.late).tensor(p.late, "late", {ranks});
-  either(p.late).dtype(p.late, "late", {DType::i32});
+  either(p.late).tensor(p.late, "late", {ranks}, {DType::i32});
   FP8MOE_CHECK(p.rank >= 0 && p.rank < ranks, "[share_words] rank must lie in [0, ", ranks,
                "); got ", p.rank);
   FP8MOE_CHECK(p.timeout_ms >= 0 && p.timeout_ms <= 1'000'000'000,
@@ -199,12 +188,11 @@ void share_words(const ShareWords& given, Stream stream) {
 void outputs(CopyRows& p) {
   const Checker check("copy_rows", p.out.device);
   check.ndim(p.out, "out", 2);
-  check.tensor(p.out, "out", {p.out.shape[0], p.out.shape[1]});
-  check.dtype(p.out, "out", {DType::f32, DType::f16, DType::bf16, DType::i32, DType::u8});
+  check.tensor(p.out, "out", {p.out.shape[0], p.out.shape[1]},
+               {DType::f32, DType::f16, DType::bf16, DType::i32, DType::u8});
   const Checker host("copy_rows", Device{DeviceType::cpu, 0});
   host.ndim(p.places, "places", 2);
-  host.tensor(p.places, "places", {p.places.shape[0], 3});
-  host.dtype(p.places, "places", {DType::i64});
+  host.tensor(p.places, "places", {p.places.shape[0], 3}, {DType::i64});
 }
 
 void copy_rows(const CopyRows& given, Stream stream) {

@@ -58,8 +58,7 @@ void outputs(LoraWgrad& p) {
   const int64_t c = check_rows(check, p.rows, p.plan);
   check.ndim(p.u, "u", 2);
   const int64_t rank = p.u.shape[1], e = p.plan.experts;
-  check.tensor(p.u, "u", {p.plan.rows(), rank});
-  check.dtype(p.u, "u", {DType::bf16});
+  check.tensor(p.u, "u", {p.plan.rows(), rank}, {DType::bf16});
   check_rank(check, rank);
   check.aligned(p.u, "u");
   if (p.rank_first)
@@ -81,8 +80,7 @@ void outputs(QuantizeLora& p) {
   check.ndim(p.factor, "factor", 3);
   const int64_t e = p.factor.shape[0], rank = p.factor.shape[p.rank_first ? 1 : 2],
                 c = p.factor.shape[p.rank_first ? 2 : 1];
-  check.tensor(p.factor, "factor", {e, p.factor.shape[1], p.factor.shape[2]});
-  check.dtype(p.factor, "factor", {DType::bf16});
+  check.tensor(p.factor, "factor", {e, p.factor.shape[1], p.factor.shape[2]}, {DType::bf16});
   check_rank(check, rank);
   check.multiple(c, p.rank_first ? "factor.shape[2]" : "factor.shape[1]", 16);
   check.aligned(p.factor, "factor");

@@ -32,8 +32,7 @@ void outputs(PermutePad& p) {
   FP8MOE_CHECK(p.probs.defined() || !p.zero_unweighted,
                "[permute_pad] zero_unweighted needs probs; got none");
   if (p.probs.defined()) {
-    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
-    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots}, {DType::f32});
     check.output(p.row_probs, "row_probs", {p.plan.rows()}, {DType::f32});
   }
 }
@@ -57,8 +56,7 @@ void outputs(PermutePadBackward& p) {
                "[permute_pad_backward] row_dprobs and dprobs are given together; got only ",
                dprobs ? "dprobs" : "row_dprobs");
   if (dprobs) {
-    check.tensor(p.row_dprobs, "row_dprobs", {p.plan.rows()});
-    check.dtype(p.row_dprobs, "row_dprobs", {DType::f32});
+    check.tensor(p.row_dprobs, "row_dprobs", {p.plan.rows()}, {DType::f32});
     check.output(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots}, {DType::f32});
   }
 }
@@ -84,8 +82,7 @@ void outputs(UnpermuteUnpad& p) {
                  "[unpermute_unpad] peers need a plan of dispatch_plan, slots == experts (the "
                  "ranks); got ",
                  p.plan.slots, " and ", p.plan.experts);
-    check.tensor(p.peers, "peers", {p.plan.slots});
-    check.dtype(p.peers, "peers", {DType::i64});
+    check.tensor(p.peers, "peers", {p.plan.slots}, {DType::i64});
     check_first(p.op, p.first, p.plan.slots);
     check.ndim(p.y, "y", 2);
     rows = p.y.shape[0];
@@ -93,8 +90,7 @@ void outputs(UnpermuteUnpad& p) {
   const int64_t c = check.values(p.y, "y", rows, p.y.dtype == DType::f32 ? 4 : 16);
   check.output(p.out, "out", {p.plan.tokens, c}, {p.y.dtype}, true);
   if (p.probs.defined()) {
-    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
-    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots}, {DType::f32});
   }
 }
 
@@ -122,11 +118,9 @@ void outputs(UnpermuteUnpadBackward& p) {
       "[unpermute_unpad_backward] y, probs and dprobs are given together or not at all; got ",
       p.y.defined() ? "y " : "", p.probs.defined() ? "probs " : "", dprobs ? "dprobs" : "");
   if (p.probs.defined()) {
-    check.tensor(p.y, "y", {p.plan.rows(), c});
-    check.dtype(p.y, "y", {p.dout.dtype});
+    check.tensor(p.y, "y", {p.plan.rows(), c}, {p.dout.dtype});
     check.aligned(p.y, "y");
-    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots});
-    check.dtype(p.probs, "probs", {DType::f32});
+    check.tensor(p.probs, "probs", {p.plan.tokens, p.plan.slots}, {DType::f32});
     check.output(p.dprobs, "dprobs", {p.plan.tokens, p.plan.slots}, {DType::f32});
   }
 }

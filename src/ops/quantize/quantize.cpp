@@ -7,8 +7,7 @@ namespace fp8moe {
 void outputs(Quantize& p) {
   const Checker check("quantize", p.x.device);
   check.ndim(p.x, "x", 2);
-  check.tensor(p.x, "x", {p.x.shape[0], p.x.shape[1]});
-  check.dtype(p.x, "x", {DType::f32, DType::f16, DType::bf16});
+  check.tensor(p.x, "x", {p.x.shape[0], p.x.shape[1]}, {DType::f32, DType::f16, DType::bf16});
   check.multiple(p.x.shape[1], "x.shape[1]", 16);
   check.output(p.q, "q", {p.x.shape[0], p.x.shape[1]}, {ScaleLayout::row, ScaleLayout::gemm});
   check.aligned(p.x, "x");
@@ -28,8 +27,7 @@ void outputs(QuantizeWeight& p) {
   check.ndim(p.w, "w", 3);
   const int64_t experts = p.w.shape[0];
   const int64_t k = p.w.shape[2];
-  check.tensor(p.w, "w", {experts, p.w.shape[1], k});
-  check.dtype(p.w, "w", {DType::f32, DType::f16, DType::bf16});
+  check.tensor(p.w, "w", {experts, p.w.shape[1], k}, {DType::f32, DType::f16, DType::bf16});
   check.multiple(p.w.shape[1], "w.shape[1]", p.below.defined() ? 128 : 16);
   check.multiple(k, "w.shape[2]", 16);
   if (p.below.defined()) {

@@ -27,13 +27,12 @@ void outputs(Route& p) {
   }
   check.output(plan);
   if (p.topk_idx.defined()) {
-    check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.plan.slots});
-    check.dtype(p.topk_idx, "topk_idx", {DType::i32, DType::i64});
+    check.tensor(p.topk_idx, "topk_idx", {p.plan.tokens, p.plan.slots}, {DType::i32, DType::i64});
   } else {
     FP8MOE_CHECK(p.plan.slots == p.plan.experts, "[route] plan.slots must be plan.experts (",
                  p.plan.experts, ") for a routing_map; got ", p.plan.slots);
-    check.tensor(p.routing_map, "routing_map", {p.plan.tokens, p.plan.experts});
-    check.dtype(p.routing_map, "routing_map", {DType::boolean, DType::u8, DType::i32, DType::i64});
+    check.tensor(p.routing_map, "routing_map", {p.plan.tokens, p.plan.experts},
+                 {DType::boolean, DType::u8, DType::i32, DType::i64});
   }
 }
 
@@ -58,8 +57,8 @@ void outputs(PlanFromCounts& p) {
   FP8MOE_CHECK(p.plan.slots == 1 && p.plan.tokens == p.plan.capacity,
                "[plan_from_counts] plan must have 1 slot and tokens == capacity; got ",
                p.plan.slots, " slots, ", p.plan.tokens, " tokens, capacity ", p.plan.capacity);
-  check.tensor(p.tokens_per_expert, "tokens_per_expert", {p.plan.experts});
-  check.dtype(p.tokens_per_expert, "tokens_per_expert", {DType::i32, DType::i64});
+  check.tensor(p.tokens_per_expert, "tokens_per_expert", {p.plan.experts},
+               {DType::i32, DType::i64});
 }
 
 void plan_from_counts(const PlanFromCounts& given, Stream stream) {
@@ -84,8 +83,7 @@ void outputs(PlanFromRowIdMap& p) {
     FP8MOE_CHECK(p.row_id_map.ndim == 2,
                  "[plan_from_row_id_map] pad_offsets must be of a mask map; got them with an index "
                  "map");
-    check.tensor(p.pad_offsets, "pad_offsets", {p.plan.slots});
-    check.dtype(p.pad_offsets, "pad_offsets", {DType::i64});
+    check.tensor(p.pad_offsets, "pad_offsets", {p.plan.slots}, {DType::i64});
   }
 }
 
@@ -143,15 +141,12 @@ void outputs(RouterTopk& p) {
   check_experts(p.op, experts, top_k);
   check_groups(p, experts);
   check_weights(p);
-  check.tensor(p.logits, "logits", {tokens, experts});
-  check.dtype(p.logits, "logits", {DType::f32});
+  check.tensor(p.logits, "logits", {tokens, experts}, {DType::f32});
   if (p.selection_bias.defined()) {
-    check.tensor(p.selection_bias, "selection_bias", {experts});
-    check.dtype(p.selection_bias, "selection_bias", {DType::f32});
+    check.tensor(p.selection_bias, "selection_bias", {experts}, {DType::f32});
   }
   if (p.padding.defined()) {
-    check.tensor(p.padding, "padding", {tokens});
-    check.dtype(p.padding, "padding", {DType::boolean, DType::u8});
+    check.tensor(p.padding, "padding", {tokens}, {DType::boolean, DType::u8});
   }
   const bool chosen = p.topk_idx.defined() || p.topk_idx.is_wanted();
   FP8MOE_CHECK(p.given_idx.defined() != chosen,
@@ -160,8 +155,7 @@ void outputs(RouterTopk& p) {
   if (chosen) {
     check.output(p.topk_idx, "topk_idx", {tokens, top_k}, {DType::i64});
   } else {
-    check.tensor(p.given_idx, "given_idx", {tokens, top_k});
-    check.dtype(p.given_idx, "given_idx", {DType::i64});
+    check.tensor(p.given_idx, "given_idx", {tokens, top_k}, {DType::i64});
   }
   check.output(p.scores, "scores", {tokens, experts}, {DType::f32});
   check.output(p.topk_weights, "topk_weights", {tokens, top_k}, {DType::f32});
@@ -210,8 +204,7 @@ void outputs(RouterTopkBackward& p) {
   };
   for (const auto& [t, name, columns, dtype, optional] : arguments) {
     if (optional && !t.defined()) continue;
-    check.tensor(t, name, {tokens, columns});
-    check.dtype(t, name, {dtype});
+    check.tensor(t, name, {tokens, columns}, {dtype});
   }
   check.output(p.dlogits, "dlogits", {tokens, experts}, {DType::f32});
 }
