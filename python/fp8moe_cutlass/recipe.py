@@ -93,13 +93,9 @@ class Fp8Recipe:
     def of_word(word: str) -> Fp8Recipe:
         """The Fp8Recipe of a `word`."""
         said: dict[str, Any] = dict(zip(_FIELDS, word.split(","), strict=True))
-        of_h = said["activation_eps"]
-        floors = {"eps": float(said["eps"]), "activation_eps": _number(of_h)}
-        return Fp8Recipe(**{**said, **floors})
+        for name in ("eps", "activation_eps"):
+            said[name] = None if said[name] == "None" else float(said[name])
+        return Fp8Recipe(**said)
 
 
 _FIELDS = tuple(field.name for field in fields(Fp8Recipe))
-
-
-def _number(word: str) -> float | None:
-    return None if word == "None" else float(word)

@@ -40,10 +40,10 @@ def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
             c.activation_func not in ((F.silu, quick_gelu) if gated else (squared_relu,))
         ),
         f"activation_func_clamp_value={c.activation_func_clamp_value} without quick_gelu": (
-            _given(c.activation_func_clamp_value) and c.activation_func is not quick_gelu
+            c.activation_func_clamp_value is not None and c.activation_func is not quick_gelu
         ),
-        f"moe_mlp_glu_interleave_size={c.moe_mlp_glu_interleave_size}": _given(
-            c.moe_mlp_glu_interleave_size
+        f"moe_mlp_glu_interleave_size={c.moe_mlp_glu_interleave_size}": (
+            c.moe_mlp_glu_interleave_size is not None
         ),
         "use_te_activation_func": c.use_te_activation_func,
         "expert_tensor_parallel_size over 1": get_pg_size(groups.expt_tp) > 1
@@ -51,7 +51,7 @@ def _of_experts(c: Any, groups: Any, name: str | None) -> dict[str, bool]:
         "gtp_weight_remat_size over 1": c.gtp_weight_remat_size > 1,
         "expert_gtp_weight_remat_size over 1": c.expert_gtp_weight_remat_size > 1,
         "fp8_param": c.fp8_param,
-        "fp4": _given(c.fp4),
+        "fp4": c.fp4 is not None,
         "first_last_layers_bf16": c.first_last_layers_bf16,
         "quant_recipe, which has an entry for these experts": any(
             get_quant_config_or_none(f"{name}.{linear}", c.quant_recipe) is not None
@@ -90,16 +90,12 @@ def _of_layer(c: Any) -> dict[str, bool]:
             c.overlap_dispatch_backward_with_experts_wgrad
         ),
         f"cuda_graph_impl={c.cuda_graph_impl!r} of the MoE layer": bool(captured),
-        f"moe_latent_size={c.moe_latent_size}": _given(c.moe_latent_size),
+        f"moe_latent_size={c.moe_latent_size}": c.moe_latent_size is not None,
         "moe_apply_probs_on_input": c.moe_apply_probs_on_input,
         "tensor_model_parallel_size over 1 without sequence_parallel": (
             c.tensor_model_parallel_size > 1 and not c.sequence_parallel
         ),
     }
-
-
-def _given(value: Any) -> bool:
-    return value is not None
 
 
 def _named(function: Any) -> str:
