@@ -600,6 +600,21 @@ def test_scopes_after_a_compiled_forward(quantized: list[int]) -> None:
         assert all(torch.equal(its[name], grad) for name, grad in want.items())
 
 
+def test_main_grad_of_a_registered_model_that_is_compiled() -> None:
+    """The graph breaks at the experts, which keep no module that a compiled backward could ask."""
+    torch._dynamo.reset()
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    model.set_experts_implementation("fp8moe")
+    want = gradients(model)
+    name, experts = next(iter(experts_of(model).items()))
+    weights = {f"{name}.{w}": p for w, p in experts.named_parameters()}
+    for w in weights.values():
+        w.main_grad = torch.zeros_like(w)
+    model.model.layers[0].compile(backend="aot_eager")
+    assert set(gradients(model).values()) == {None}
+    assert all(torch.equal(weights[name].main_grad, grad) for name, grad in want.items())
+
+
 @pytest.mark.parametrize("what", ["reuse", "telemetry"])
 @pytest.mark.parametrize(
     "copied",

@@ -251,6 +251,41 @@ def test_grad_dtype_is_refused_by_a_compiled_forward() -> None:
         run(p.x, p.topk_idx, p.probs)
 
 
+# ---- main_grad, compiled ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_equal_calls_in_one_graph_add_to_main_grad_each(recipe: Fp8Recipe | None) -> None:
+    """torch merges calls of an operator with equal arguments."""
+    torch._dynamo.reset()
+    p, layer = small(recipe=recipe)
+
+    def twice(x: Tensor) -> Tensor:
+        first: Tensor = layer(x, p.topk_idx, p.probs)
+        return first + layer(x, p.topk_idx, p.probs)
+
+    sums = []
+    for forward in (twice, torch.compile(twice, backend="aot_eager", fullgraph=True)):
+        for w in layer.parameters():
+            w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+        forward(p.x.clone().requires_grad_()).backward(p.dout)
+        sums.append([w.main_grad for w in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def test_a_main_grad_that_is_gone_in_a_compiled_backward() -> None:
+    """The compiled backward returns no gradient for .grad: it would be lost."""
+    torch._dynamo.reset()
+    p, layer = small()
+    for w in layer.parameters():
+        w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    out = run(p.x.clone().requires_grad_(), p.topk_idx, p.probs)
+    del layer.down_proj.main_grad
+    with pytest.raises(RuntimeError, match=r"main_grad must stay from a compiled forward to its"):
+        out.backward(p.dout)
+
+
 # ---- deferral -----------------------------------------------------------------------------------
 
 

@@ -80,6 +80,23 @@ def one_by_one(group: Any, problems: Any, rank_capacity: int | None) -> None:
     assert not torch.equal(want[0][0], want[1][0])
 
 
+def test_equal_calls_add_to_main_grad_each(pool: Pool) -> None:
+    results(pool.run(2, called_twice, batch(60)))
+
+
+def called_twice(group: Any, p: Any) -> None:
+    torch._dynamo.reset()
+    layer, sums = layer_of(p, group), []
+    mine = share(p, shares([35, 25])[rank_of(group)])
+    twice = lambda *given: layer(*given) + layer(*given)  # noqa: E731
+    for f in (twice, compiled(twice)):
+        for w in layer.parameters():
+            w.main_grad = torch.zeros(w.shape)
+        step(f, mine, layer)
+        sums.append([w.main_grad for w in layer.parameters()])
+    equal(*sums)
+
+
 def test_a_rank_receives_nothing(pool: Pool) -> None:
     """Every token goes to the first rank's experts; then one rank has no tokens at all."""
     ids = torch.zeros(60, 3, dtype=torch.int64)

@@ -328,14 +328,22 @@ def _backward_of(*arguments: Any) -> list[Tensor]:
     if owner is not None:
         own, average, low_rank = owner.owned(), owner._average, owner._lora_average
         counters = owner._counters
+    in_place = need[_NEED:]
+    if any(
+        into and getattr(w, "main_grad", None) is None
+        for w, into in zip(own, in_place, strict=True)
+    ):
+        raise RuntimeError(
+            "[MoEExperts] main_grad must stay from a compiled forward to its backward; got none"
+        )
     to = [
-        Destination(weight, dtype, shape, average, returned=not in_place)
-        for weight, dtype, shape, in_place in zip(own, of, shapes, need[_NEED:], strict=True)
+        Destination(weight, dtype, shape, average, returned=not into)
+        for weight, dtype, shape, into in zip(own, of, shapes, in_place, strict=True)
     ]
     del there, tensors
-    into = WeightGrads(to[0], to[1], None, up, to[2:])
+    grads = WeightGrads(to[0], to[1], None, up, to[2:])
     dx, dprobs, weights = block.backward(
-        dout, read, route, options, move, into, counters, asked, scaling
+        dout, read, route, options, move, grads, counters, asked, scaling
     )
     weights[5:] = averaged(weights[5:], low_rank)
     made = (dx, dprobs, *weights)  # dprobs of a group is a part of longer rows

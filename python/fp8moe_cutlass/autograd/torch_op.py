@@ -27,7 +27,7 @@ from fp8moe_cutlass.autograd.weight_grad import (
     weight_grads,
 )
 from fp8moe_cutlass.autograd.weights import Fp8Weights, is_turned
-from fp8moe_cutlass.ops._torch import refuse_transforms, runs, watched
+from fp8moe_cutlass.ops._torch import compiling, refuse_transforms, runs, watched
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.version import __version__
 
@@ -265,6 +265,7 @@ class Owner:
 
 owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _keys = itertools.count()
+_calls = itertools.count()
 
 
 def give_key(owner: Owner) -> None:
@@ -299,8 +300,9 @@ def _through_torch(
     in_place = [w.requires_grad and getattr(w, "main_grad", None) is not None for w in own]
     plan, op = None, torch.ops.fp8moe.experts
     key: int | Tensor = -1
+    call = ""
     if owner is not None and (any(in_place) or owner._counters is not None):
-        key = owner.key
+        key, call = owner.key, _number_of_call() if compiling() else ""
     tokens, experts = x.shape[0], gate_up.shape[0]
     if isinstance(move, Local):
         kind, most, slots = "tokens", move.max_assignments, topk_idx.shape[1]
@@ -324,7 +326,7 @@ def _through_torch(
             codes += [gate_up.new_empty(0)] * 2 if part is None else [part.data, part.scale_inv]
     asked = [] if need is None else [*need, *in_place]
     # The version: torch keeps compiled graphs on disk, with the backward of the release then.
-    how = f"{__version__} {kind} {words_of(options)}"
+    how = f"{__version__}{call} {kind} {words_of(options)}"
     factors, scaling = ([], 0.0) if lora is None else (list(lora.factors), lora.scaling)
     more = list(biases or ()), factors, scaling
     out: Tensor = op(
@@ -334,7 +336,7 @@ def _through_torch(
 
 
 def _check_traceable(weight: Tensor, into: bool, owner: Owner | None, need: Need | None) -> None:
-    if into and owner is None:
+    if into and (owner is None or owner.key < 0):
         raise RuntimeError("[experts] main_grad can be traced and compiled in a layer alone")
     if into and need is not None and not (need.x or need.probs):
         raise RuntimeError(  # torch leaves a backward out that returns nothing
@@ -353,6 +355,13 @@ def _check_traceable(weight: Tensor, into: bool, owner: Owner | None, need: Need
                 "[MoEExperts] grad_dtype cannot be compiled; "
                 f"got {dtype} of a {weight.dtype} weight"
             )
+
+
+@torch.compiler.assume_constant_result
+def _number_of_call() -> str:
+    """Of each call in a graph its own: torch merges calls with equal arguments, and what their
+    backwards add to main_grad would be added once."""
+    return f"#{next(_calls)}"
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot read the attribute
