@@ -280,6 +280,18 @@ def test_merging_inside_a_reuse_scope_counts(how: str) -> None:
         assert error(unloaded, plain) < 0.05
 
 
+def test_other_tuners_of_peft_leave_swapped_experts_alone() -> None:
+    model = model_of("Qwen3Moe", num_hidden_layers=1)
+    fp8moe.swap(model)
+    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    with torch.no_grad():
+        want = model(input_ids=tokens()).logits
+        model = peft.get_peft_model(model, config).unload()
+        assert torch.equal(model(input_ids=tokens()).logits, want)
+        model = peft.get_peft_model(model, config).merge_and_unload()
+        assert error(model(input_ids=tokens()).logits, want) < 0.05
+
+
 # ---- TRL -----------------------------------------------------------------------------------------
 
 

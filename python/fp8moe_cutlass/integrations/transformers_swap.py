@@ -5,6 +5,7 @@ integrations.transformers exports it. docs/how-to/hugging-face.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -148,11 +149,18 @@ class SwappedExperts(MoEExperts):
             )
         return super().forward(*args, **kwargs)
 
-    def unload_and_optionally_merge_module(self, merge: bool, **_: Any) -> SwappedExperts:
-        """What PEFT's merge_and_unload and unload leave of this module."""
-        if merge and self.lora_rank:
+    @property
+    def unload_and_optionally_merge_module(self) -> Callable[..., SwappedExperts]:
+        """What PEFT's merge_and_unload and unload call; a layer without LoRA has no such method,
+        of which some of PEFT's tuners expect a weight, too."""
+        if not self.lora_rank:
+            raise AttributeError("unload_and_optionally_merge_module")
+        return self._unloaded
+
+    def _unloaded(self, merge: bool, **_: Any) -> SwappedExperts:
+        if merge:
             self.merge_lora()
-        elif self.lora_rank:
+        else:
             remove(self)
         return self
 
