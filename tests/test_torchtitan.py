@@ -38,7 +38,7 @@ COUNTS = torch.tensor([17, 0, 23])
 OURS = "--override.imports=fp8moe_cutlass.integrations.torchtitan.fp8moe_experts"
 LAYER = "--override.imports=fp8moe_cutlass.integrations.torchtitan.fp8moe_layer"
 STEPS = 10
-BATCH = ["--training.local_batch_size=1", "--training.seq_len=128"]
+BATCH = ["--training.local_batch_size=1", "--training.seq_len=64"]
 EP = "--parallelism.expert_parallel_degree=2"
 DTENSORS = "--parallelism.spmd_backend=partial_dtensor"  # the default needs a newer torch
 
@@ -256,7 +256,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def losses(folder: Path, text: list[str], *arguments: str, ranks: int = 1) -> list[float]:
-    """Of its debug DeepSeek-V3, STEPS steps of 128 tokens per rank."""
+    """Of its debug DeepSeek-V3, STEPS steps of 64 tokens per rank."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
