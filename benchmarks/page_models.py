@@ -10,6 +10,7 @@ from quality import seconds_to
 RECIPE, SEVERAL = "transformers-recipe.json", "several-gpus.json"
 LORA, LORA_MODEL = "lora.json", "lora-model.json"
 ROLLOUT_LOSSES, QUALITY = "rollout-losses.json", "quality.json"
+COARSE, LONG = "quality-coarse.json", "quality-long.json"
 ACTIVATIONS = "activations.json"
 
 # ---- transformers -------------------------------------------------------------------------------
@@ -287,24 +288,43 @@ def quality() -> Rows:
     return found
 
 
-def heldout() -> dict[tuple[str, int], list[list[float]]]:
+def heldout(name: str = QUALITY) -> dict[tuple[str, int], list[list[float]]]:
     """By arm and seed: [step, loss, seconds] of each evaluation."""
-    return {(r["arm"], r["seed"]): r["heldout"] for r in record(QUALITY)["runs"]}
+    return {(r["arm"], r["seed"]): r["heldout"] for r in record(name)["runs"]}
+
+
+def pair(runs: dict[tuple[str, int], list[list[float]]], seed: int, *arms: str) -> list[str]:
+    """bf16's loss at the end, the arms' gaps to it, and the step at which FP8 reached it."""
+    base = runs["bf16", seed][-1][1]
+    gaps = [f"{runs[arm, seed][-1][1] - base:+.4f}" if (arm, seed) in runs else "" for arm in arms]
+    by_step = [(step, loss, step) for step, loss, _ in runs["fp8", seed]]
+    reached = seconds_to({"heldout": by_step}, base)
+    return [f"{base:.4f}", *gaps, "not reached" if reached is None else f"{reached:.0f}"]
 
 
 def quality_seeds() -> Rows:
-    runs, found = heldout(), []
-    for seed in sorted(seed for arm, seed in runs if arm == "fp8"):
-        base = runs["bf16", seed][-1][1]
-        gaps = [
-            f"{runs[arm, seed][-1][1] - base:+.4f}" if (arm, seed) in runs else ""
-            for arm in ("fp8", "noise")
-        ]
-        by_step = [(step, loss, step) for step, loss, _ in runs["fp8", seed]]
-        reached = seconds_to({"heldout": by_step}, base)
-        at = "not reached" if reached is None else f"{reached:.0f}"
-        found.append([str(seed), f"{base:.4f}", *gaps, at])
+    runs = heldout()
+    seeds = sorted(seed for arm, seed in runs if arm == "fp8")
+    return [[str(seed), *pair(runs, seed, "fp8", "noise")] for seed in seeds]
+
+
+def quality_pairs() -> Rows:
+    """Of the coarse model, and of longer training."""
+    found = []
+    for name in (COARSE, LONG):
+        made = record(name)
+        for run in (r for r in made["runs"] if r["arm"] == "fp8"):
+            cells = made["model"], f"{run['tokens'] / 1e6:.1f}", str(run["seed"])
+            *losses, reached = pair(heldout(name), run["seed"], "fp8")
+            at = reached if reached == "not reached" else f"{reached} of {run['steps']}"
+            found.append([*cells, *losses, at])
     return found
+
+
+def sooner() -> str:
+    """When the longer pair's FP8 has bf16's loss."""
+    bf16, fp8 = results(LONG)
+    return f"after {fp8['seconds_to_bf16']:.0f} s, bf16 after {bf16['seconds']:.0f}"
 
 
 def trains_as_fast() -> str:

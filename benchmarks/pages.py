@@ -17,7 +17,17 @@ from collections.abc import Callable
 import page_layer as layer
 import page_models as models
 from page_layer import BESIDE_TE, EP_2, EP_4, GEMM, LAYER, MEMORY_BOUND, SWEEP
-from page_models import ACTIVATIONS, LORA, LORA_MODEL, QUALITY, RECIPE, ROLLOUT_LOSSES, SEVERAL
+from page_models import (
+    ACTIVATIONS,
+    COARSE,
+    LONG,
+    LORA,
+    LORA_MODEL,
+    QUALITY,
+    RECIPE,
+    ROLLOUT_LOSSES,
+    SEVERAL,
+)
 from page_records import ROOT, Rows, card, place
 
 README = "README.md"
@@ -63,6 +73,7 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
     ),
     (SAME, QUALITY, models.quality),
     (SAME, f"{QUALITY}, seeds", models.quality_seeds),
+    (SAME, f"{COARSE} and {LONG}", models.quality_pairs),
     (SAME, "quality-step.json", models.quality_steps),
     (HUGGING_FACE, RECIPE, models.recipe),
     (STEP_NOTES, RECIPE, models.kernels),
@@ -103,6 +114,7 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
         r"trains [\d.]+ times as fast: [\d,]+ and [\d,]+ tokens per second",
         models.trains_as_fast,
     ),
+    (SAME, r"after \d+ s, bf16 after \d+", models.sooner),
     (HELPS, r"With a quantization .*? tokens per expert on", layer.wins_from),
     (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+\d", layer.by_transport),
     (

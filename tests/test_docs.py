@@ -373,3 +373,13 @@ def test_quality_says_what_its_record_says() -> None:
     assert clear(range(10)) == [11, 154]
     means = [mean for mean, _ in gaps("fp8", range(10))]
     assert max(means[steps.index(396) :]) < 0
+    small = (r for r in rows.values() if r["seeds"] == 2)
+    assert all(r["gap"]["low"] < 0 < r["gap"]["high"] for r in small)
+
+
+def test_quality_says_what_its_longer_pair_says() -> None:
+    runs = page_models.heldout(page_models.LONG)
+    pairs = zip(runs["fp8", 0], runs["bf16", 0], strict=True)
+    last = [a[1] - b[1] for a, b in pairs if a[0] > 0.8 * 1526]
+    assert min(last) > -0.006
+    assert max(last) < 0.002
