@@ -179,7 +179,7 @@ def test_gradients_that_nobody_reads_are_not_computed(found: dict[str, Any]) -> 
 
 
 ERRORS = {
-    "width": "[quantize] x.shape[1] must be a multiple of 16; got 250",
+    "width": "[moe_experts] H and I must be multiples of 16; got 250 and 144",
     "weights": "[moe_experts] gate_up must be [E, 2I, H] and down [E, H, I]; got",
     "x": "[moe_experts] x must be [..., 272]; got (104, 128)",
     "ids": "[moe_experts] topk_idx and topk_weights must be [104, S]; got (103, 2)",
@@ -194,6 +194,34 @@ def test_errors(found: dict[str, Any]) -> None:
         want["id"] = "[route] topk_idx must lie in [-1, 8); got"
     for name, said in want.items():
         assert said in str(found[f"error/{name}"]), name
+
+
+HANDLER_ERROR = """
+import jax, jax.numpy as jnp
+import fp8moe_jax
+
+rows = jnp.zeros((3, 32), jnp.int8)
+outputs = [jax.ShapeDtypeStruct((3, 1), dtype) for dtype in (jnp.int32, jnp.float32)]
+call = jax.jit(lambda rows: fp8moe_jax._call("unpack", outputs, rows, hidden=16))
+try:
+    jax.block_until_ready(call(rows))
+except Exception as error:
+    assert "[jax] an array must be float32" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_error_of_a_handler(device: str, build: Path) -> None:
+    """In a process of its own: on an H200 one with errors of handlers ended by SIGSEGV."""
+    jax_run(device, "-c", HANDLER_ERROR, PYTHONPATH=str(build))
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ def _check(x: Any, topk_idx: Any, topk_weights: Any, gate_up: Any, down: Any) ->
             "[moe_experts] gate_up must be [E, 2I, H] and down [E, H, I]; "
             f"got {gate_up.shape} and {down.shape}"
         )
+    if h % 16 or i % 16:
+        raise ValueError(f"[moe_experts] H and I must be multiples of 16; got {h} and {i}")
     if x.ndim < 2 or x.shape[-1] != h:
         raise ValueError(f"[moe_experts] x must be [..., {h}]; got {x.shape}")
     if topk_idx.shape[:-1] != x.shape[:-1] or topk_weights.shape != topk_idx.shape:
