@@ -6,7 +6,6 @@ Each piece alone and all together, with the experts by `grouped_mm` and by "fp8m
 tokens per second, peak memory, and where the time goes; with --losses STEPS, losses of steps over
 fresh tokens instead. The share of the limit is that of the model's arithmetic at the dense bf16
 rate of the same run, `place`. A second run with the same --json adds other cases.
-transformers_pieces.py has the pieces by themselves.
 """
 
 from __future__ import annotations

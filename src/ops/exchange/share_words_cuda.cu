@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) share(const __grid_constant__ 
       __threadfence_system();
     }
     here = __shfl_sync(kFullWarp, here, 0);
+    __syncwarp();  // what lane 0 acquired is the others', too: a shuffle orders no memory
     for (int i = lane; i < p.words_count; i += 32)
       p.told[r * p.words_count + i] = here ? *const_cast<const volatile int32_t*>(box + 1 + i) : 0;
     if (!here && lane == 0) {

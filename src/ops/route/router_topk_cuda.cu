@@ -137,6 +137,7 @@ __device__ __forceinline__ void close_groups(const Params& p, uint32_t (&key)[kP
     for (int g = lane; g < p.groups; g += 32)
       if (group_key[g] > best) best = group_key[g], at = g;
     const unsigned winner = warp_best(best, at);
+    __syncwarp();  // all have read: a reduction orders no memory
     if (lane == 0) group_key[winner] = 0;
     __syncwarp();
   }
