@@ -50,14 +50,9 @@ def burst_shares() -> str:
     return f"takes {min(shares):.2f} to {max(shares):.2f} of these times"
 
 
-def readme_layer() -> Rows:
-    rows = [row[:4] for row in layer()]
-    return [rows[0], rows[2], rows[4]]
-
-
 def shown() -> list[tuple[float, float, float]]:
-    """README's three models: as the table rounds them."""
-    return [tuple(map(float, row[1:])) for row in readme_layer()]  # type: ignore[misc]
+    """The models of README's plot: as the table of performance.md rounds them."""
+    return [tuple(map(float, row[1:4])) for row in layer()]  # type: ignore[misc]
 
 
 def times_as_fast() -> str:

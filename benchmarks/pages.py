@@ -51,7 +51,6 @@ ACTIVATION_NOTES = "docs/notes/activation.md"
 
 # The page, the marker's name, and the rows.
 TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
-    (README, LAYER, layer.readme_layer),
     (README, RECIPE, models.readme_steps),
     (PERFORMANCE, LAYER, layer.layer),
     (PERFORMANCE, BESIDE_TE, layer.beside_te),
