@@ -4,6 +4,10 @@
 
 namespace fp8moe {
 
+namespace {
+constexpr int64_t kMaxSize = (int64_t{1} << 31) - 256;  // kernels count rows in 32 bits
+}  // namespace
+
 const char* name_of(DType dtype) {
   switch (dtype) {
     case DType::f32: return "float32";
@@ -175,6 +179,9 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   tensor(t.data, name, shape);
   dtype(t.data, name, {DType::e4m3, DType::e5m2});
   layout_of(t, name, layouts);
+  for (const int64_t size : shape)
+    FP8MOE_CHECK(size <= kMaxSize, "[", op_, "] ", name, " must have no size over 2^31 - 256; got ",
+                 size);
   const int64_t m = *(shape.end() - 2);
   const int64_t k = *(shape.end() - 1);
   if (t.layout == ScaleLayout::row) {
@@ -199,12 +206,11 @@ void Checker::plan_sizes(const RoutingPlan& plan) const {
                plan.tokens, ", ", plan.slots, ", ", plan.experts, ", ", plan.capacity);
   FP8MOE_CHECK(plan.experts <= plan.kMaxExperts, "[", op_, "] plan must have at most ",
                plan.kMaxExperts, " experts; got ", plan.experts);
-  constexpr int64_t kMaxRows = (int64_t{1} << 31) - 256;
   // One by one first: their products and sums must not overflow.
   for (const int64_t size : {plan.tokens, plan.slots, plan.experts, plan.capacity})
-    FP8MOE_CHECK(size <= kMaxRows, "[", op_, "] plan must have no size over 2^31 - 256; got ",
+    FP8MOE_CHECK(size <= kMaxSize, "[", op_, "] plan must have no size over 2^31 - 256; got ",
                  size);
-  FP8MOE_CHECK(plan.columns() <= kMaxRows && plan.tokens * plan.slots <= kMaxRows, "[", op_,
+  FP8MOE_CHECK(plan.columns() <= kMaxSize && plan.tokens * plan.slots <= kMaxSize, "[", op_,
                "] plan must have at most 2^31 - 256 rows; got ", plan.columns(), " and ",
                plan.tokens * plan.slots, " assignments");
 }

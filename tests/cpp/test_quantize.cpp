@@ -111,6 +111,11 @@ void bad_arguments() {
   const Owned w(DType::bf16, {1, 272, 32});
   CHECK_INVALID("[quantize_weight] q must be float8_e4m3fn",
                 quantize_weight({.w = w, .q = OwnedFp8(DType::e5m2, 1, 272, 32), .rule = rule}));
+  const int64_t rows = int64_t{1} << 31;  // more than a kernel counts; nothing may be touched
+  void* const memory = q.data.view.data;
+  const Fp8Tensor many{{memory, DType::e4m3, {rows, 16}}, {memory, DType::f32, {rows, 1}}};
+  CHECK_INVALID("[dequantize] q must have no size over 2^31 - 256; got 2147483648",
+                dequantize({.q = many, .x = Tensor(memory, DType::bf16, {rows, 16})}));
   CHECK(q.data.copy() == before);
 }
 
