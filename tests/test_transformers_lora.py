@@ -233,6 +233,8 @@ def test_one_adapter(checkpoint: Path) -> None:
         ({"target_parameters": None}, "target_parameters must name both"),
         ({"rank_pattern": {"down_proj": 16}}, "rank_pattern and alpha_pattern must say the same"),
         ({"target_modules": "all-linear"}, "target_modules must be names"),
+        ({"modules_to_save": ["mlp"]}, r"modules_to_save must hold no .* model.layers.0.mlp$"),
+        ({"modules_to_save": ["experts"]}, r"modules_to_save must hold no .*mlp.experts$"),
         ({"r": 12}, "rank must be a multiple of 8, 8 to 64; got 12"),
         ({"r": 16, "lora_alpha": 0}, "alpha must be more than 0; got 0"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     _check(peft, config, options)
     found = {name: m for name, m in model.named_modules() if isinstance(m, MoEExperts)}
     wanted, others = _chosen(found, config.target_parameters or [])
+    _refuse_copies(wanted, config.modules_to_save)
     wide = options.get("autocast_adapter_dtype", True)
     dtype = torch.float32 if wide else torch.bfloat16
     terms = {name: (*_rank_and_alpha(config, name, found[name]), dtype) for name in wanted}
@@ -134,6 +136,17 @@ def _chosen(
             f"nn.MoEExperts, such as 'mlp.experts.down_proj' (swap the model first); got {got}"
         )
     return wanted, [t for t, of in named.items() if not of]
+
+
+def _refuse_copies(wanted: list[str], modules_to_save: list[str] | None) -> None:
+    """PEFT trains a copy of a module in modules_to_save, found by the end of its name."""
+    for name in wanted:
+        for place in itertools.accumulate(name.split("."), "{}.{}".format):
+            if any(place.endswith(end) for end in modules_to_save or ()):
+                raise ValueError(
+                    "[get_peft_model] modules_to_save must hold no experts with LoRA, of which "
+                    f"PEFT would train a copy without it; got {place}"
+                )
 
 
 def _rank_and_alpha(config: Any, name: str, layer: MoEExperts) -> tuple[int, float]:
