@@ -148,6 +148,32 @@ def test_switches_of_peft(checkpoint: Path) -> None:
             assert torch.equal(ours(input_ids=IDS).logits, adapted)
 
 
+def test_frozen_adapters_are_those_of_experts_too() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16)
+    fp8moe.swap(model)
+    ours = fp8moe.get_peft_model(model, config())
+    trained = {n for n, p in ours.named_parameters() if p.requires_grad}
+    for freeze in (
+        lambda: ours.base_model.set_adapter("default", inference_mode=True),
+        lambda: ours.set_requires_grad("default", False),
+        lambda: ours.set_requires_grad(["default"], False),
+    ):
+        freeze()
+        assert not any(p.requires_grad for p in ours.parameters())
+        ours.set_adapter("default")
+        assert trained == {n for n, p in ours.named_parameters() if p.requires_grad}
+
+
+def test_one_adapter_for_a_whole_batch() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16).eval()
+    fp8moe.swap(model)
+    ours = fp8moe.get_peft_model(model, config())
+    names = ["default", "__base__"]
+    for run in (ours, ours.generate):
+        with pytest.raises(NotImplementedError, match=r"adapter_names must be None .*__base__"):
+            run(input_ids=IDS, adapter_names=names)
+
+
 def saved_and_loaded(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)

@@ -6,6 +6,7 @@ in a copy of all weights. integrations.transformers exports it. docs/how-to/lora
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -47,6 +48,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     and every other variant that the config asks for.
     """
     import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     _check(peft, config, options)
@@ -72,6 +74,8 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
             for key in ("lora_A", "lora_B"):
                 adapter = _adapter_type()(layer, getattr(owner, key)[ADAPTER])
                 setattr(owner, key, adapter.requires_grad_(not own.inference_mode))
+    made.base_model.tuner_layer_cls = BaseTunerLayer  # what set_adapter looks for, not LoraLayer
+    made._enable_peft_forward_hooks = _hooks_of_a_forward
     for name, instead in REFUSED.items():
         setattr(made, name, functools.partial(_refuse, name, instead))  # which pickle takes
     # DistributedDataParallel would average and copy what ranks hold of different experts:
@@ -90,6 +94,16 @@ def _refuse(name: str, instead: str, *_: Any, **__: Any) -> None:
         f"[get_peft_model] {name} cannot be called of a model with LoRA on experts, which have one "
         f"adapter; instead: {instead}"
     )
+
+
+def _hooks_of_a_forward(*_: Any, adapter_names: Any = None, **__: Any) -> Any:
+    """In the place of PEFT's context, which lets each row of a batch choose its adapter."""
+    if adapter_names is not None:
+        raise NotImplementedError(
+            "[get_peft_model] adapter_names must be None for LoRA on experts, which a whole batch "
+            f"has; got {adapter_names}; instead: disable_adapter()"
+        )
+    return contextlib.nullcontext()
 
 
 def _refuse_shares(experts: int, *_: Any, **__: Any) -> None:
@@ -189,14 +203,12 @@ def _adapter_type() -> Any:
             self[ADAPTER].requires_grad_(ADAPTER in names and not inference_mode)
             self._active_adapter = names
 
+        def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
+            if ADAPTER in adapter_names:  # one name or several
+                self[ADAPTER].requires_grad_(requires_grad)
+
         def __reduce__(self) -> Any:  # pickle does not find this class by its name
             return _new_adapter, (), vars(self)
-
-        def delete_adapter(self, adapter_name: str) -> None:
-            if adapter_name == ADAPTER:
-                raise RuntimeError(
-                    "[get_peft_model] the experts' adapter cannot be deleted; load the model again"
-                )
 
     return Adapter
 
