@@ -207,6 +207,9 @@ def _adapter_type() -> Any:
             if ADAPTER in adapter_names:  # one name or several
                 self[ADAPTER].requires_grad_(requires_grad)
 
+        def _move_adapter_to_device_of_base_layer(self, *_: Any, **__: Any) -> None:
+            self.to(self._of[0].gate_up_proj.device)
+
         def __reduce__(self) -> Any:  # pickle does not find this class by its name
             return _new_adapter, (), vars(self)
 
