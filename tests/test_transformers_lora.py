@@ -196,6 +196,22 @@ def test_merge_and_unload(checkpoint: Path) -> None:
     assert error(merged(input_ids=IDS).logits, want) < 0.1
 
 
+def test_safe_merge_looks_at_experts_too() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16)
+    fp8moe.swap(model)
+    ours = fp8moe.get_peft_model(model, config())
+    layer = model.model.layers[1].mlp.experts
+    before = layer.down_proj.clone()
+    with torch.no_grad():
+        factors(layer)[3][2] = torch.nan
+    with pytest.raises(ValueError, match=r"safe_merge: down_proj must be finite .* expert 2"):
+        ours.merge_and_unload(safe_merge=True)
+    assert torch.equal(layer.down_proj, before)
+    with torch.no_grad():
+        factors(layer)[3].zero_()
+    ours.merge_and_unload(safe_merge=True)
+
+
 def test_trainer_trains_and_resumes(checkpoint: Path, tmp_path: Path) -> None:
     data = [{"input_ids": row, "labels": row} for row in tokens(8)]
     losses = []
