@@ -259,6 +259,7 @@ def test_checkpointing_and_reuse_have_the_same_bits(on: torch.device) -> None:
 @pytest.mark.parametrize("preactivation", ["save", "recompute"])
 @pytest.mark.parametrize("kind", ["codes", "values"])
 def test_compiled(kind: str, preactivation: str, on: torch.device) -> None:
+    torch._dynamo.reset()  # a test that breaks the graph at the experts has dynamo skip them
     layer, given = with_lora(kind, preactivation=preactivation).to(on), problem(device=on)
     dout = torch.randn(given["x"].shape).bfloat16().to(on)
     want = run(layer, given, dout)

@@ -111,6 +111,13 @@ def test_adapters_go_to_peft_and_back(checkpoint: Path, tmp_path: Path, on: torc
     assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
     assert torch.equal(again(input_ids=ids).logits, got)
 
+    low = fp8moe.get_peft_model(swapped(checkpoint).to(on), its)
+    low.load_adapter(tmp_path / "theirs", "default", low_cpu_mem_usage=True)
+    want = dict(again.named_parameters())  # PEFT rounds those of the attention in between
+    for name, p in low.named_parameters():
+        assert p.device.type == on.type
+        assert ".experts." not in name or torch.equal(p.float(), want[name].float())
+
 
 def test_gradients_are_pefts(checkpoint: Path, tmp_path: Path, on: torch.device) -> None:
     ours, ids = ours_of(checkpoint, on), IDS.to(on)
@@ -148,6 +155,32 @@ def test_switches_of_peft(checkpoint: Path) -> None:
             assert torch.equal(ours(input_ids=IDS).logits, adapted)
 
 
+def test_frozen_adapters_are_those_of_experts_too() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16)
+    fp8moe.swap(model)
+    ours = fp8moe.get_peft_model(model, config())
+    trained = {n for n, p in ours.named_parameters() if p.requires_grad}
+    for freeze in (
+        lambda: ours.base_model.set_adapter("default", inference_mode=True),
+        lambda: ours.set_requires_grad("default", False),
+        lambda: ours.set_requires_grad(["default"], False),
+    ):
+        freeze()
+        assert not any(p.requires_grad for p in ours.parameters())
+        ours.set_adapter("default")
+        assert trained == {n for n, p in ours.named_parameters() if p.requires_grad}
+
+
+def test_one_adapter_for_a_whole_batch() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16).eval()
+    fp8moe.swap(model)
+    ours = fp8moe.get_peft_model(model, config())
+    names = ["default", "__base__"]
+    for run in (ours, ours.generate):
+        with pytest.raises(NotImplementedError, match=r"adapter_names must be None .*__base__"):
+            run(input_ids=IDS, adapter_names=names)
+
+
 def saved_and_loaded(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -161,6 +194,22 @@ def test_merge_and_unload(checkpoint: Path) -> None:
     merged = ours.merge_and_unload()
     assert not [n for n, _ in merged.named_parameters() if "lora_" in n]
     assert error(merged(input_ids=IDS).logits, want) < 0.1
+
+
+def test_safe_merge_looks_at_experts_too() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16)
+    fp8moe.swap(model)
+    ours = fp8moe.get_peft_model(model, config())
+    layer = model.model.layers[1].mlp.experts
+    before = layer.down_proj.clone()
+    with torch.no_grad():
+        factors(layer)[3][2] = torch.nan
+    with pytest.raises(ValueError, match=r"safe_merge: down_proj must be finite .* expert 2"):
+        ours.merge_and_unload(safe_merge=True)
+    assert torch.equal(layer.down_proj, before)
+    with torch.no_grad():
+        factors(layer)[3].zero_()
+    ours.merge_and_unload(safe_merge=True)
 
 
 def test_trainer_trains_and_resumes(checkpoint: Path, tmp_path: Path) -> None:
@@ -233,6 +282,8 @@ def test_one_adapter(checkpoint: Path) -> None:
         ({"target_parameters": None}, "target_parameters must name both"),
         ({"rank_pattern": {"down_proj": 16}}, "rank_pattern and alpha_pattern must say the same"),
         ({"target_modules": "all-linear"}, "target_modules must be names"),
+        ({"modules_to_save": ["mlp"]}, r"modules_to_save must hold no .* model.layers.0.mlp$"),
+        ({"modules_to_save": ["experts"]}, r"modules_to_save must hold no .*mlp.experts$"),
         ({"r": 12}, "rank must be a multiple of 8, 8 to 64; got 12"),
         ({"r": 16, "lora_alpha": 0}, "alpha must be more than 0; got 0"),
     ],

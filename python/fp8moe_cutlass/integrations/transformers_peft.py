@@ -6,9 +6,11 @@ in a copy of all weights. integrations.transformers exports it. docs/how-to/lora
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -46,11 +48,13 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     and every other variant that the config asks for.
     """
     import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     _check(peft, config, options)
     found = {name: m for name, m in model.named_modules() if isinstance(m, MoEExperts)}
     wanted, others = _chosen(found, config.target_parameters or [])
+    _refuse_copies(wanted, config.modules_to_save)
     wide = options.get("autocast_adapter_dtype", True)
     dtype = torch.float32 if wide else torch.bfloat16
     terms = {name: (*_rank_and_alpha(config, name, found[name]), dtype) for name in wanted}
@@ -70,6 +74,8 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
             for key in ("lora_A", "lora_B"):
                 adapter = _adapter_type()(layer, getattr(owner, key)[ADAPTER])
                 setattr(owner, key, adapter.requires_grad_(not own.inference_mode))
+    made.base_model.tuner_layer_cls = BaseTunerLayer  # what set_adapter looks for, not LoraLayer
+    made._enable_peft_forward_hooks = _hooks_of_a_forward
     for name, instead in REFUSED.items():
         setattr(made, name, functools.partial(_refuse, name, instead))  # which pickle takes
     # DistributedDataParallel would average and copy what ranks hold of different experts:
@@ -88,6 +94,16 @@ def _refuse(name: str, instead: str, *_: Any, **__: Any) -> None:
         f"[get_peft_model] {name} cannot be called of a model with LoRA on experts, which have one "
         f"adapter; instead: {instead}"
     )
+
+
+def _hooks_of_a_forward(*_: Any, adapter_names: Any = None, **__: Any) -> Any:
+    """In the place of PEFT's context, which lets each row of a batch choose its adapter."""
+    if adapter_names is not None:
+        raise NotImplementedError(
+            "[get_peft_model] adapter_names must be None for LoRA on experts, which a whole batch "
+            f"has; got {adapter_names}; instead: disable_adapter()"
+        )
+    return contextlib.nullcontext()
 
 
 def _refuse_shares(experts: int, *_: Any, **__: Any) -> None:
@@ -136,6 +152,17 @@ def _chosen(
     return wanted, [t for t, of in named.items() if not of]
 
 
+def _refuse_copies(wanted: list[str], modules_to_save: list[str] | None) -> None:
+    """PEFT trains a copy of a module in modules_to_save, found by the end of its name."""
+    for name in wanted:
+        for place in itertools.accumulate(name.split("."), "{}.{}".format):
+            if any(place.endswith(end) for end in modules_to_save or ()):
+                raise ValueError(
+                    "[get_peft_model] modules_to_save must hold no experts with LoRA, of which "
+                    f"PEFT would train a copy without it; got {place}"
+                )
+
+
 def _rank_and_alpha(config: Any, name: str, layer: MoEExperts) -> tuple[int, float]:
     """add_lora's arguments by PEFT's patterns, the same for both weights of an experts module."""
     from peft.utils.other import get_pattern_key
@@ -176,14 +203,15 @@ def _adapter_type() -> Any:
             self[ADAPTER].requires_grad_(ADAPTER in names and not inference_mode)
             self._active_adapter = names
 
+        def set_requires_grad(self, adapter_names: Any, requires_grad: bool = True) -> None:
+            if ADAPTER in adapter_names:  # one name or several
+                self[ADAPTER].requires_grad_(requires_grad)
+
+        def _move_adapter_to_device_of_base_layer(self, *_: Any, **__: Any) -> None:
+            self.to(self._of[0].gate_up_proj.device)
+
         def __reduce__(self) -> Any:  # pickle does not find this class by its name
             return _new_adapter, (), vars(self)
-
-        def delete_adapter(self, adapter_name: str) -> None:
-            if adapter_name == ADAPTER:
-                raise RuntimeError(
-                    "[get_peft_model] the experts' adapter cannot be deleted; load the model again"
-                )
 
     return Adapter
 

@@ -5,6 +5,7 @@ integrations.transformers exports it. docs/how-to/hugging-face.md.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ from fp8moe_cutlass.integrations.transformers_fp8 import (
 from fp8moe_cutlass.integrations.transformers_llama4 import is_llama4, parent_of, route
 from fp8moe_cutlass.nn import MoEExperts, shard_experts
 from fp8moe_cutlass.nn.fp8_checkpoint import NAMES
-from fp8moe_cutlass.nn.lora import remove
+from fp8moe_cutlass.nn.lora import merged, remove
 from fp8moe_cutlass.recipe import Fp8Recipe
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]  # a module's attributes for them
@@ -157,7 +158,14 @@ class SwappedExperts(MoEExperts):
             raise AttributeError("unload_and_optionally_merge_module")
         return self._unloaded
 
-    def _unloaded(self, merge: bool, **_: Any) -> SwappedExperts:
+    def _unloaded(self, merge: bool, safe_merge: bool = False, **_: Any) -> SwappedExperts:
+        if merge and safe_merge:
+            for of, e in itertools.product(range(2), range(len(self.local_experts))):
+                if not merged(self, of, e).isfinite().all():
+                    raise ValueError(
+                        f"[merge_and_unload] safe_merge: {self.weight_names[of]} must be finite "
+                        f"with LoRA's terms; got NaN or infinity in expert {e} of this rank"
+                    )
         if merge:
             self.merge_lora()
         else:
