@@ -32,12 +32,7 @@ from fp8moe_cutlass.autograd.body import (
 from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad, count
 from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, NONE, LoraSaved, Terms, saved_of
 from fp8moe_cutlass.autograd.streams import now_on
-from fp8moe_cutlass.autograd.weights import (
-    Fp8Weights,
-    of_one_forward,
-    quantize_weight,
-    transpose,
-)
+from fp8moe_cutlass.autograd.weights import Fp8Weights, quantize_weight, transpose
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -143,10 +138,12 @@ def weights(
     if given is not None:
         given.wait()
         return ForwardWeights(given, (given.gate_up, given.down))
-    codes = need is not None and options.transposed_weights == "save"
-    gate_up_t = codes and need is not None and need.x
-    made = of_one_forward(gate_up, down, options.recipe, gate_up_t, codes, up)
-    return ForwardWeights(made, (made.gate_up, made.down) if codes else (gate_up, down))
+    recipe, codes = options.recipe, need is not None and options.transposed_weights == "save"
+    both = codes and need is not None and need.x
+    gate_up_q, gate_up_t = quantize_weight(gate_up, recipe, transposed=both, below=up)
+    down_q, down_t = quantize_weight(down, recipe, transposed=codes)
+    made = Fp8Weights(gate_up_q, down_q, gate_up_t, down_t)
+    return ForwardWeights(made, (gate_up_q, down_q) if codes else (gate_up, down))
 
 
 def forward(
