@@ -215,7 +215,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     @property
     def lora_rank(self) -> int:
         """The rank of add_lora; 0: the layer has none."""
-        return 0 if self._lora is None else self._lora[0]
+        return 0 if self._lora is None else self._lora.rank
 
     def fp8_tensors(self, prefix: str = "", *, fused: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The weights in the form of an FP8 checkpoint, as (name, tensor): `from_fp8`'s names, per

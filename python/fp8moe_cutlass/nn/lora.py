@@ -5,7 +5,7 @@ MoEExperts.add_lora describes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,14 @@ class Pair(nn.Module):
         self.lora_A, self.lora_B = (nn.ModuleDict({"default": factor}) for factor in (a, b))
 
 
+class LayerLora(NamedTuple):
+    """The low-rank terms that a layer has."""
+
+    rank: int
+    scaling: float  # alpha / rank
+    factors: list[Factor]  # A and B of gate_up_proj, A and B of down_proj
+
+
 def check(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
     """Raises what add raises, before anything changes."""
     check_size("add_lora", "rank", rank)
@@ -116,7 +124,7 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
     made = [Factor(s, n % 2 == 0, *ids, **factory) for n, s in enumerate(shapes)]
     layer.base_layer, outer = Pair(*made[:2]), Pair(*made[2:])
     layer.lora_A, layer.lora_B = outer.lora_A, outer.lora_B
-    layer._lora = rank, alpha / rank, made
+    layer._lora = LayerLora(rank, alpha / rank, made)
     reset(layer)
 
 
@@ -142,12 +150,12 @@ def remove(layer: MoEExperts) -> None:
 
 def factors(layer: Any) -> list[Tensor]:
     """The four parameters: A and B of gate_up_proj, A and B of down_proj."""
-    return [factor.weight for factor in layer._lora[2]]
+    return [factor.weight for factor in layer._lora.factors]
 
 
 def factors_of(layer: Any) -> Lora | None:
     """What a forward of a layer with LoRA adds to its projections."""
-    return Lora(tuple(factors(layer)), layer._lora[1]) if layer.lora_enabled else None
+    return Lora(tuple(factors(layer)), layer._lora.scaling) if layer.lora_enabled else None
 
 
 # ---- merging -------------------------------------------------------------------------------------
@@ -165,7 +173,7 @@ def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
         value = w.float()
     assert layer._lora is not None
     with torch.autocast(value.device.type, enabled=False):
-        return torch.addmm(value, b, a, alpha=layer._lora[1])
+        return torch.addmm(value, b, a, alpha=layer._lora.scaling)
 
 
 @torch.no_grad()
