@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,15 @@ def whole(t: Any) -> Tensor:
     """All of t; collective where it is sharded."""
     gathered: Tensor = t.full_tensor() if is_sharded(t) else t
     return gathered
+
+
+def draw_share(mine: Tensor, bound: float, local: range, experts: int) -> None:
+    """Fills mine [E, ...], of the experts `local`, uniformly within bound. All `experts` are drawn:
+    ranks that start from the same random state hold parts of one layer."""
+    other = torch.empty_like(mine[0])
+    for e in range(experts):
+        expert = mine[e - local.start] if e in local else other
+        nn.init.uniform_(expert, -bound, bound)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd.body import Lora
 from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
-from fp8moe_cutlass.distributed.shards import held, is_sharded
+from fp8moe_cutlass.distributed.shards import draw_share, held, is_sharded
 from fp8moe_cutlass.nn._validate import check_dtype, check_number, check_size
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -134,10 +134,7 @@ def reset(layer: MoEExperts) -> None:
     same random state draw those of all experts, and keep theirs."""
     a1, b1, a2, b2 = factors(layer)
     for mine in (a1, a2):
-        bound, other = mine.shape[-1] ** -0.5, torch.empty_like(mine[0])
-        for e in range(layer.num_experts):
-            here = e in layer.local_experts
-            nn.init.uniform_(mine[e - layer.local_experts.start] if here else other, -bound, bound)
+        draw_share(mine, mine.shape[-1] ** -0.5, layer.local_experts, layer.num_experts)
     for mine in (b1, b2):
         nn.init.zeros_(mine)
 
