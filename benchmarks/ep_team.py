@@ -13,7 +13,7 @@ from contender import Inputs
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
-from timing import Run, Runs, Sample, back_to_back
+from timing import Run, Runs, Sample, back_to_back, capture, warm_up
 
 
 class Team:
@@ -62,17 +62,13 @@ class Team:
         return {n: Sample(s.ms / count, [t / count for t in s.times]) for n, s in found.items()}
 
     def _graph(self, run: Run, count: int) -> Run:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        self.together()
-        with torch.cuda.graph(captured):
+        def runs() -> None:
             for _ in range(count):
                 run()
-        return captured.replay
+
+        warm_up(run)
+        self.together()
+        return capture(runs)
 
 
 class Legs:

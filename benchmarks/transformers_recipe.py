@@ -30,7 +30,7 @@ from common import environment
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import durations
-from timing import Limits
+from timing import Limits, capture, warm_up
 from transformers_variants import (
     ADAMW,
     BACKWARD,
@@ -120,19 +120,15 @@ class Recipe(steps.Bench):
         """The chosen variant's step, captured if it wants that."""
         if GRAPH not in self.wants or self.device.type != "cuda":
             return self.step
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.tidy()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def step() -> None:
             loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
             loss.backward()
             self.optimizer.step()
-        return graph.replay
+
+        warm_up(self.step, 2)
+        self.tidy()
+        return capture(step)
 
     def use(self, pieces: Pieces) -> None:
         """The optimizer of such variants. Its states stay while others run."""
