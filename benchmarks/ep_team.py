@@ -147,11 +147,11 @@ class Bf16Layer(nn.Module):
     """The layer in bf16 torch with the same exchange and parameters. On a GPU torch.compile fuses
     what it can, as in layer.py."""
 
-    def __init__(self, layer: MoEExperts, rank_capacity: Any) -> None:
+    def __init__(self, layer: MoEExperts) -> None:
         super().__init__()
         sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
-        options: Any = {"group": layer.group, "rank_capacity": rank_capacity, "device": "meta"}
-        self.experts = MoEExperts(*sizes, recipe=None, transport="nccl", **options)
+        options: Any = {"group": layer.group, "transport": "nccl", "device": "meta"}
+        self.experts = MoEExperts(*sizes, recipe=None, **options)
         self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:
