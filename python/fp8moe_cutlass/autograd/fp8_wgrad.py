@@ -30,10 +30,7 @@ class Wgrad(NamedTuple):
         """The same without reading the rows where they are: transposed or, for long, copied."""
         if not delayed:
             return self._replace(turned=self._operands()[self.of == "x"])
-        r = self.rows
-        data, scale_inv = r.data.clone(), r.scale_inv.clone()
-        rows = Fp8Tensor(data, scale_inv, r.scale_layout, r.pow2, r.fp8_dtype, check=False)
-        return self._replace(rows=rows)
+        return self._replace(rows=self.rows.clone())
 
     def scaled(self, by: float) -> Wgrad:
         """`by` times this gradient, by an operand's scales: exact where `by` is a power of two."""
