@@ -8,7 +8,7 @@ Duck-typed: to import DTensor takes half a second, and most layers never meet on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +44,6 @@ def held(weight: Any) -> Tensor:
     return mine
 
 
-def local(weight: Any) -> Tensor:
-    """This rank's part of a DTensor. Its gradient is this rank's part of the DTensor's."""
-    mine: Tensor = _Local.apply(weight)  # type: ignore[no-untyped-call]
-    return mine
-
-
 class _Local(torch.autograd.Function):
     """Not DTensor.to_local: its backward turns the None of a gradient in main_grad into zeros."""
 
@@ -70,6 +64,10 @@ class _Local(torch.autograd.Function):
         return DTensor.from_local(
             grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
+
+
+# This rank's part of a DTensor. Its gradient is this rank's part of the DTensor's.
+local: Callable[[Any], Tensor] = _Local.apply
 
 
 def is_sharded(t: Any) -> bool:
