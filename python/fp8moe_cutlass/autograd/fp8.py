@@ -29,7 +29,7 @@ from fp8moe_cutlass.autograd.body import (
     Options,
     by_slot,
 )
-from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad, count
+from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad, count, turn
 from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, NONE, LoraSaved, Terms, saved_of
 from fp8moe_cutlass.autograd.streams import now_on
 from fp8moe_cutlass.autograd.weights import Fp8Weights, quantize_weight, transpose
@@ -216,9 +216,7 @@ def forward(
 def turn_x(saved: Saved, options: Options, counters: Counters | None) -> Fp8Tensor:
     """What backward reads of x alone, for gate_up's gradient."""
     x: Any = saved.x
-    columns: Any = None
-    turned: Fp8Tensor = Wgrad("x", x, columns, saved.plan, options.recipe, counters)._operands()[1]
-    return turned
+    return turn("x", x, saved.plan, options.recipe, counters)
 
 
 def backward(
