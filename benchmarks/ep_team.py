@@ -1,4 +1,4 @@
-"""The ranks of ep.py: how a group is timed, and the exchanges of a step one by one."""
+"""The ranks of ep*.py: how a group is timed, and the exchanges of a step one by one."""
 
 from __future__ import annotations
 
