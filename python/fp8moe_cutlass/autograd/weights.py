@@ -116,7 +116,7 @@ def of_codes(
     down: Tensor,
     down_scale_inv: Tensor,
     *,
-    transposed: bool = False,
+    transposed: bool,
 ) -> Fp8Weights:
     """FP8 weights over codes as they lie, gate_up [E, 2I, H] and down [E, H, I], with the scales of
     their 128x128 blocks in float32, or in e8m0 or bfloat16, which are converted. transposed: with
