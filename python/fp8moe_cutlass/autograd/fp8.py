@@ -280,10 +280,6 @@ def backward(
     if counters is not None:
         count(counters, "dout", dout, plan)
         count(counters, "dz", dz, plan)
-
-    u2 = None if low is None else low.u2
-    if need.lora and recipe.weighting == "output":  # dout and h are saved without their weight
-        du2, u2 = weighted(du2, row_probs), weighted(u2, row_probs)
     if biases is not None and need.probs and row_dprobs is not None:
         row_dprobs += bias_terms.dots(biases.down, dout, plan)
     dx, dprobs = None, row_dprobs if need.probs else None
@@ -294,26 +290,31 @@ def backward(
             dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs, out=into)
     elif need.probs and not grouped:
         dprobs = by_slot(row_dprobs, plan.row_of.long())
+    of_lora: list[Tensor | None] = []
+    if terms is not None and low is not None and need.lora:
+        u2 = low.u2
+        if recipe.weighting == "output":  # dout and h are saved without their weight
+            du2, u2 = weighted(du2, row_probs), weighted(u2, row_probs)
+        of_lora = [
+            terms.wgrad(GATE_UP, du1, x, plan),
+            terms.wgrad(GATE_UP + 1, low.u1, dz, plan),
+            terms.wgrad(DOWN, du2, h, plan),
+            terms.wgrad(DOWN + 1, u2, dout, plan),
+        ]
+    of_biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if biases is not None and need.biases:
+        of_biases = (
+            bias_terms.sums(biases.gate_up, dz, plan),
+            bias_terms.sums(biases.down, dout, plan, row_probs),
+        )
     return Gradients(
         dx,
         dprobs,
         Wgrad("x", x, dz_columns, plan, recipe, counters, x_turned) if need.gate_up else None,
         Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
-        [
-            terms.wgrad(GATE_UP, du1, x, plan),
-            terms.wgrad(GATE_UP + 1, low.u1, dz, plan),
-            terms.wgrad(DOWN, du2, h, plan),
-            terms.wgrad(DOWN + 1, u2, dout, plan),
-        ]
-        if terms is not None and low is not None and need.lora
-        else [],
-        (
-            bias_terms.sums(biases.gate_up, dz, plan),
-            bias_terms.sums(biases.down, dout, plan, row_probs),
-        )
-        if biases is not None and need.biases
-        else (None, None),
+        of_lora,
+        of_biases,
     )
 
 
