@@ -93,22 +93,29 @@ def row(
 
 
 def environment(limits: Limits) -> Record:
-    """Machine, software, commit, date, and the limits measured in this run."""
-    cuda = limits.device.type == "cuda"
+    """What `machine` says, and the limits measured in this run."""
+    return {
+        **machine(limits.device),
+        "threads": torch.get_num_threads(),
+        "launch_us": 1e3 * limits.launch.ms if limits.launch else None,
+        "launch_host_us": limits.launch.host_us if limits.launch else None,
+        "copy_tb_s": limits.copy_tb_s,
+        "tensor_tflops": limits.tensor_tflops,
+    }
+
+
+def machine(device: torch.device) -> Record:
+    """Machine, software, commit and date."""
+    cuda = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cpu": processor(),
-        "threads": torch.get_num_threads(),
         "driver": driver() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "launch_us": 1e3 * limits.launch.ms if limits.launch else None,
-        "launch_host_us": limits.launch.host_us if limits.launch else None,
-        "copy_tb_s": limits.copy_tb_s,
-        "tensor_tflops": limits.tensor_tflops,
     }
 
 

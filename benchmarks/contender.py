@@ -1,4 +1,4 @@
-"""What layer.py, ep.py and sweep.py run: random inputs, and a module with a step over them."""
+"""What the scripts of layers run: random inputs, and a module with a step over them."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Group:
         yield from self._layers(layers, inputs, legs[TRANSPORTS[0]], variant)
         if variant == "random, exact":
             # By itself: each step leaves the next one a colder host.
-            bf16 = {SAME_EXCHANGE: Contender(Bf16Layer(layers[TRANSPORTS[0]], None), inputs)}
+            bf16 = {SAME_EXCHANGE: Contender(Bf16Layer(layers[TRANSPORTS[0]]), inputs)}
             beside = f"{variant}, beside bf16"
             yield from self._layers(layers, inputs, legs[TRANSPORTS[0]], beside, bf16)
 

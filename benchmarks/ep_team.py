@@ -1,4 +1,4 @@
-"""The ranks of ep.py: how a group is timed, and the exchanges of a step one by one."""
+"""The ranks of ep*.py: how a group is timed, and the exchanges of a step one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contender import Inputs
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.rank_agreement import Terms, recipe_word
 from fp8moe_cutlass.nn import MoEExperts
-from timing import Run, Runs, Sample, back_to_back
+from timing import Run, Runs, Sample, back_to_back, capture, warm_up
 
 
 class Team:
@@ -62,17 +62,13 @@ class Team:
         return {n: Sample(s.ms / count, [t / count for t in s.times]) for n, s in found.items()}
 
     def _graph(self, run: Run, count: int) -> Run:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        captured = torch.cuda.CUDAGraph()
-        self.together()
-        with torch.cuda.graph(captured):
+        def runs() -> None:
             for _ in range(count):
                 run()
-        return captured.replay
+
+        warm_up(run)
+        self.together()
+        return capture(runs)
 
 
 class Legs:
@@ -151,11 +147,11 @@ class Bf16Layer(nn.Module):
     """The layer in bf16 torch with the same exchange and parameters. On a GPU torch.compile fuses
     what it can, as in layer.py."""
 
-    def __init__(self, layer: MoEExperts, rank_capacity: Any) -> None:
+    def __init__(self, layer: MoEExperts) -> None:
         super().__init__()
         sizes = layer.num_experts, layer.hidden_size, layer.intermediate_size
-        options: Any = {"group": layer.group, "rank_capacity": rank_capacity, "device": "meta"}
-        self.experts = MoEExperts(*sizes, recipe=None, transport="nccl", **options)
+        options: Any = {"group": layer.group, "transport": "nccl", "device": "meta"}
+        self.experts = MoEExperts(*sizes, recipe=None, **options)
         self.experts.gate_up_proj, self.experts.down_proj = layer.gate_up_proj, layer.down_proj
 
     def forward(self, x: Tensor, topk_idx: Tensor, probs: Tensor) -> Tensor:

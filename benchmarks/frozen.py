@@ -16,8 +16,7 @@ import torch
 from common import OnResult, Record, environment, main, parser, row
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.nn import MoEExperts
-from router import Step, captured
-from timing import Limits, burst
+from timing import Limits, Run, burst, captured
 
 MODELS = {  # E, H, I
     "Qwen3-30B, 128 experts": (128, 2048, 768),
@@ -28,7 +27,7 @@ QUICK = {"quick": (4, 256, 128)}
 TOKENS, TOP_K = 4096, 8
 
 
-def steps_of(sizes: tuple[int, int, int], tokens: int, device: torch.device) -> dict[str, Step]:
+def steps_of(sizes: tuple[int, int, int], tokens: int, device: torch.device) -> dict[str, Run]:
     """What is timed, by name."""
     experts, hidden, _ = sizes
     x = torch.randn(tokens, hidden, device=device).bfloat16().requires_grad_()
@@ -41,7 +40,7 @@ def steps_of(sizes: tuple[int, int, int], tokens: int, device: torch.device) -> 
     kept = frozen.quantize_weights()
     lora = {rank: low_rank(tensors, experts, rank, device) for rank in (16, 64)}
 
-    def step(of: MoEExperts, **how: Any) -> Step:
+    def step(of: MoEExperts, **how: Any) -> Run:
         wanted = [x, probs, *(p for p in of.parameters() if p.requires_grad)]
         return lambda: torch.autograd.grad(of(x, ids, probs, **how), wanted, dout)
 

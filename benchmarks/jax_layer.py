@@ -31,7 +31,7 @@ from common import OnResult, Record, environment, main, parser, row, write
 from contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.nn import MoEExperts
 from jax_ragged import ragged_experts, step_of
-from layer import limit
+from layer import graph, limit
 from timing import Limits, Sample
 
 Step = Callable[[], Any]
@@ -80,21 +80,6 @@ def timed(steps: dict[str, tuple[Step, Wait]], rounds: int) -> dict[str, Sample]
     return {name: Sample(statistics.median(t), t) for name, t in times.items()}
 
 
-def captured(ours: Contender) -> Step:
-    """A graph of the step. Threads of XLA do not end its capture."""
-    ours.clear()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        ours.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    ours.clear()
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made, capture_error_mode="thread_local"):
-        ours.step()
-    return made.replay
-
-
 class Case:
     """One shape: the block in JAX and in torch, on the same tensors."""
 
@@ -120,7 +105,9 @@ class Case:
         equal = {n: torch.equal(to_torch(a), b) for n, a, b in zip(NAMES, got, want, strict=True)}
         del got, want, gradients, out
         ours.clear()
-        replay = captured(ours) if self.cuda else ours.step
+        replay: Step = ours.step
+        if self.cuda:  # threads of XLA do not end such a capture
+            replay = graph(ours, ours.step, capture_error_mode="thread_local")
         wait = lambda _: torch.cuda.synchronize() if self.cuda else None  # noqa: E731
         return equal, timed({"jax": self.timed_step, "torch, captured": (replay, wait)}, 5)
 

@@ -67,11 +67,7 @@ def trace(run: Callable[[], object], device: torch.device) -> list[dict[str, Any
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    complete = [event for event in events if event.get("ph") == "X"]
+    complete = [event for event in events_of(profiler) if event.get("ph") == "X"]
     return sorted(complete, key=lambda event: float(event["ts"]))
 
 
@@ -81,13 +77,18 @@ def durations(run: Callable[[], object]) -> Iterator[tuple[str, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
+    for event in events_of(profiler):
+        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
+            yield event["name"], float(event["dur"])
+
+
+def events_of(profiler: Any) -> list[dict[str, Any]]:
+    """What torch.profiler saw, in Chrome's form."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
-            yield event["name"], float(event["dur"])
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
 
 
 def kernels_of(events: list[dict[str, Any]], cuda: bool) -> list[Kernel]:

@@ -33,7 +33,7 @@ from contender import Contender, Inputs, Shape, block
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import profile, roles
 from layer_baselines import TORCH, Factory, peers
-from timing import CudaTimer, Limits, Run, Runs, burst
+from timing import CudaTimer, Limits, Run, Runs, burst, capture, warm_up
 from torch_experts import TorchExperts
 
 SHAPES: dict[str, dict[str, Shape]] = {
@@ -277,19 +277,12 @@ def into_main_grad(c: Contender) -> Run:
     return run
 
 
-def graph(c: Contender, run: Run) -> Run:
-    """A replay of `run`, captured; what it keeps lives as long as the replay."""
+def graph(c: Contender, run: Run, **how: Any) -> Run:
+    """A replay of `run`, captured without gradients from before. how: of timing.capture."""
     c.clear()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(run)
     c.clear()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        run()
-    return captured.replay
+    return capture(run, **how)
 
 
 def run_layer(

@@ -10,10 +10,8 @@ chooses for CHOICES held-out sequences, to be compared with another arm's.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import quality_text
-from common import commit, processor
+from common import machine
 from fp8moe_cutlass import telemetry
-from fp8moe_cutlass.tools.doctor import driver
 from quality_model import ARMS, MODELS, Config, Decoder, groups, learning_rate, loss_of, made
 
 CHOICES = 4  # sequences
@@ -226,7 +223,7 @@ def train(
         "text": text.mix["sha256"],
         "start": t.start,
         "first_batch": int(first.sum()),
-        "environment": environment(device),
+        "environment": machine(device),  # no limit is measured: others compute beside
         "setup_s": time.monotonic() - begun,
         "complete": False,
         "heldout": [],  # (step, nats per token, seconds of training until then)
@@ -269,21 +266,6 @@ def train(
 
 def rounded(values: Tensor) -> list[float]:
     return [round(v, 5) for v in values.tolist()]
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine, the software and the commit. No limit is measured: others compute beside."""
-    cuda = device.type == "cuda"
-    return {
-        "gpu": torch.cuda.get_device_name() if cuda else None,
-        "cpu": processor(),
-        "driver": driver() if cuda else None,
-        "cuda": torch.version.cuda if cuda else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
 
 
 def main() -> None:

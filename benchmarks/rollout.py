@@ -18,8 +18,7 @@ from common import OnResult, Record, environment, main, parser, row
 from contender import Inputs, Shape, block
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.nn import MoEExperts
-from router import Step, captured
-from timing import Limits, burst
+from timing import Limits, Run, burst, captured
 
 MODELS = {
     "Qwen3-30B, 128 experts": block(4096, 128, 8, 2048, 768),
@@ -38,12 +37,12 @@ RECIPES = {
 PASSES = ("forward", "forward+backward")
 
 
-def steps_of(shape: Shape, device: torch.device) -> dict[str, dict[str, Step]]:
+def steps_of(shape: Shape, device: torch.device) -> dict[str, dict[str, Run]]:
     """For each pass a step of each recipe. The layers have the same weights."""
     inputs = Inputs.random(shape, device)
     sizes = shape["E"], shape["H"], shape["I"]
     first = MoEExperts(*sizes, device=device)
-    steps: dict[str, dict[str, Step]] = {which: {} for which in PASSES}
+    steps: dict[str, dict[str, Run]] = {which: {} for which in PASSES}
     for name, recipe in RECIPES.items():
         layer = MoEExperts(*sizes, recipe=recipe, device="meta")
         layer.gate_up_proj, layer.down_proj = first.gate_up_proj, first.down_proj
@@ -53,7 +52,7 @@ def steps_of(shape: Shape, device: torch.device) -> dict[str, dict[str, Step]]:
     return steps
 
 
-def two(layer: MoEExperts, inputs: Inputs) -> tuple[Step, Step]:
+def two(layer: MoEExperts, inputs: Inputs) -> tuple[Run, Run]:
     """The layer's forward, and forward and backward."""
     weights = layer.quantize_weights()
     given: Any = (inputs.x, inputs.topk_idx, inputs.probs)
@@ -69,7 +68,7 @@ def two(layer: MoEExperts, inputs: Inputs) -> tuple[Step, Step]:
     return forward, both
 
 
-def graphs(steps: dict[str, Step]) -> dict[str, Step]:
+def graphs(steps: dict[str, Run]) -> dict[str, Run]:
     """Each step captured. What it held while it ran eagerly is given back: seven do not fit."""
     made = {}
     for name, step in steps.items():

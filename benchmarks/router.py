@@ -10,7 +10,6 @@ step.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from common import OnResult, Record, environment, main, parser, row
 from fp8moe_cutlass.autograd import router_logits, router_topk
 from fp8moe_cutlass.nn import MoEExperts, Router, RoutingRule
-from timing import Limits, burst
+from timing import Limits, Run, burst, captured
 
-Step = Callable[[], object]
 V3 = RoutingRule(
     score="sigmoid",
     selection_bias=True,
@@ -54,21 +52,7 @@ MODELS = (
 QUICK = (Model("quick", 128, 64, 16, 4, RoutingRule(), 8),)
 
 
-def captured(step: Step) -> Step:
-    """A graph of `step`, which has run on another stream before."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def launches(step: Step) -> int:
+def launches(step: Run) -> int:
     """The kernels, copies and memsets of one call."""
     step()
     torch.cuda.synchronize()
@@ -78,7 +62,7 @@ def launches(step: Step) -> int:
     return sum("CUDA" in str(e.device_type) for e in seen.events() or [])
 
 
-def steps_of(model: Model, x: Tensor) -> dict[str, Step]:
+def steps_of(model: Model, x: Tensor) -> dict[str, Run]:
     """What is timed, by name."""
     router = Router(model.hidden, model.experts, model.top_k, model.rule, device=x.device)
     dweights = torch.randn(len(x), model.top_k, device=x.device)
@@ -88,10 +72,10 @@ def steps_of(model: Model, x: Tensor) -> dict[str, Step]:
     compiled: Any = torch.compile(router, fullgraph=True)
     leaves = [x, router.weight]
 
-    def by(module: Any) -> Step:
+    def by(module: Any) -> Run:
         return lambda: torch.autograd.grad(module(x).topk_weights, leaves, dweights)
 
-    steps: dict[str, Step] = {
+    steps: dict[str, Run] = {
         "router": by(router),
         "router, compiled": by(compiled),
         "gate": lambda: torch.autograd.grad(router_logits(x, router.weight), leaves, dlogits),

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -181,6 +182,31 @@ def seconds(run: Run) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def warm_up(run: Run, times: int = 1) -> None:
+    """Runs it on a stream of its own, as torch wants it before a capture."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(times):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture(run: Run, **how: Any) -> Run:
+    """A replay of `run`, which is warm; what it keeps lives as long as the replay. how: of
+    torch.cuda.graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **how):
+        run()
+    return graph.replay
+
+
+def captured(run: Run) -> Run:
+    """`capture` after two runs to warm up."""
+    warm_up(run, 2)
+    return capture(run)
 
 
 class Limits:

@@ -30,7 +30,7 @@ from common import environment
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from fp8moe_cutlass.nn import MoEExperts
 from kernel_trace import durations
-from timing import Limits
+from timing import Limits, capture, warm_up
 from transformers_variants import (
     ADAMW,
     BACKWARD,
@@ -56,12 +56,10 @@ from transformers_variants import (
 
 
 class Recipe(steps.Bench):
-    """A model, of which `choose` switches the pieces on and off."""
+    """A model, of which `choose` switches the pieces on and off. wide: the width from which on
+    linears can run in FP8."""
 
-    wide = 1024  # of the linears that run in FP8
-    variants = staticmethod(variants_of)
-
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, wide: int) -> None:
         self.optimizers: dict[str, Any] = {}  # by their piece, of the variants so far
         super().__init__(*given)
         self.model.config.use_cache = False
@@ -77,7 +75,7 @@ class Recipe(steps.Bench):
         self.plain = {
             n: m
             for n, m in self.model.named_modules()
-            if isinstance(m, torch.nn.Linear) and m.out_features >= self.wide
+            if isinstance(m, torch.nn.Linear) and m.out_features >= wide
         }
         self.fp8 = dict(self.plain)
         if importlib.util.find_spec("torchao") is not None:
@@ -120,19 +118,15 @@ class Recipe(steps.Bench):
         """The chosen variant's step, captured if it wants that."""
         if GRAPH not in self.wants or self.device.type != "cuda":
             return self.step
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.tidy()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def step() -> None:
             loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
             loss.backward()
             self.optimizer.step()
-        return graph.replay
+
+        warm_up(self.step, 2)
+        self.tidy()
+        return capture(step)
 
     def use(self, pieces: Pieces) -> None:
         """The optimizer of such variants. Its states stay while others run."""
@@ -150,10 +144,6 @@ class Recipe(steps.Bench):
         states = [t for o in others for of in getattr(o, "state", {}).values() for t in of.values()]
         held: int = sum(t.nbytes for t in states if t.device.type == self.device.type)
         return super().peak(run) - held / 2**30
-
-    def steps(self) -> None:
-        """A row per variant; all take turns."""
-        self.turns([name_of(e, p) for p in self.variants(self.case) for e in (BF16, OURS)])
 
     def turns(self, names: list[str]) -> None:
         """A row per variant, of four rounds after one to warm up. An interrupt ends them early."""
@@ -320,14 +310,11 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=0, help="of so many steps, instead")
     parser.add_argument("--advised", action="store_true", help="what the how-to has, no more")
     given = parser.parse_args()
-    if given.advised:
-        Recipe.variants = staticmethod(advised)
     cases = [c for c in CASES if given.case is None or c.name in given.case]
     count = 2048 if given.losses else 8192
     if given.quick:
         case = cases[0] if given.case else QWEN
         cases, count = [replace(case, config=steps.TINY)], 256
-        Recipe.wide = 1
     torch._dynamo.config.recompile_limit = 64
     device = torch.device(given.device)
     fp8moe.register()
@@ -351,9 +338,10 @@ def main() -> None:
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 
     for case in cases:
-        bench = Recipe(case, count, device, done)
+        bench = Recipe(case, count, device, done, wide=1 if given.quick else 1024)
         if not given.losses:
-            bench.steps()
+            pieces = advised(case) if given.advised else variants_of(case)
+            bench.turns([name_of(e, p) for p in pieces for e in (BF16, OURS)])
         for name, losses in bench.losses_of(given.losses) if given.losses else ():
             record["losses"].setdefault(case.model, {})[name] = losses
             given.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -81,14 +81,12 @@ AttentionInterface.register(FULL, sdpa_attention_forward)
 AttentionMaskInterface.register(FULL, no_mask)
 
 
-def fp8_linear(
-    module: torch.nn.Linear, device: torch.device, recipe: str = "tensorwise"
-) -> torch.nn.Module:
+def fp8_linear(module: torch.nn.Linear, device: torch.device) -> torch.nn.Module:
     """torchao's, over the same weight."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
     if device.type == "cpu":
         config = replace(config, emulate=True)
     made: torch.nn.Module = Float8Linear.from_float(module, config)

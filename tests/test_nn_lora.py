@@ -70,7 +70,7 @@ def exact(layer: nn.MoEExperts, given: dict[str, Tensor], dout: Tensor) -> dict[
     for t in leaves.values():
         t.requires_grad_()
     a1, b1, a2, b2 = (leaves[name] for name in NAMES)
-    s = layer._lora[1] if layer._lora else 0.0
+    s = layer._lora.scaling if layer._lora else 0.0
     w1, w2 = gate_up + s * b1 @ a1, down + s * b2 @ a2
     out = torch.zeros(leaves["x"].shape, dtype=torch.float64)
     ids = given["topk_idx"].cpu()
@@ -129,7 +129,7 @@ def test_the_low_rank_term_is_there(on: torch.device) -> None:
         added = out - layer(**given).double().cpu()
     zero = torch.zeros(given["x"].shape)
     want = exact(layer, given, zero)["out"]
-    layer._lora = (16, 0.0, layer._lora[2])
+    layer._lora = layer._lora._replace(scaling=0.0)
     want -= exact(layer, given, zero)["out"]
     assert (added - want).norm() < 0.15 * want.norm()
 
@@ -325,7 +325,7 @@ def test_bad_state_dicts_name_the_key() -> None:
 @pytest.mark.parametrize("kind", ["codes", "values"])
 def test_merge(kind: str) -> None:
     layer = with_lora(kind)
-    scaling = layer._lora[1] if layer._lora else 0.0
+    scaling = layer._lora.scaling if layer._lora else 0.0
     low = [t.detach().double() for t in factors(layer)]
     base = values_of(layer)
     if kind == "values":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import reference_engines as engines
-from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, nn, ops
+from fp8moe_cutlass import Fp8Recipe, Fp8Tensor, autograd, nn, ops
 from moe_problem import problem
 from reference_engines import Quantized, weighted_sum
 
@@ -27,6 +27,18 @@ def test_output_weights_multiply_the_rows_of_the_down_projection(device: torch.d
     with torch.no_grad():
         assert torch.equal(rows[0], unweighted(p.x, p.topk_idx[:, :1], one))
         assert not torch.equal(out, unweighted(p.x, p.topk_idx, p.probs))
+
+
+def test_output_weights_where_a_lora_is_off() -> None:
+    """Whoever moves the tokens may announce the gradients of a LoRA that the forward leaves out."""
+    p, options = problem(64), autograd.Options(Fp8Recipe(weighting="output"))
+    found = []
+    for need in (None, autograd.Need(lora=True)):
+        given = [t.clone().requires_grad_() for t in (p.x, p.probs, p.gate_up, p.down)]
+        x, probs, *weights = given
+        out = autograd.experts(x, p.topk_idx, probs, *weights, options, need=need)
+        found.append(torch.autograd.grad(out, given, p.dout))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_activation_eps_is_the_floor_of_h_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fp8moe_cutlass.autograd import fp8, weights
+from fp8moe_cutlass.autograd import fp8
+from fp8moe_cutlass.nn import expert_block
 
 H, I, E = 128, 96, 8
 # Each config class has its own names for the same sizes: extra ones are kept and unused.
@@ -143,12 +144,16 @@ def _module(cls: type, configs: list[Any]) -> Any:
 def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """[how many layers' weights have been quantized], which goes on counting."""
     count = [0]
-    of_one_forward = weights.of_one_forward
+    of_a_forward, by_request = fp8.weights, expert_block.quantize_weights
 
-    def counting(*given: Any, **how: Any) -> Any:
+    def in_a_forward(gate_up: Any, down: Any, given: Any, *how: Any) -> Any:
+        count[0] += given is None
+        return of_a_forward(gate_up, down, given, *how)
+
+    def requested(*given: Any, **how: Any) -> Any:
         count[0] += 1
-        return of_one_forward(*given, **how)
+        return by_request(*given, **how)
 
-    monkeypatch.setattr(weights, "of_one_forward", counting)
-    monkeypatch.setattr(fp8, "of_one_forward", counting)
+    monkeypatch.setattr(fp8, "weights", in_a_forward)
+    monkeypatch.setattr(expert_block, "quantize_weights", requested)
     return count

@@ -238,17 +238,15 @@ def backward(
     dprobs = None
     if need.probs:
         dprobs = row_dprobs if plan.row_of is None else by_slot(row_dprobs, plan.row_of)
+    of_biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if down_bias is not None and need.biases:
+        of_biases = _sums(dz, torch.ones_like(row_probs), plan), _sums(dy, row_probs, plan)
     return Gradients(
         plan.sums_of(grouped_mm(dz, gate_up, plan.offsets)) if need.x else None,
         dprobs,
         Wgrad(dz, x, plan, gather=True) if need.gate_up else None,
         Wgrad(dy, h, plan) if need.down else None,
-        biases=(
-            _sums(dz, torch.ones_like(row_probs), plan),
-            _sums(dy, row_probs, plan),
-        )
-        if gate_up_bias is not None and down_bias is not None and need.biases
-        else (None, None),
+        biases=of_biases,
     )
 
 

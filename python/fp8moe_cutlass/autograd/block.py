@@ -168,9 +168,10 @@ def forward(
     # While ranks tell their sizes:
     weights = body.weights(gate_up, down, given, options, need, *beside)
     rows, row_probs, plan, route, into = move.receive(sent)
-    more: dict[str, Any] = {} if lora is None else {"lora": lora}
-    more = more if biases is None else {**more, "biases": biases}
-    out, saved = body.forward(rows, row_probs, plan, weights, options, need, counters, into, **more)
+    more = {} if lora is None else {"lora": lora}  # which bf16 has not
+    out, saved = body.forward(
+        *(rows, row_probs, plan, weights, options, need, counters, into), biases=biases, **more
+    )
     out = move.combine(out, route)
     return out if out.dtype == x.dtype else out.to(x.dtype), saved, route
 

@@ -1,7 +1,7 @@
 """The values that the block and its two bodies, fp8.py and bf16.py, pass to each other.
 
-Both have the functions enter, make_plan, grouped_plan, dropped, weights, forward and backward, and
-the type Saved.
+Both have the functions enter, make_plan, grouped_plan, dropped, weights, forward and backward, the
+type Saved, and of its tensors SAVED_TENSORS and ROWS_APART.
 """
 
 from __future__ import annotations

@@ -29,15 +29,10 @@ from fp8moe_cutlass.autograd.body import (
     Options,
     by_slot,
 )
-from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad, count
+from fp8moe_cutlass.autograd.fp8_wgrad import Wgrad, count, turn
 from fp8moe_cutlass.autograd.low_rank import DOWN, GATE_UP, NONE, LoraSaved, Terms, saved_of
 from fp8moe_cutlass.autograd.streams import now_on
-from fp8moe_cutlass.autograd.weights import (
-    Fp8Weights,
-    of_one_forward,
-    quantize_weight,
-    transpose,
-)
+from fp8moe_cutlass.autograd.weights import Fp8Weights, quantize_weight, transpose
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -143,10 +138,12 @@ def weights(
     if given is not None:
         given.wait()
         return ForwardWeights(given, (given.gate_up, given.down))
-    codes = need is not None and options.transposed_weights == "save"
-    gate_up_t = codes and need is not None and need.x
-    made = of_one_forward(gate_up, down, options.recipe, gate_up_t, codes, up)
-    return ForwardWeights(made, (made.gate_up, made.down) if codes else (gate_up, down))
+    recipe, codes = options.recipe, need is not None and options.transposed_weights == "save"
+    both = codes and need is not None and need.x
+    gate_up_q, gate_up_t = quantize_weight(gate_up, recipe, transposed=both, below=up)
+    down_q, down_t = quantize_weight(down, recipe, transposed=codes)
+    made = Fp8Weights(gate_up_q, down_q, gate_up_t, down_t)
+    return ForwardWeights(made, (gate_up_q, down_q) if codes else (gate_up, down))
 
 
 def forward(
@@ -219,9 +216,7 @@ def forward(
 def turn_x(saved: Saved, options: Options, counters: Counters | None) -> Fp8Tensor:
     """What backward reads of x alone, for gate_up's gradient."""
     x: Any = saved.x
-    columns: Any = None
-    turned: Fp8Tensor = Wgrad("x", x, columns, saved.plan, options.recipe, counters)._operands()[1]
-    return turned
+    return turn("x", x, saved.plan, options.recipe, counters)
 
 
 def backward(
@@ -285,10 +280,6 @@ def backward(
     if counters is not None:
         count(counters, "dout", dout, plan)
         count(counters, "dz", dz, plan)
-
-    u2 = None if low is None else low.u2
-    if need.lora and recipe.weighting == "output":  # dout and h are saved without their weight
-        du2, u2 = weighted(du2, row_probs), weighted(u2, row_probs)
     if biases is not None and need.probs and row_dprobs is not None:
         row_dprobs += bias_terms.dots(biases.down, dout, plan)
     dx, dprobs = None, row_dprobs if need.probs else None
@@ -299,26 +290,31 @@ def backward(
             dx, dprobs = ops.permute_pad_backward(dx, plan, dprobs=dprobs, out=into)
     elif need.probs and not grouped:
         dprobs = by_slot(row_dprobs, plan.row_of.long())
+    of_lora: list[Tensor | None] = []
+    if terms is not None and low is not None and need.lora:
+        u2 = low.u2
+        if recipe.weighting == "output":  # dout and h are saved without their weight
+            du2, u2 = weighted(du2, row_probs), weighted(u2, row_probs)
+        of_lora = [
+            terms.wgrad(GATE_UP, du1, x, plan),
+            terms.wgrad(GATE_UP + 1, low.u1, dz, plan),
+            terms.wgrad(DOWN, du2, h, plan),
+            terms.wgrad(DOWN + 1, u2, dout, plan),
+        ]
+    of_biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if biases is not None and need.biases:
+        of_biases = (
+            bias_terms.sums(biases.gate_up, dz, plan),
+            bias_terms.sums(biases.down, dout, plan, row_probs),
+        )
     return Gradients(
         dx,
         dprobs,
         Wgrad("x", x, dz_columns, plan, recipe, counters, x_turned) if need.gate_up else None,
         Wgrad("dout", dout, h_columns, plan, recipe, counters) if need.down else None,
         workspace,
-        [
-            terms.wgrad(GATE_UP, du1, x, plan),
-            terms.wgrad(GATE_UP + 1, low.u1, dz, plan),
-            terms.wgrad(DOWN, du2, h, plan),
-            terms.wgrad(DOWN + 1, u2, dout, plan),
-        ]
-        if terms is not None and low is not None and need.lora
-        else [],
-        (
-            bias_terms.sums(biases.gate_up, dz, plan),
-            bias_terms.sums(biases.down, dout, plan, row_probs),
-        )
-        if biases is not None and need.biases
-        else (None, None),
+        of_lora,
+        of_biases,
     )
 
 

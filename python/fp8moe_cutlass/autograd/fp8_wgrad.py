@@ -28,12 +28,10 @@ class Wgrad(NamedTuple):
 
     def apart(self, delayed: bool) -> Wgrad:
         """The same without reading the rows where they are: transposed or, for long, copied."""
-        if not delayed:
-            return self._replace(turned=self._operands()[self.of == "x"])
-        r = self.rows
-        data, scale_inv = r.data.clone(), r.scale_inv.clone()
-        rows = Fp8Tensor(data, scale_inv, r.scale_layout, r.pow2, r.fp8_dtype, check=False)
-        return self._replace(rows=rows)
+        if delayed:
+            return self._replace(rows=self.rows.clone())
+        turned = turn(self.of, self.rows, self.plan, self.recipe, self.counters)
+        return self._replace(turned=turned)
 
     def scaled(self, by: float) -> Wgrad:
         """`by` times this gradient, by an operand's scales: exact where `by` is a power of two."""
@@ -90,26 +88,33 @@ class Wgrad(NamedTuple):
             for half in (left[:n], left[n:])
         ]
 
-    def _operands(self) -> tuple[Any, Any]:
-        """Only power-of-two scales can be shifted in FP8; float32 scales are dequantized and
-        quantized again, a second rounding."""
-        rows, recipe, plan, made = self.rows, self.recipe, self.plan, self.turned
-        if made is None:
-            shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
-            if shift and not grouped:
-                made = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
-            else:
-                made = ops.transpose_fp8(
-                    rows if grouped else ops.permute_pad(rows, plan)[0],
-                    plan,
-                    columns=recipe.columns,
-                    requantize=not shift,
-                    scale=recipe.scale,
-                    eps=recipe.eps,
-                )
-            if self.counters is not None:
-                count(self.counters, f"{self.of} columns", rows, plan, made)
-        return (self.columns, made) if self.of == "x" else (made, self.columns)
+    def _operands(self) -> tuple[Fp8Tensor, Fp8Tensor]:
+        turned = self.turned
+        if turned is None:
+            turned = turn(self.of, self.rows, self.plan, self.recipe, self.counters)
+        return (self.columns, turned) if self.of == "x" else (turned, self.columns)
+
+
+def turn(
+    of: str, rows: Fp8Tensor, plan: RoutingPlan, recipe: Fp8Recipe, counters: Counters | None
+) -> Fp8Tensor:
+    """A Wgrad's rows, transposed. Only power-of-two scales can be shifted in FP8; float32 scales
+    are dequantized and quantized again, a second rounding."""
+    shift, grouped = recipe.scale == "pow2", rows.scale_layout == "gemm"
+    if shift and not grouped:
+        made: Any = ops.permute_transpose_fp8(rows, plan, columns=recipe.columns)
+    else:
+        made = ops.transpose_fp8(
+            rows if grouped else ops.permute_pad(rows, plan)[0],
+            plan,
+            columns=recipe.columns,
+            requantize=not shift,
+            scale=recipe.scale,
+            eps=recipe.eps,
+        )
+    if counters is not None:
+        count(counters, f"{of} columns", rows, plan, made)
+    return made  # type: ignore[no-any-return]
 
 
 def count(

@@ -105,26 +105,25 @@ def _weights_of(codes: Sequence[Tensor], options: Options) -> Fp8Weights | None:
 
 def _forward_of(*arguments: Any) -> list[Tensor]:
     of = _Forward(*arguments)
-    x, topk_idx, probs, plan, gate_up, down, up, codes, biases, lora, scaling = of[:11]
-    how, sizes, key, need = of[11:]
-    (kind, options), number = _read(how), int(key)
+    (kind, options), number = _read(of.how), int(of.key)
     owner = owners[number] if number >= 0 else None
-    move = _move_of(kind, plan, sizes, owner)
+    move = _move_of(kind, of.plan, of.sizes, owner)
     out, saved, route = block.forward(
-        *(x, topk_idx, probs, gate_up, down, options, move, _weights_of(codes, options)),
-        Need(*need[:_NEED]) if need else None,
-        owner._counters if owner is not None and need else None,
-        Lora(tuple(lora), scaling) if lora else None,
-        Biases(*biases) if biases else None,
-        up,
+        *(of.x, of.topk_idx, of.probs, of.gate_up, of.down, options, move),
+        _weights_of(of.codes, options),
+        Need(*of.need[:_NEED]) if of.need else None,
+        owner._counters if owner is not None and of.need else None,
+        Lora(tuple(of.lora), of.scaling) if of.lora else None,
+        Biases(*of.biases) if of.biases else None,
+        of.up,
     )
-    if not need:
+    if not of.need:
         return [out]
     tensors = saved.tensors()
     if kind == "group":
         own: Any = move
         tensors = own.owned(saved, options.recipe).tensors() + own.route_tensors(route)
-    return [out, *_owned(tensors, (x, probs, plan, gate_up, down, *codes, *biases, *lora))]
+    return [out, *_owned(tensors, of)]
 
 
 def _fake(*arguments: Any) -> list[Tensor]:
@@ -158,8 +157,7 @@ def _fake(*arguments: Any) -> list[Tensor]:
             saved = saved._replace(probs=None)
         route = [of.x.new_empty(buffer_words(*plan), dtype=torch.int32)]
         route += [torch.empty(words, dtype=torch.int64, device="cpu")] if words else []
-    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.biases, *of.lora)
-    return [out, *_owned([*saved.tensors(), *route], inputs)]
+    return [out, *_owned([*saved.tensors(), *route], of)]
 
 
 def _keeps_x(need: Sequence[bool], options: Options) -> bool:
@@ -248,37 +246,36 @@ def _fake_bf16(of: _Forward, buffer: Tensor, options: Options, kind: str) -> bf1
 _ABSENT, _AN_INPUT = (0,) * 4, (0,) * 5  # the shapes that stand for a saved tensor
 
 
-def _owned(tensors: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor]:
+def _owned(tensors: Sequence[Tensor | None], of: _Forward) -> list[Tensor]:
     """An operator's outputs are tensors of their own: empty ones stand for None and for inputs."""
-    like: Any = inputs[0]
+    inputs = (of.x, of.probs, of.plan, of.gate_up, of.down, *of.codes, *of.biases, *of.lora)
     return [
-        like.new_empty(_ABSENT)
+        of.x.new_empty(_ABSENT)
         if t is None
-        else (like.new_empty(_AN_INPUT) if any(t is given for given in inputs) else t)
+        else (of.x.new_empty(_AN_INPUT) if any(t is given for given in inputs) else t)
         for t in tensors
     ]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, topk_idx, probs, plan, gate_up, down, up, codes, biases, lora, scaling = inputs[:11]
-    how, sizes, key, need = inputs[11:]
+    of = _Forward(*inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
+    biases = of.biases or (None, None)
     by_place: list[Tensor | None]  # inputs, where the body saves them
-    if _read(how)[1].recipe is None:
-        of_weights = gate_up, down, *(biases or (None, None))
-        by_place = [None, None, None, None, x, None, probs, *of_weights]
+    if _read(of.how)[1].recipe is None:
+        by_place = [None, None, None, None, of.x, None, of.probs, of.gate_up, of.down, *biases]
     else:
-        weights = codes or [gate_up, None, down, None, None, None, None, None]
-        by_place = [plan, probs, *[None] * 4, *weights, *(biases or (None, None)), *lora]
+        weights: Any = of.codes or [of.gate_up, None, of.down, *[None] * 5]
+        by_place = [of.plan, of.probs, *[None] * 4, *weights, *biases, *of.lora]
     saved = [by_place[n] if t.ndim == len(_AN_INPUT) else t for n, t in enumerate(output[1:])]
-    ctx.key = None if isinstance(key, Tensor) else key
-    ctx.save_for_backward(*saved, *([key] if ctx.key is None else []))
-    slots = 0 if topk_idx is None else topk_idx.shape[1]
-    ctx.codes, ctx.biases, ctx.lora, ctx.scaling = len(codes), len(biases), len(lora), scaling
-    ctx.how, ctx.need = (how, sizes), need
-    dtypes = " ".join(str(w.dtype) for w in (gate_up, down, up) if w is not None)
-    ctx.shapes = [*down.shape], dtypes, slots
+    ctx.key = None if isinstance(of.key, Tensor) else of.key
+    ctx.save_for_backward(*saved, *([of.key] if ctx.key is None else []))
+    slots = 0 if of.topk_idx is None else of.topk_idx.shape[1]
+    ctx.codes, ctx.biases, ctx.lora = len(of.codes), len(of.biases), len(of.lora)
+    ctx.how, ctx.need, ctx.scaling = (of.how, of.sizes), of.need, of.scaling
+    dtypes = " ".join(str(w.dtype) for w in (of.gate_up, of.down, of.up) if w is not None)
+    ctx.shapes = [*of.down.shape], dtypes, slots
 
 
 def _backward(op: Any, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,8 +95,9 @@ def quantize_weights(
     if not isinstance(recipe, Fp8Recipe):
         refuse("quantize_weights", "recipe", "an Fp8Recipe", recipe)
     flag("quantize_weights", "transposed", transposed)
-    made = of_one_forward(gate_up, down, recipe, transposed, transposed)
-    return replace(made, written=written(made.gate_up.device))
+    gate_up_q, gate_up_t = quantize_weight(gate_up, recipe, transposed=transposed)
+    down_q, down_t = quantize_weight(down, recipe, transposed=transposed)
+    return _now_written(gate_up_q, down_q, gate_up_t, down_t)
 
 
 def is_codes(w: Tensor) -> bool:
@@ -115,7 +116,7 @@ def of_codes(
     down: Tensor,
     down_scale_inv: Tensor,
     *,
-    transposed: bool = False,
+    transposed: bool,
 ) -> Fp8Weights:
     """FP8 weights over codes as they lie, gate_up [E, 2I, H] and down [E, H, I], with the scales of
     their 128x128 blocks in float32, or in e8m0 or bfloat16, which are converted. transposed: with
@@ -126,59 +127,42 @@ def of_codes(
     ]
     if not transposed:
         return Fp8Weights(*parts)
-    made = Fp8Weights(*parts, *(ops.turn_weight(part) for part in parts))
-    return replace(made, written=written(gate_up.device))
-
-
-def of_one_forward(
-    gate_up: Tensor,
-    down: Tensor,
-    recipe: Fp8Recipe,
-    gate_up_t: bool,
-    down_t: bool,
-    up: Tensor | None = None,
-) -> Fp8Weights:
-    """FP8 weights for the current stream alone, each with its transpose or without. up: gate_up is
-    the gate alone."""
-    parts: list[Any] = []
-    for w, below, transposed in ((gate_up, up, gate_up_t), (down, None, down_t)):
-        made = _quantize(w, recipe, transposed, below=below)
-        parts += made if transposed else (made, None)
-    return Fp8Weights(parts[0], parts[2], parts[1], parts[3])
+    return _now_written(*parts, *(ops.turn_weight(part) for part in parts))
 
 
 def quantize_weight(
-    w: Tensor, recipe: Fp8Recipe, *, transposed: bool, out: Any = None
+    w: Tensor,
+    recipe: Fp8Recipe,
+    *,
+    transposed: bool | Literal["only"],
+    out: Any = None,
+    below: Tensor | None = None,
 ) -> tuple[Any, Any]:
-    """w [E, N, K] as fprop reads it and, with `transposed`, as dgrad does, else None; in one pass.
-    out: as of ops.quantize_weight."""
-    made = _quantize(w, recipe, transposed, out)
-    return made if transposed else (made, None)
+    """w [E, N, K] as fprop reads it and as dgrad does, in one pass. transposed: False for the first
+    alone, "only" for the second alone; None stands for the other. out, below: as of
+    ops.quantize_weight."""
+    how: Any = {"scale": recipe.scale, "eps": recipe.eps, "transposed": transposed}
+    w = w.detach()
+    if below is None and not w.is_contiguous() and is_turned(w):
+        # Blocks of 128x128 turn onto themselves: each result is there in the other's place.
+        how["transposed"] = {True: True, False: "only", "only": False}[transposed]
+        to = out[::-1] if isinstance(out, tuple) else out
+        made: Any = ops.quantize_weight(w.mT, out=to, **how)
+        made = made[::-1] if transposed is True else made
+    else:
+        below = None if below is None else below.detach().contiguous()
+        made = ops.quantize_weight(w.contiguous(), below=below, out=out, **how)
+    if transposed is True:
+        return made  # type: ignore[no-any-return]
+    return (None, made) if transposed else (made, None)
 
 
 def transpose(w: Fp8Tensor | Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
     """w [E, N, K], codes or a parameter, as dgrad reads it: the same either way."""
     if isinstance(w, Fp8Tensor):
         return ops.turn_weight(w)
-    made: Fp8Tensor = _quantize(w, recipe, "only")
+    made: Fp8Tensor = quantize_weight(w, recipe, transposed="only")[1]
     return made
-
-
-def _quantize(
-    w: Tensor, recipe: Fp8Recipe, transposed: Any, out: Any = None, below: Tensor | None = None
-) -> Any:
-    """ops.quantize_weight of a parameter, or of one whose rows lie below those of another. Blocks
-    of 128x128 turn onto themselves: of weights [E, in, out] both results are there in the other's
-    place."""
-    how: Any = {"scale": recipe.scale, "eps": recipe.eps}
-    if below is not None or w.is_contiguous() or not is_turned(w):
-        below = None if below is None else below.detach().contiguous()
-        w = w.detach().contiguous()
-        return ops.quantize_weight(w, below=below, transposed=transposed, out=out, **how)
-    other: Any = {True: True, False: "only", "only": False}[transposed]
-    to = out[::-1] if isinstance(out, tuple) else out
-    made = ops.quantize_weight(w.detach().mT, transposed=other, out=to, **how)
-    return (made[1], made[0]) if transposed is True else made
 
 
 def _now_written(*parts: Any) -> Fp8Weights:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told, sum_here
+from fp8moe_cutlass.distributed.sizes import Announced, Returning, Sizes, Told, Words, sum_here
 from fp8moe_cutlass.routing import RoutingPlan
 
 
@@ -22,10 +22,10 @@ class Collectives:
     def __init__(self, group: Any, ranks: int, segment: int) -> None:
         self.group, self.ranks, self.segment = group, ranks, segment
 
-    def announce(self, counts: Tensor, terms: Tensor, differed: Tensor) -> Announced:
-        """counts [ranks, 2]; terms [ranks, .], the same to each; differed [ranks, 1]."""
-        message = counts.new_empty(2, self.ranks, 3 + terms.shape[1])
-        torch.cat([counts, terms, differed], dim=1, out=message[0])
+    def announce(self, counts: Tensor, terms: Words, differed: Tensor) -> Announced:
+        """counts [ranks, 2]; differed [ranks, 1]."""
+        message = counts.new_empty(2, self.ranks, 3 + terms.of_each.shape[1])
+        torch.cat([counts, terms.of_each, differed], dim=1, out=message[0])
         work: Any = dist.all_to_all_single(message[1], message[0], group=self.group, async_op=True)
         return Announced(message, work)
 

@@ -16,7 +16,7 @@ from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.collectives import Collectives
 from fp8moe_cutlass.distributed.peers import peers_of, say_why_not
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import Announced, Sizes, Told
+from fp8moe_cutlass.distributed.sizes import Announced, Sizes, Told, Words
 from fp8moe_cutlass.distributed.symmetric import NoSharedMemory
 from fp8moe_cutlass.distributed.through_peers import ThroughPeers
 
@@ -113,7 +113,7 @@ class Exchange:
         self.local_experts = range(rank * share, (rank + 1) * share)  # of this rank
         self._assignments: int = limits[1] if len(limits) == 2 else 0
         self._agreed: set[Terms] = set()
-        self._words: dict[Any, tuple[Tensor, Tensor]] = {}  # on the device
+        self._words: dict[Any, Words] = {}
         self._collectives = Collectives(group, self.ranks, self.segment)
         self._peers: ThroughPeers | None = None  # once there has been an exchange
 
@@ -155,10 +155,8 @@ class Exchange:
                 "[MoEExperts] a captured forward needs rank_capacity=, and one forward like it "
                 f"before the capture; got rank_capacity={self.rank_capacity}"
             )
-        one, of_each = self._words_of(terms, counts.device)
-        if self._peers is None:
-            return self._collectives.announce(counts, of_each, self._differed)
-        return self._peers.announce(one, counts, self._differed)
+        by = self._collectives if self._peers is None else self._peers
+        return by.announce(counts, self._words_of(terms, counts.device), self._differed)
 
     def sizes(self, announced: Announced | None, terms: Terms, carrier: Carrier) -> Sizes:
         """Reads the sizes that the ranks have announced; the host waits for the device. Raises
@@ -247,14 +245,13 @@ class Exchange:
 
     def mark(self, terms: Terms, device: torch.device, backward: bool = False) -> Tensor:
         """[ranks, 4] i32: the terms in short."""
-        return self._words_of(terms.mark(backward), device)[1]
+        return self._words_of(terms.mark(backward), device).of_each
 
-    def _words_of(self, words: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Once, and once per rank."""
+    def _words_of(self, words: tuple[int, ...], device: torch.device) -> Words:
         if (words, device) not in self._words:
             with torch.inference_mode(False):
-                one = torch.tensor(words, dtype=torch.int32, device=device)
-            self._words[words, device] = one, one.expand(self.ranks, -1).contiguous()
+                once = torch.tensor(words, dtype=torch.int32, device=device)
+            self._words[words, device] = Words(once, once.expand(self.ranks, -1).contiguous())
         return self._words[words, device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:

@@ -8,14 +8,14 @@ Duck-typed: to import DTensor takes half a second, and most layers never meet on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,6 @@ def held(weight: Any) -> Tensor:
     return mine
 
 
-def local(weight: Any) -> Tensor:
-    """This rank's part of a DTensor. Its gradient is this rank's part of the DTensor's."""
-    mine: Tensor = _Local.apply(weight)  # type: ignore[no-untyped-call]
-    return mine
-
-
 class _Local(torch.autograd.Function):
     """Not DTensor.to_local: its backward turns the None of a gradient in main_grad into zeros."""
 
@@ -72,6 +66,10 @@ class _Local(torch.autograd.Function):
         )
 
 
+# This rank's part of a DTensor. Its gradient is this rank's part of the DTensor's.
+local: Callable[[Any], Tensor] = _Local.apply
+
+
 def is_sharded(t: Any) -> bool:
     """Whether t is a DTensor."""
     return hasattr(t, "full_tensor")
@@ -81,6 +79,15 @@ def whole(t: Any) -> Tensor:
     """All of t; collective where it is sharded."""
     gathered: Tensor = t.full_tensor() if is_sharded(t) else t
     return gathered
+
+
+def draw_share(mine: Tensor, bound: float, local: range, experts: int) -> None:
+    """Fills mine [E, ...], of the experts `local`, uniformly within bound. All `experts` are drawn:
+    ranks that start from the same random state hold parts of one layer."""
+    other = torch.empty_like(mine[0])
+    for e in range(experts):
+        expert = mine[e - local.start] if e in local else other
+        nn.init.uniform_(expert, -bound, bound)
 
 
 @contextmanager

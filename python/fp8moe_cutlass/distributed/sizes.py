@@ -42,6 +42,13 @@ class Sizes:
         return np.array(self.begins, np.int32)  # in a tenth of a tensor's time
 
 
+class Words(NamedTuple):
+    """A rank's terms, or their mark, on the device: i32."""
+
+    once: Tensor  # [n]
+    of_each: Tensor  # [ranks, n], the same to each
+
+
 class Announced(NamedTuple):
     """Sizes on their way."""
 

@@ -8,7 +8,15 @@ from torch import Tensor
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.distributed.peers import Needed, Peers, Place
 from fp8moe_cutlass.distributed.rank_agreement import Terms
-from fp8moe_cutlass.distributed.sizes import SUMMED, Announced, Returning, Sizes, Told, sum_here
+from fp8moe_cutlass.distributed.sizes import (
+    SUMMED,
+    Announced,
+    Returning,
+    Sizes,
+    Told,
+    Words,
+    sum_here,
+)
 from fp8moe_cutlass.routing import RoutingPlan
 
 
@@ -23,10 +31,10 @@ class ThroughPeers:
         self.begin = peers.begin  # within: to announce the sizes of an exchange, and to store rows
         self._counts = [segment + 1] * self.ranks
 
-    def announce(self, terms: Tensor, counts: Tensor, differed: Tensor) -> Announced:
+    def announce(self, counts: Tensor, terms: Words, differed: Tensor) -> Announced:
         """Tell the sizes, within `begin`."""
         more = torch.cat([counts.view(-1, 1), differed]) if self.segment else counts
-        return self.peers.tell(terms, more)
+        return self.peers.tell(terms.once, more)
 
     def read(self, announced: Announced) -> list[list[int]]:
         """The message as lists, once it is there."""

@@ -23,13 +23,13 @@ class _Experts(nn.Module):
 
 # What transformers makes of an experts class without a gate of its own.
 PLAIN: Any = use_experts_implementation(_Experts)
-SILU = (nn.SiLU, type(ACT2FN["silu"]))
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _GELU_TANH = type(ACT2FN["gelu_pytorch_tanh"])
 _RELU2 = type(ACT2FN["relu2"])
 
 
 def _clamped(m: Any) -> Activation:
-    return Activation(limit=m.limit) if _is_silu(m.act_fn) else _other(m.act_fn)
+    return Activation(limit=m.limit) if is_silu(m.act_fn) else _other(m.act_fn)
 
 
 def _gpt_oss(m: Any, interleaved: bool) -> Activation:
@@ -62,7 +62,7 @@ def activation_of(module: Any) -> Activation:
     if getattr(type(module), "_apply_gate", PLAIN._apply_gate) is PLAIN._apply_gate:
         if isinstance(act, _GELU_TANH):
             return Activation("gelu_tanh")
-        return SWIGLU if _is_silu(act) else _other(act)
+        return SWIGLU if is_silu(act) else _other(act)
     gate = type(module)._apply_gate  # of a class that parametrize or fully_shard has derived, too
     kinds = (kind for kind in type(module).__mro__ if vars(kind).get("_apply_gate") is gate)
     kind = next(kinds, object)
@@ -77,8 +77,9 @@ def activation_of(module: Any) -> Activation:
         raise UnknownActivation(f"a gate of its own: {error}") from error
 
 
-def _is_silu(act: Any) -> bool:
-    return isinstance(act, SILU) or act is F.silu
+def is_silu(act: Any) -> bool:
+    """Whether a module's act_fn is SiLU, as a module or as torch's function."""
+    return isinstance(act, _SILU) or act is F.silu
 
 
 def _other(act: Any, before: str = "") -> Activation:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
@@ -18,7 +17,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from fp8moe_cutlass import ops
 from fp8moe_cutlass.autograd.weights import is_codes
-from fp8moe_cutlass.integrations.transformers_activation import SILU
+from fp8moe_cutlass.integrations.transformers_activation import is_silu
 from fp8moe_cutlass.nn.fp8_checkpoint import WEIGHTS
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import TILE, Fp8Tensor, scale_shape
@@ -34,17 +33,19 @@ def experts_refused(module: Any) -> str | None:
     """Why these FP8Experts are not MoEExperts'; None: they are."""
     if not module.has_gate:
         return "no gate"
+    found = []
+    if module.has_bias:
+        found.append("biases")
+    if module.swiglu_alpha is not None or module.limit is not None:
+        found.append("a gate of its own")
+    if module.activation_scheme != "dynamic":
+        found.append("static scales of activations")
+    if not is_silu(module.act_fn):
+        found.append(f"its activation is {type(module.act_fn).__name__}, not SiLU")
     other_blocks = _other_blocks(module)
-    reasons = {
-        "biases": module.has_bias,
-        "a gate of its own": module.swiglu_alpha is not None or module.limit is not None,
-        "static scales of activations": module.activation_scheme != "dynamic",
-        f"its activation is {type(module.act_fn).__name__}, not SiLU": not (
-            isinstance(module.act_fn, SILU) or module.act_fn is F.silu
-        ),
-        other_blocks: other_blocks is not None,
-    }
-    return ", ".join(str(reason) for reason, holds in reasons.items() if holds) or None
+    if other_blocks is not None:
+        found.append(other_blocks)
+    return ", ".join(found) or None
 
 
 def experts_unfit(module: Any, recipe: Fp8Recipe | None) -> str | None:

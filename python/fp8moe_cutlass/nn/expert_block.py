@@ -26,7 +26,7 @@ from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.shards import local, whole
 from fp8moe_cutlass.nn._validate import check_inputs, check_int, check_mask, check_rows
 from fp8moe_cutlass.nn.fsdp import GatheredExperts, gathered_weights
-from fp8moe_cutlass.nn.lora import factors_of
+from fp8moe_cutlass.nn.lora import LayerLora, factors_of
 from fp8moe_cutlass.ops._torch import compiling, in_backward
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan
@@ -46,7 +46,7 @@ class ExpertBlock(Owner):
     _move: Move
     _turned = False  # the two weights are held as [E, in, out]
     _reused: Any = None  # nn.reuse.Reused, inside reuse_fp8_weights
-    _lora: tuple[int, float, list[Any]] | None = None  # of add_lora: rank, alpha / rank, Factors
+    _lora: LayerLora | None = None  # of add_lora
     lora_enabled = True
 
     @property

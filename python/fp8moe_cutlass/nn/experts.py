@@ -20,7 +20,7 @@ from fp8moe_cutlass.autograd.torch_op import give_key
 from fp8moe_cutlass.autograd.weights import is_codes
 from fp8moe_cutlass.distributed import Exchange, GroupMove
 from fp8moe_cutlass.distributed.exchange import TRANSPORTS
-from fp8moe_cutlass.distributed.shards import held, is_sharded, take_share, writable
+from fp8moe_cutlass.distributed.shards import draw_share, held, is_sharded, take_share, writable
 from fp8moe_cutlass.nn import fp8_checkpoint, lora
 from fp8moe_cutlass.nn._validate import (
     MOST_EXPERTS,
@@ -215,7 +215,7 @@ class MoEExperts(ExpertBlock, nn.Module):
     @property
     def lora_rank(self) -> int:
         """The rank of add_lora; 0: the layer has none."""
-        return 0 if self._lora is None else self._lora[0]
+        return 0 if self._lora is None else self._lora.rank
 
     def fp8_tensors(self, prefix: str = "", *, fused: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The weights in the form of an FP8 checkpoint, as (name, tensor): `from_fp8`'s names, per
@@ -245,11 +245,7 @@ class MoEExperts(ExpertBlock, nn.Module):
         for weight, of in fan_in.items():
             bound = 1.0 / math.sqrt(of)
             with writable(weight if self._average is None else held(weight)) as mine:
-                others = torch.empty_like(mine[0])
-                for e in range(self.num_experts):
-                    here = e in self.local_experts
-                    expert = mine[e - self.local_experts.start] if here else others
-                    nn.init.uniform_(expert, -bound, bound)
+                draw_share(mine, bound, self.local_experts, self.num_experts)
 
     def __getattr__(self, name: str) -> Any:
         # One name inside. A gated layer's is in _parameters, and asks no more.

@@ -84,7 +84,7 @@ def read_into(layer: MoEExperts, tensors: Mapping[str, Tensor], prefix: str) -> 
     if f"{prefix}gate_up_proj" in tensors:
         shapes: Any = (2 * i, h), (h, i)
         for name, shape, w, s in zip(WEIGHTS, shapes, to[:2], to[2:], strict=True):
-            codes, scale = _codes(tensors, prefix + name, "_scale_inv", layer.num_experts, *shape)
+            codes, scale = _codes(tensors, prefix + name, layer.num_experts, *shape)
             _fill(f"{prefix}{name}_scale_inv", s, scale[mine.start : mine.stop])
             w.copy_(codes[mine.start : mine.stop])
         return
@@ -102,7 +102,7 @@ def read_into(layer: MoEExperts, tensors: Mapping[str, Tensor], prefix: str) -> 
         )
         for name, (w, s, *shape) in zip(_OF_AN_EXPERT, parts, strict=True):
             key = f"{prefix}{e}.{name}.weight"
-            codes, scale = _codes(tensors, key, "_scale_inv", *shape)
+            codes, scale = _codes(tensors, key, *shape)
             _fill(f"{key}_scale_inv", s, scale)
             w.copy_(codes)
 
@@ -128,11 +128,9 @@ def _fill(key: str, to: Tensor, scale: Tensor) -> None:
     to.copy_(scale)
 
 
-def _codes(
-    tensors: Mapping[str, Tensor], key: str, suffix: str, *shape: int
-) -> tuple[Tensor, Tensor]:
+def _codes(tensors: Mapping[str, Tensor], key: str, *shape: int) -> tuple[Tensor, Tensor]:
     """Codes of that shape and their scales; ValueError that names the key."""
-    codes, scale = _get(tensors, key), _get(tensors, key + suffix)
+    codes, scale = _get(tensors, key), _get(tensors, f"{key}_scale_inv")
     if codes.dtype != torch.float8_e4m3fn:
         raise ValueError(f"[from_fp8] {key} must be float8_e4m3fn; got {codes.dtype}")
     if tuple(codes.shape) != shape:
@@ -140,12 +138,12 @@ def _codes(
     want = scale_shape(shape, "block")
     if tuple(scale.shape) != want:
         raise ValueError(
-            f"[from_fp8] {key}{suffix} must be {list(want)}, one scale per {TILE}x{TILE} block of "
-            f"{list(shape)}; got {list(scale.shape)}"
+            f"[from_fp8] {key}_scale_inv must be {list(want)}, one scale per {TILE}x{TILE} block "
+            f"of {list(shape)}; got {list(scale.shape)}"
         )
     if scale.dtype not in SCALE_DTYPES:
         raise ValueError(
-            f"[from_fp8] {key}{suffix} must be float32, bfloat16 or float8_e8m0fnu; got "
+            f"[from_fp8] {key}_scale_inv must be float32, bfloat16 or float8_e8m0fnu; got "
             f"{scale.dtype}"
         )
     return codes, scale

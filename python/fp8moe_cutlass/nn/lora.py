@@ -5,14 +5,14 @@ MoEExperts.add_lora describes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp8moe_cutlass.autograd.body import Lora
 from fp8moe_cutlass.autograd.weights import is_codes, quantize_weight
-from fp8moe_cutlass.distributed.shards import held, is_sharded
+from fp8moe_cutlass.distributed.shards import draw_share, held, is_sharded
 from fp8moe_cutlass.nn._validate import check_dtype, check_number, check_size
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.tensor import Fp8Tensor
@@ -84,6 +84,14 @@ class Pair(nn.Module):
         self.lora_A, self.lora_B = (nn.ModuleDict({"default": factor}) for factor in (a, b))
 
 
+class LayerLora(NamedTuple):
+    """The low-rank terms that a layer has."""
+
+    rank: int
+    scaling: float  # alpha / rank
+    factors: list[Factor]  # A and B of gate_up_proj, A and B of down_proj
+
+
 def check(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
     """Raises what add raises, before anything changes."""
     check_size("add_lora", "rank", rank)
@@ -116,7 +124,7 @@ def add(layer: MoEExperts, rank: int, alpha: float, dtype: torch.dtype) -> None:
     made = [Factor(s, n % 2 == 0, *ids, **factory) for n, s in enumerate(shapes)]
     layer.base_layer, outer = Pair(*made[:2]), Pair(*made[2:])
     layer.lora_A, layer.lora_B = outer.lora_A, outer.lora_B
-    layer._lora = rank, alpha / rank, made
+    layer._lora = LayerLora(rank, alpha / rank, made)
     reset(layer)
 
 
@@ -126,10 +134,7 @@ def reset(layer: MoEExperts) -> None:
     same random state draw those of all experts, and keep theirs."""
     a1, b1, a2, b2 = factors(layer)
     for mine in (a1, a2):
-        bound, other = mine.shape[-1] ** -0.5, torch.empty_like(mine[0])
-        for e in range(layer.num_experts):
-            here = e in layer.local_experts
-            nn.init.uniform_(mine[e - layer.local_experts.start] if here else other, -bound, bound)
+        draw_share(mine, mine.shape[-1] ** -0.5, layer.local_experts, layer.num_experts)
     for mine in (b1, b2):
         nn.init.zeros_(mine)
 
@@ -142,12 +147,12 @@ def remove(layer: MoEExperts) -> None:
 
 def factors(layer: Any) -> list[Tensor]:
     """The four parameters: A and B of gate_up_proj, A and B of down_proj."""
-    return [factor.weight for factor in layer._lora[2]]
+    return [factor.weight for factor in layer._lora.factors]
 
 
 def factors_of(layer: Any) -> Lora | None:
     """What a forward of a layer with LoRA adds to its projections."""
-    return Lora(tuple(factors(layer)), layer._lora[1]) if layer.lora_enabled else None
+    return Lora(tuple(factors(layer)), layer._lora.scaling) if layer.lora_enabled else None
 
 
 # ---- merging -------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def merged(layer: MoEExperts, of: int, expert: int) -> Tensor:
         value = w.float()
     assert layer._lora is not None
     with torch.autocast(value.device.type, enabled=False):
-        return torch.addmm(value, b, a, alpha=layer._lora[1])
+        return torch.addmm(value, b, a, alpha=layer._lora.scaling)
 
 
 @torch.no_grad()

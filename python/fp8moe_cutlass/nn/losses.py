@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,10 +64,8 @@ class _WithLoss(torch.autograd.Function):
         return dweights, dweights.new_ones(())
 
 
-def with_loss(weights: Tensor, loss: Tensor) -> Tensor:
-    """weights whose backward is that of `loss`, a scalar, too."""
-    out: Tensor = _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
-    return out
+# (weights, loss) -> weights whose backward is that of `loss`, a scalar, too.
+with_loss: Callable[[Tensor, Tensor], Tensor] = _WithLoss.apply
 
 
 def z_loss(routing: Routing) -> Tensor:

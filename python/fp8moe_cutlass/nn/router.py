@@ -207,10 +207,10 @@ class Router(nn.Module):
         tokens = routing.scores.shape[0]
         if sequences is not None:
             check_int("Router", "sequences", sequences)
-        if sequences is not None and (sequences < 1 or tokens % sequences):
-            raise ValueError(
-                f"[Router] sequences must divide the number of tokens {tokens}; got {sequences}"
-            )
+            if sequences < 1 or tokens % sequences:
+                raise ValueError(
+                    f"[Router] sequences must divide the number of tokens {tokens}; got {sequences}"
+                )
         if counts is None:
             counts = self._counted(routing, sequences)
         elif sequences is not None:
@@ -218,6 +218,7 @@ class Router(nn.Module):
         else:
             self._check_load("counts", counts)
         sequences = sequences or 1
+        each = tokens // sequences
         p = routing.scores
         if routing.padding is not None:
             p = p.masked_fill(routing.padding[:, None], 0.0)  # by no product: 0 * NaN is NaN
@@ -225,11 +226,11 @@ class Router(nn.Module):
             p = p / (p.sum(dim=1, keepdim=True) + 1e-20)
         counts = counts.view(sequences, self.num_experts)
         share = counts.float() / counts.sum(dim=1, keepdim=True).clamp(min=1)
-        length: Tensor | int = max(tokens // sequences, 1)
+        length: Tensor | int = max(each, 1)
         if routing.padding is not None:
             real = ~routing.padding
-            length = real.view(sequences, tokens // sequences).sum(dim=1, keepdim=True).clamp(min=1)
-        p = p.view(sequences, tokens // sequences, self.num_experts).sum(dim=1)
+            length = real.view(sequences, each).sum(dim=1, keepdim=True).clamp(min=1)
+        p = p.view(sequences, each, self.num_experts).sum(dim=1)
         loss: Tensor = self.num_experts * (share * p / length).sum(dim=1).mean()
         return loss
 

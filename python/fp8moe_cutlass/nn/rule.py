@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal
 
 from fp8moe_cutlass.nn._validate import check_bool, check_int, check_number
-
-_SWITCHES = (
-    "selection_bias",
-    "gate_bias",
-    "softmax_after_topk",
-    "normalize",
-    "expert_scale",
-    "constant_weights",
-)
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
@@ -85,8 +76,9 @@ class RoutingRule:
             check_int("RoutingRule", name, getattr(self, name))
         if self.best_per_group is not None:
             check_int("RoutingRule", "best_per_group", self.best_per_group)
-        for name in _SWITCHES:
-            check_bool("RoutingRule", name, getattr(self, name))
+        for field in fields(self):
+            if isinstance(field.default, bool):
+                check_bool("RoutingRule", field.name, getattr(self, field.name))
         check_number("RoutingRule", "epsilon", self.epsilon)
         check_number("RoutingRule", "routed_scaling_factor", self.routed_scaling_factor)
         if self.input_norm_eps is not None:

@@ -155,9 +155,8 @@ class Experts(MoEExperts):
         """The FP8 weights of a forward now; None: it quantizes its own."""
         c = self.config
         told = c.fp8 is not None or c.fp4 is not None or c.use_kitchen or c.quant_recipe is not None
-        if self.recipe is None or self._reused is not None or not told:
-            return None
-        if c.disable_parameter_transpose_cache:
+        wanted = told and not c.disable_parameter_transpose_cache
+        if self.recipe is None or self._reused is not None or not wanted:
             return None
         if self.is_first_microbatch or self._kept is None:
             self._kept = None  # before the next are made
