@@ -7,7 +7,8 @@
 
 An arm is NAME:SEED; quality_model.py has the names. Runs of a seed start from the same weights and
 see the same batches. Each writes files of its own in RUNS as it goes (quality_train.py); the record
-is made of all of them, of one model.
+is made of all of them, of one model. A record that is there keeps its other runs, but not which
+experts their tokens chose.
 
 The bar was fixed before the first run. The mean gap of FP8 to bf16 in held-out loss at the end,
 over paired seeds, is at most BAR.mean nats per token. Its 95% interval lies within BAR.interval of
@@ -87,6 +88,19 @@ def runs_of(folder: Path) -> list[Record]:
     return runs
 
 
+OF_ALL = ("model", "config", "parameters", "text")  # of a run, once in a record
+
+
+def runs_of_record(path: Path) -> list[Record]:
+    """The runs of a record, as runs_of gives them, without their choices; none where it is not."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    return [
+        {name: record[name] for name in OF_ALL} | run | {"choices": None} for run in record["runs"]
+    ]
+
+
 def merged(runs: list[Record]) -> Record:
     """One record of the runs. Those that did not end are in it, and in no comparison."""
     done = [run for run in runs if run["complete"]]
@@ -96,7 +110,7 @@ def merged(runs: list[Record]) -> Record:
     for arm in (name for name in ARMS if any(run["arm"] == name for run in done)):
         of = [run for run in done if run["arm"] == arm]
         rows.append(row(arm, of, [(run, base[run["seed"]]) for run in of if run["seed"] in base]))
-    config = {name: runs[0][name] for name in ("model", "config", "parameters", "text")}
+    config = {name: runs[0][name] for name in OF_ALL}
     kept = [{k: v for k, v in run.items() if k not in (*config, "choices")} for run in runs]
     about = {"bar": BAR._asdict(), **config}
     return {"environment": runs[0]["environment"], **about, "results": rows, "runs": kept}
@@ -264,7 +278,9 @@ def main(arguments: list[str] | None = None) -> None:
     runs = runs_of(given.runs)
     if not runs:
         raise SystemExit(f"no run in {given.runs}")
-    record = merged(runs)
+    again = {(run["arm"], run["seed"]) for run in runs}
+    runs += [r for r in runs_of_record(given.json) if (r["arm"], r["seed"]) not in again]
+    record = merged(sorted(runs, key=lambda run: ([*ARMS].index(run["arm"]), run["seed"])))
     given.json.write_text(json.dumps(record) + "\n")
     for line in record["results"]:
         gap = line.get("gap")
