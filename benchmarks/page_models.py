@@ -312,10 +312,10 @@ def quality_pairs() -> Rows:
     """Of the coarse model, and of longer training."""
     found = []
     for name in (COARSE, LONG):
-        made = record(name)
+        made, losses_of = record(name), heldout(name)
         for run in (r for r in made["runs"] if r["arm"] == "fp8"):
             cells = made["model"], f"{run['tokens'] / 1e6:.1f}", str(run["seed"])
-            *losses, reached = pair(heldout(name), run["seed"], "fp8")
+            *losses, reached = pair(losses_of, run["seed"], "fp8")
             at = reached if reached == "not reached" else f"{reached} of {run['steps']}"
             found.append([*cells, *losses, at])
     return found

@@ -179,9 +179,7 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   tensor(t.data, name, shape);
   dtype(t.data, name, {DType::e4m3, DType::e5m2});
   layout_of(t, name, layouts);
-  for (const int64_t size : shape)
-    FP8MOE_CHECK(size <= kMaxSize, "[", op_, "] ", name, " must have no size over 2^31 - 256; got ",
-                 size);
+  sizes(name, shape);
   const int64_t m = *(shape.end() - 2);
   const int64_t k = *(shape.end() - 1);
   if (t.layout == ScaleLayout::row) {
@@ -198,6 +196,12 @@ void Checker::fp8(const Fp8Tensor& t, const char* name, std::initializer_list<in
   if (t.layout == ScaleLayout::gemm) aligned(t.scale_inv, name, kScale);
 }
 
+void Checker::sizes(const char* name, std::initializer_list<int64_t> given) const {
+  for (const int64_t size : given)
+    FP8MOE_CHECK(size <= kMaxSize, "[", op_, "] ", name, " must have no size over 2^31 - 256; got ",
+                 size);
+}
+
 void Checker::plan_sizes(const RoutingPlan& plan) const {
   FP8MOE_CHECK(plan.align == 1 || plan.align == 16 || plan.align == 32 || plan.align == 128, "[",
                op_, "] plan.align must be 1, 16, 32 or 128; got ", plan.align);
@@ -207,9 +211,7 @@ void Checker::plan_sizes(const RoutingPlan& plan) const {
   FP8MOE_CHECK(plan.experts <= plan.kMaxExperts, "[", op_, "] plan must have at most ",
                plan.kMaxExperts, " experts; got ", plan.experts);
   // One by one first: their products and sums must not overflow.
-  for (const int64_t size : {plan.tokens, plan.slots, plan.experts, plan.capacity})
-    FP8MOE_CHECK(size <= kMaxSize, "[", op_, "] plan must have no size over 2^31 - 256; got ",
-                 size);
+  sizes("plan", {plan.tokens, plan.slots, plan.experts, plan.capacity});
   FP8MOE_CHECK(plan.columns() <= kMaxSize && plan.tokens * plan.slots <= kMaxSize, "[", op_,
                "] plan must have at most 2^31 - 256 rows; got ", plan.columns(), " and ",
                plan.tokens * plan.slots, " assignments");

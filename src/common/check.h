@@ -105,6 +105,8 @@ class Checker {
   const char* op() const { return op_; }
 
  private:
+  // None over what kernels count in 32 bits.
+  void sizes(const char* name, std::initializer_list<int64_t> given) const;
   void layout_of(const Fp8Tensor& t, const char* name,
                  std::initializer_list<ScaleLayout> layouts) const;
 
