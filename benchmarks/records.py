@@ -62,7 +62,7 @@ JOBS = {
         "transformers_recipe.py --advised --case qwen3-30b --case qwen3-30b-vocabulary"
         " --case deepseek-v3-sizes --case qwen3-30b-lora",
     ),
-    "several-gpus": ranks(2, 220, "several_gpus.py"),
+    "several-gpus": ranks(2, 255, "several_gpus.py"),
     "lora-model": job(1, 130, "lora_model.py"),
     "sweep": job(1, 95, "sweep.py"),
     "memory-bound": job(1, 40, "ops.py" + "".join(f" --op {op}" for op in MOVED)),

@@ -6,7 +6,8 @@ In FP8 or bf16, as they are and by the recipe of docs/how-to/hugging-face.md:
 
 8,192 tokens per rank. The recipe compiles the layers one by one and the loss, with fused AdamW and
 with a compiled one. Variants run one after the other from the same weights. Measured: 20 losses of
-the whole batch, a step (the slowest rank's median), and the peak of memory on rank 0.
+the whole batch, a step (the slowest rank's median), rank 0's host until a step is queued, and its
+peak of memory.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from transformers_step import QWEN, TINY, adamw
 from transformers_variants import ADAMW, LAYERS, LOSS, compiled_adamw
 
 BASE = "bf16, fully_shard"
-# Variant: the recipe, and whether group= shares the experts.
-VARIANTS: dict[str, tuple[Fp8Recipe | None, bool]] = {
-    BASE: (None, False),
-    "FP8, fully_shard": (Fp8Recipe(), False),
-    "FP8, group": (Fp8Recipe(), True),
-    "bf16, group": (None, True),
+# Variant: the recipe, and the transport where group= shares the experts.
+VARIANTS: dict[str, tuple[Fp8Recipe | None, str | None]] = {
+    BASE: (None, None),
+    "FP8, fully_shard": (Fp8Recipe(), None),
+    "FP8, group": (Fp8Recipe(), "auto"),
+    "FP8, group, NCCL": (Fp8Recipe(), "nccl"),
+    "bf16, group": (None, "auto"),
 }
 FAST = " + ".join((LAYERS, LOSS))
 # What is asked for first comes first: a run may end early.
@@ -48,6 +50,7 @@ RUNS = [
     ("FP8, group", True),
     (BASE, True),
     ("FP8, fully_shard", True),
+    ("FP8, group, NCCL", True),
     ("FP8, group", False),
     ("bf16, group", True),
 ]
@@ -65,7 +68,7 @@ class Bench:
         self.model: Any = None
         self.optimizer: Any = None
 
-    def build(self, recipe: Fp8Recipe | None, group: bool, fast: bool) -> nn.Module:
+    def build(self, recipe: Fp8Recipe | None, transport: str | None, fast: bool) -> nn.Module:
         """The whole model on every rank, sharded then."""
         config = transformers.Qwen3MoeConfig(**self.config)
         config._experts_implementation = "grouped_mm"
@@ -75,15 +78,17 @@ class Bench:
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
-        if recipe is not None or group:
-            fp8moe.swap(model, recipe=recipe, group=dist.group.WORLD if group else None)
+        if transport is not None:
+            fp8moe.swap(model, recipe=recipe, group=dist.group.WORLD, transport=transport)
+        elif recipe is not None:
+            fp8moe.swap(model, recipe=recipe)
         shared: Any = {p for p in model.parameters() if hasattr(p, "full_tensor")}
         for layer in model.model.layers:
             fully_shard(layer, ignored_params=shared)
         fully_shard(model, ignored_params=shared)
         if fast:
             for layer in (*model.model.layers, model.model.norm):
-                layer.compile()
+                layer.compile(fullgraph=True)
             model.loss_function = torch.compile(model.loss_function)
         made: nn.Module = model.train()
         return made
@@ -125,12 +130,13 @@ class Bench:
             self.step(ids)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = []
+        times, hosts = [], []
         for _ in range(5):
             self.wait()
             start = time.perf_counter()
             for _ in range(3):
                 self.step(ids)
+            hosts.append(1e6 * (time.perf_counter() - start) / 3)
             self.wait()
             times.append(1e3 * (time.perf_counter() - start) / 3)
         slowest = torch.tensor(times, device=self.device)
@@ -147,7 +153,7 @@ class Bench:
                 "shape": {"T": self.tokens, "H": self.config["hidden_size"], "layers": layers},
                 "variant": variant,
                 "ms": ms,
-                "host_us": None,
+                "host_us": statistics.median(hosts),
                 "bytes": 0,
                 "flops": 0,
                 "limit_ms": None,

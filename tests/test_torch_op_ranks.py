@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ranks
-from fp8moe_cutlass import Fp8Recipe
+from fp8moe_cutlass import Fp8Recipe, SlowPathWarning
 from ranks import Pool, results
 from test_distributed import COUNTS, MEMBERS, batch, layer_of, rank_of, share, shares
 from test_torch_op import compiled, equal, step
@@ -78,6 +79,24 @@ def one_by_one(group: Any, problems: Any, rank_capacity: int | None) -> None:
     for got, one in zip(found, want, strict=True):
         equal(got, one)
     assert not torch.equal(want[0][0], want[1][0])
+
+
+def test_a_graph_that_breaks_says_so(pool: Pool) -> None:
+    results(pool.run(2, without_fullgraph, batch(60)))
+
+
+def without_fullgraph(group: Any, p: Any) -> None:
+    mine = share(p, shares([35, 25])[rank_of(group)])
+    for rank_capacity, told in ((None, 1), (60, 0)):
+        torch._dynamo.reset()
+        layer = layer_of(p, group, rank_capacity=rank_capacity)
+        want = step(layer, mine, layer)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", SlowPathWarning)
+            equal(step(torch.compile(layer, backend="aot_eager"), mine, layer), want)
+            slow = [str(w.message) for w in said if w.category is SlowPathWarning]
+        assert len(slow) == told, slow
+        assert all("pass fullgraph=True" in message for message in slow)
 
 
 def test_equal_calls_add_to_main_grad_each(pool: Pool) -> None:

@@ -26,6 +26,7 @@ from fp8moe_cutlass.autograd.weights import Fp8Weights, is_turned
 from fp8moe_cutlass.ops._torch import compiling
 from fp8moe_cutlass.recipe import Fp8Recipe
 from fp8moe_cutlass.routing import RoutingPlan, buffer_words
+from fp8moe_cutlass.slow_path import slow_path
 from fp8moe_cutlass.tensor import Fp8Tensor, scale_shape
 
 _FORWARD = (
@@ -139,11 +140,10 @@ def _fake(*arguments: Any) -> list[Tensor]:
     if kind == "group":
         sent, of = of.sizes[:7], of._replace(sizes=of.sizes[7:])
     if not of.sizes:
-        new_size: Any = torch.library.get_ctx().new_dynamic_size
         slots = 0 if of.topk_idx is None else of.topk_idx.shape[1]
         # Each must be a size of an output. Where no rows are kept, the plan's is all that is known.
-        rows, size = (new_size(), None) if _keeps_x(of.need, options) else (0, new_size())
-        of = of._replace(sizes=[rows, slots, of.gate_up.shape[0], 1, new_size()])
+        rows, size = (_new_size(), None) if _keeps_x(of.need, options) else (0, _new_size())
+        of = of._replace(sizes=[rows, slots, of.gate_up.shape[0], 1, _new_size()])
     if kind != "plan":
         size = buffer_words(*of.sizes) if size is None else size
         buffer = of.x.new_empty(size, dtype=torch.int32)
@@ -158,6 +158,19 @@ def _fake(*arguments: Any) -> list[Tensor]:
         route = [of.x.new_empty(buffer_words(*plan), dtype=torch.int32)]
         route += [torch.empty(words, dtype=torch.int64, device="cpu")] if words else []
     return [out, *_owned([*saved.tensors(), *route], of)]
+
+
+def _new_size() -> Any:
+    """A size that the routing decides. Without fullgraph=True torch raises and breaks the graph."""
+    try:
+        return torch.library.get_ctx().new_dynamic_size()
+    except Exception:
+        slow_path(
+            "graph break",
+            "[MoEExperts] torch.compile breaks the graph at the experts of a group with exact "
+            "sizes: pass fullgraph=True",
+        )
+        raise
 
 
 def _keeps_x(need: Sequence[bool], options: Options) -> bool:
