@@ -70,9 +70,10 @@ TABLES: list[tuple[str, str, Callable[[], Rows]]] = [
         (EP, f"{name}, exchanges", lambda name=name: layer.ep_exchanges(name))
         for name in (EP_2, EP_4)
     ),
-    (SAME, QUALITY, models.quality),
-    (SAME, f"{QUALITY}, seeds", models.quality_seeds),
-    (SAME, f"{COARSE} and {LONG}", models.quality_pairs),
+    *((SAME, name, lambda name=name: models.quality(name)) for name in (LONG, QUALITY)),
+    (SAME, f"{LONG}, seeds", lambda: models.quality_seeds(LONG, "fp8")),
+    (SAME, f"{QUALITY}, seeds", lambda: models.quality_seeds(QUALITY, "fp8", "noise")),
+    (SAME, COARSE, lambda: models.quality_seeds(COARSE, "fp8")),
     (SAME, "quality-step.json", models.quality_steps),
     (HUGGING_FACE, RECIPE, models.recipe),
     (STEP_NOTES, RECIPE, models.kernels),
@@ -101,7 +102,7 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
     (README, r"trains Qwen3-30B in .*? PEFT takes in bf16", models.readme_lora),
     (
         README,
-        r"train \[[\d.]+ times\]\S+ as fast as bf16 by `fully_shard`",
+        r"train \[[\d.]+ times\]\S+ as fast as bf16 by `fully_shard`, .*? times",
         models.over_fully_shard,
     ),
     (README, r"takes \[[\d.]+ times\]\S+ one GPU's, .*? as long", layer.over_alone),
@@ -113,7 +114,6 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
         r"trains [\d.]+ times as fast: [\d,]+ and [\d,]+ tokens per second",
         models.trains_as_fast,
     ),
-    (SAME, r"after \d+ s, bf16 after \d+", models.sooner),
     (HELPS, r"With a quantization .*? tokens per expert on", layer.wins_from),
     (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+\d", layer.by_transport),
     (

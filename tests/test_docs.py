@@ -4,6 +4,7 @@ their records, pages keep the limits of scripts/prose.py."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -341,6 +343,14 @@ def test_jax_has_the_bits_of_torch() -> None:
     assert all(all(r["bit_equal"].values()) for r in results("jax.json"))
 
 
+def gaps_of(runs: Any, arm: str, seeds: range) -> list[tuple[float, float]]:
+    """At each evaluation the mean, and half of its interval."""
+    pairs = [(runs[arm, seed], runs["bf16", seed]) for seed in seeds]
+    each = [[a[1] - b[1] for a, b in zip(*pair, strict=True)] for pair in pairs]
+    found = [quality.interval(of) for of in zip(*each, strict=True)]
+    return [(of["mean"], of["high"] - of["mean"]) for of in found]
+
+
 def test_quality_says_what_its_record_says() -> None:
     """Where the gap's interval ends, and its sign on the way."""
     rows = {r["variant"]: r for r in results(page_models.QUALITY)}
@@ -349,15 +359,9 @@ def test_quality_says_what_its_record_says() -> None:
     assert rows["fp8"]["bar"]["no_growth"]
     assert round(rows["fp8"]["gap"]["low"], 4) == -0.0114
     assert round(rows["fp8"]["gap"]["high"], 4) == 0.0077
-    runs = page_models.heldout()
+    runs = page_models.heldout(page_models.QUALITY)
     steps = [step for step, *_ in runs["bf16", 0]]
-
-    def gaps(arm: str, seeds: range) -> list[tuple[float, float]]:
-        """At each evaluation the mean, and half of its interval."""
-        pairs = [(runs[arm, seed], runs["bf16", seed]) for seed in seeds]
-        each = [[a[1] - b[1] for a, b in zip(*pair, strict=True)] for pair in pairs]
-        found = [quality.interval(of) for of in zip(*each, strict=True)]
-        return [(of["mean"], of["high"] - of["mean"]) for of in found]
+    gaps = functools.partial(gaps_of, runs)
 
     def above(arm: str, seeds: range) -> int:
         return sum(mean > 0 for mean, _ in gaps(arm, seeds))
@@ -377,9 +381,15 @@ def test_quality_says_what_its_record_says() -> None:
     assert all(r["gap"]["low"] < 0 < r["gap"]["high"] for r in small)
 
 
-def test_quality_says_what_its_longer_pair_says() -> None:
-    runs = page_models.heldout(page_models.LONG)
-    pairs = zip(runs["fp8", 0], runs["bf16", 0], strict=True)
-    last = [a[1] - b[1] for a, b in pairs if a[0] > 0.8 * 1526]
-    assert min(last) > -0.006
-    assert max(last) < 0.002
+def test_quality_says_what_its_longer_pairs_say() -> None:
+    rows = {r["variant"]: r for r in results(page_models.LONG)}
+    gap, growth = rows["fp8"]["gap"], rows["fp8"]["growth"]
+    assert rows["fp8"]["bar"]["kept"]
+    assert [f"{gap[k]:+.4f}" for k in ("mean", "low", "high")] == ["+0.0006", "-0.0040", "+0.0051"]
+    assert [f"{growth[k]:+.4f}" for k in ("mean", "low", "high")] == [
+        *("-0.0002", "-0.0038", "+0.0034")
+    ]
+    found = gaps_of(page_models.heldout(page_models.LONG), "fp8", range(5))
+    assert sum(mean > 0 for mean, _ in found) == 28
+    assert len(found) == 41
+    assert all(abs(mean) <= half for mean, half in found)
