@@ -112,17 +112,6 @@ def several_gpus() -> Rows:
     ]
 
 
-def over_fully_shard() -> str:
-    """FP8 by group= over bf16 by fully_shard, and, compiled, FP8 over bf16 by fully_shard."""
-    ms, fast = {r["variant"]: r["ms"] for r in results(SEVERAL)}, "layers + loss + AdamW compiled"
-    plain = ms["bf16, fully_shard: default"] / ms["FP8, group: default"]
-    compiled = ms[f"bf16, fully_shard: {fast}"] / ms[f"FP8, fully_shard: {fast}"]
-    return (
-        f"train [{plain:.2f} times](docs/how-to/several-gpus.md) as fast as bf16 by `fully_shard`, "
-        f"and compiled, both by it, {compiled:.2f} times"
-    )
-
-
 # ---- LoRA ---------------------------------------------------------------------------------------
 
 

@@ -100,11 +100,6 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
     (README, r"The block on one H\d00", lambda: f"The block on one {card(LAYER)}"),
     (README, r"The steps on one H\d00", lambda: f"The steps on one {card(RECIPE)}"),
     (README, r"trains Qwen3-30B in .*? PEFT takes in bf16", models.readme_lora),
-    (
-        README,
-        r"train \[[\d.]+ times\]\S+ as fast as bf16 by `fully_shard`, .*? times",
-        models.over_fully_shard,
-    ),
     (README, r"takes \[[\d.]+ times\]\S+ one GPU's, .*? as long", layer.over_alone),
     (PERFORMANCE, r"On the layer's H\d00 a copy .*?, torch [\d.]+\d", layer.software),
     (PERFORMANCE, r"takes [\d.]+ to [\d.]+ of these times", layer.burst_shares),

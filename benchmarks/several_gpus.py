@@ -31,7 +31,7 @@ from common import environment
 from fp8moe_cutlass import Fp8Recipe
 from fp8moe_cutlass.integrations import transformers as fp8moe
 from timing import Limits
-from transformers_step import QWEN, TINY, adamw
+from transformers_step import QWEN, TINY, adamw, initialize
 from transformers_variants import ADAMW, LAYERS, LOSS, compiled_adamw
 
 BASE = "bf16, fully_shard"
@@ -75,9 +75,7 @@ class Bench:
         of: Any = transformers.Qwen3MoeForCausalLM
         with torch.device(self.device):
             model = of._from_config(config, dtype=torch.bfloat16)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
+        initialize(model)
         if transport is not None:
             fp8moe.swap(model, recipe=recipe, group=dist.group.WORLD, transport=transport)
         elif recipe is not None:

@@ -72,6 +72,19 @@ TINY = sizes(2, 128, 64, 8) | {"vocab_size": 256, "num_experts_per_tok": 2}
 TINY |= {"num_attention_heads": 4, "head_dim": 32}
 
 
+@torch.no_grad()
+def initialize(model: torch.nn.Module) -> None:
+    """Random weights by which tokens spread over the experts, as they do in a trained model.
+
+    Were all of deviation 0.02, attention's mean over the tokens would outgrow the tokens' own part,
+    and nearly all would choose the same experts from the second layer on.
+    """
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    for name, p in model.named_parameters():
+        deviation = 1.0 if p is embeddings.weight else 0.005 if "o_proj" in name else 0.02
+        p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, deviation)
+
+
 class Bench:
     """A model with its optimizer and tokens [rows, T / rows]."""
 
@@ -92,10 +105,8 @@ class Bench:
         self.optimizer: Any = None
         self.tidy()
         torch.manual_seed(0)
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.grad = None
-                p.fill_(1.0) if p.ndim == 1 else p.normal_(0.0, 0.02)
+        self.model.zero_grad()
+        initialize(self.model)
         self.optimizer = self.case.optimizer(self.model.parameters())
 
     def step(self) -> Tensor:

@@ -223,3 +223,26 @@ def test_lora_model_on_two_ranks(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["environment"]["ranks"] == 2
     assert [(row["shape"]["T"], row["layers"]) for row in record["results"]] == [(64, 1), (128, 1)]
+
+
+def test_tokens_of_a_whole_model_spread_over_its_experts() -> None:
+    """Were all weights of one deviation, nearly all tokens would choose the same eight experts."""
+    transformers = pytest.importorskip("transformers")
+    from transformers_step import initialize, sizes
+
+    config = transformers.Qwen3MoeConfig(**sizes(3, 1024, 64, 16) | {"vocab_size": 512})
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM._from_config(config)
+    initialize(model)
+    found: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, routed: Any) -> None:
+        (ids,) = (t for t in routed if t.dtype == torch.int64)
+        found.append(ids.flatten().bincount(minlength=16))
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(keep)
+    model(torch.randint(512, (1, 512)))
+    assert len(found) == 3
+    for counts in found:
+        assert counts.max() < 1.3 * counts.float().mean()
