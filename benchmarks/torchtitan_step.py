@@ -108,6 +108,8 @@ class Bench:
         torch.manual_seed(1)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)
+            # Of 0.02, attention's mean would outgrow it: all tokens would choose the same experts.
+            model.tok_embeddings.weight.normal_()
         experts = list(experts_of(model))  # with expert parallelism over a mesh of their own
         known = set(experts)
         groups: Any = [[p for p in model.parameters() if p not in known], experts]
