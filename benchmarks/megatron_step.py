@@ -81,7 +81,7 @@ class Bench:
             "expert_model_parallel_size": RANKS,
             "bf16": True,
             "params_dtype": torch.bfloat16,
-            "embedding_init_method_std": 1.0,  # else tokens all choose the same experts
+            "embedding_init_method_std": 1.0,  # of 0.02, tokens may choose the same experts
             "normalization": "RMSNorm" if self.gpu else "LayerNorm",
             "qk_layernorm": self.gpu,
             "gated_linear_unit": True,
