@@ -217,6 +217,12 @@ def megatron() -> Rows:
     ]
 
 
+def megatron_layer() -> str:
+    """Our layer over TransformerEngine's bf16."""
+    times = sorted(r["ratio"] for r in results("megatron.json") if r["variant"] == "our layer")
+    return f"the layer {times[0]:.2f} to {times[-1]:.2f}"
+
+
 def torchtitan(name: str) -> Rows:
     who = "torchtitan bf16", "fp8moe, the layer", "fp8moe, the experts"
     rows: dict[str, list[str]] = {}

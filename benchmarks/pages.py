@@ -102,6 +102,7 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
     (README, r"trains Qwen3-30B in .*? PEFT takes in bf16", models.readme_lora),
     (README, r"takes \[[\d.]+ times\]\S+ one GPU's .*? times FP8's", layer.over_alone),
     (README, r"make a step [\d.]+ to [\d.]+ times as fast", models.compiled_step),
+    (README, r"the layer [\d.]+ to [\d.]+\d", models.megatron_layer),
     (PERFORMANCE, r"On the layer's H\d00 a copy .*?, torch [\d.]+\d", layer.software),
     (PERFORMANCE, r"takes [\d.]+ to [\d.]+ of these times", layer.burst_shares),
     (PERFORMANCE, r"V2-Lite: [\d.]+, [\d.]+ and [\d.]+ ms", layer.te_bursts),
