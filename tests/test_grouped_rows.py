@@ -192,6 +192,20 @@ def test_gradients_of_any_strides(recipe: Any, form: str, dtype: torch.dtype, de
 
 
 @DEVICES
+@pytest.mark.parametrize("form", VIEWS)
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
+def test_no_rows_of_any_strides(recipe: Any, form: str, device: str) -> None:
+    """Rows and their gradient, which is of a sum in a rank or microbatch without tokens."""
+    p = problem(9, 1, 4).to(device)
+    layer = p.experts(recipe=recipe)
+    x = VIEWS[form](p.x[:0]).requires_grad_()
+    out = layer.forward_rows(x, [0] * 4)
+    out.backward(VIEWS[form](p.x[:0]))
+    assert out.shape == x.grad.shape == (0, p.x.shape[1])
+    assert all(not w.grad.any() for w in layer.parameters())
+
+
+@DEVICES
 @pytest.mark.parametrize("form", ["transposed", "every second column"])
 @pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "bf16"])
 def test_rows_and_weights_of_any_strides(recipe: Any, form: str, device: str) -> None:
@@ -204,7 +218,11 @@ def test_rows_and_weights_of_any_strides(recipe: Any, form: str, device: str) ->
         out = experts(x, None, None, gate_up, down, Options(recipe), move=move)
         return [out, *torch.autograd.grad(out, leaves, p.dout)]
 
-    assert all(map(torch.equal, step(VIEWS[form]), step(torch.clone)))
+    got, want = step(VIEWS[form]), step(torch.clone)
+    if recipe is not None:
+        assert all(map(torch.equal, got, want))
+    for one, other in zip(got, want, strict=True):  # torch's GEMMs sum by strides on some CPUs
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3)
 
 
 def test_forward_rows_compiled_delayed_and_with_weights() -> None:

@@ -128,7 +128,8 @@ class Wgrad(NamedTuple):
 
 def enter(t: Tensor, recipe: None, *, gradient: bool = False, grouped: bool = False) -> Tensor:
     """t in bfloat16, dense."""
-    return t.bfloat16().contiguous()
+    t = t.bfloat16()  # torch calls an empty tensor contiguous whatever its strides, then refuses them
+    return t.contiguous() if t.numel() else t.new_empty(t.shape)
 
 
 def make_plan(topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Plan:
