@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -171,3 +173,12 @@ def test_nothing_routed_and_what_is_refused(device: str) -> None:
     assert not megatron.unpermute(y, row_id_map, (4, H)).any()
     with pytest.raises(ValueError, match="batch-invariant"):
         megatron.permute(x, mask, return_batch_invariant_inverse_map=True)
+
+
+def test_without_megatron(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    for room in ("spec", "layer", "experts", "buffers", "permutation"):
+        monkeypatch.delitem(sys.modules, f"{megatron.__name__}.{room}", raising=False)
+    with pytest.raises(ImportError, match=r"\[megatron\] swap needs megatron-core"):
+        _ = megatron.swap

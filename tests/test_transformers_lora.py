@@ -299,6 +299,12 @@ def test_refused(changed: dict[str, Any], rule: str) -> None:
     fp8moe.get_peft_model(model, config())
 
 
+def test_a_model_that_is_not_swapped() -> None:
+    model = model_of("Qwen3Moe", torch.bfloat16, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="model has none: swap it first"):
+        fp8moe.get_peft_model(model, config())
+
+
 def test_peft_alone_is_refused_on_codes(checkpoint: Path) -> None:
     model = peft.get_peft_model(swapped(checkpoint), config())
     with pytest.raises(RuntimeError, match=r"gate_up_proj holds FP8 codes .*get_peft_model"):

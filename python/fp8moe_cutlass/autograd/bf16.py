@@ -128,7 +128,7 @@ class Wgrad(NamedTuple):
 
 def enter(t: Tensor, recipe: None, *, gradient: bool = False, grouped: bool = False) -> Tensor:
     """t in bfloat16, dense."""
-    t = t.bfloat16()  # torch calls an empty tensor contiguous whatever its strides, then refuses them
+    t = t.bfloat16()  # an empty one is contiguous to torch, whose GEMM then refuses its strides
     return t.contiguous() if t.numel() else t.new_empty(t.shape)
 
 

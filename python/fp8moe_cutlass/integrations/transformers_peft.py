@@ -145,9 +145,10 @@ def _chosen(
     one = {keys[k] for k in hit} - {n for n in wanted if f"{n}.down_proj" in hit}
     if not hit or one:
         got = f"one of them, of {min(one)}" if one else f"{target_parameters}"
+        first = "" if found else "; model has none: swap it first"
         raise ValueError(
             "[get_peft_model] target_parameters must name both gate_up_proj and down_proj of "
-            f"nn.MoEExperts, such as 'mlp.experts.down_proj' (swap the model first); got {got}"
+            f"nn.MoEExperts, such as 'mlp.experts.down_proj'; got {got}{first}"
         )
     return wanted, [t for t, of in named.items() if not of]
 

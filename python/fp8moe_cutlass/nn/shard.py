@@ -79,7 +79,7 @@ def shard_experts(
         warnings.warn(
             "[shard_experts] something still holds parameters that it has replaced: an optimizer "
             "made before it trains none of them; make it, and DistributedDataParallel, after "
-            "shard_experts and fully_shard",
+            "shard_experts and fully_shard. An earlier output, or its loss, holds them harmlessly",
             stacklevel=2,
         )
     return shares

@@ -55,4 +55,13 @@ _ROOMS = {
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    try:
+        room = import_module(f"{__name__}.{_ROOMS[name]}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "megatron":
+            raise
+        raise ImportError(
+            f"[megatron] {name} needs megatron-core, written against 0.19.2 (Python 3.12 or "
+            f"newer): {error}"
+        ) from error
+    return getattr(room, name)
