@@ -119,6 +119,12 @@ def several_gpus() -> Rows:
     ]
 
 
+def queueing_share() -> str:
+    """Of a step, until rank 0's host has queued it."""
+    shares = [r["host_us"] / 10 / r["ms"] for r in results(SEVERAL)]
+    return f"takes it {min(shares):.0f} to {max(shares):.0f}% of the step"
+
+
 # ---- LoRA ---------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,7 @@ PHRASES: list[tuple[str, str, Callable[[], str]]] = [
         models.trains_as_fast,
     ),
     (HELPS, r"With a quantization .*? tokens per expert on", layer.wins_from),
+    (GROUPS, r"takes it \d+ to \d+% of the step", models.queueing_share),
     (GROUPS, r"takes [\d.]+ ms where NCCL's takes [\d.]+\d", layer.by_transport),
     (
         EP,

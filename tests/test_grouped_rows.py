@@ -218,11 +218,7 @@ def test_rows_and_weights_of_any_strides(recipe: Any, form: str, device: str) ->
         out = experts(x, None, None, gate_up, down, Options(recipe), move=move)
         return [out, *torch.autograd.grad(out, leaves, p.dout)]
 
-    got, want = step(VIEWS[form]), step(torch.clone)
-    if recipe is not None:
-        assert all(map(torch.equal, got, want))
-    for one, other in zip(got, want, strict=True):  # torch's GEMMs sum by strides on some CPUs
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3)
+    assert all(map(torch.equal, step(VIEWS[form]), step(torch.clone)))
 
 
 def test_forward_rows_compiled_delayed_and_with_weights() -> None:

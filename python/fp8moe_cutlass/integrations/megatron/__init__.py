@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     try:
         room = import_module(f"{__name__}.{_ROOMS[name]}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "megatron":
+        if not (error.name or "").startswith("megatron"):
             raise
         raise ImportError(
             f"[megatron] {name} needs megatron-core, written against 0.19.2 (Python 3.12 or "
